@@ -1,0 +1,34 @@
+"""Wall clock and virtual clock behind one interface; nothing in the loop calls `time` directly."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds on a monotonic axis shared by all processes of one machine."""
+
+    def now_s(self) -> float: ...
+
+
+class WallClock:
+    """`time.monotonic`, which on Linux is one axis for every process of the machine."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that moves only when told: for tests and the simulator."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time cannot go back by {seconds} s")
+        self._now_s += seconds

@@ -1,0 +1,305 @@
+"""The schema of a run: frozen pydantic models. Every field has its unit and consequence in its description.
+
+Nothing the user asked for is rewritten: derived values are properties, conflicts raise ConfigError. `core/recipes.py`
+loads TOML into it and applies overrides.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from slipstream.core.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face checkpoint (`path`) or a fresh, randomly initialised model of a `family`."""
+
+    path: str | None = Field(None, description="Folder of a Hugging Face checkpoint with tokenizer. Excludes the rest.")
+    family: Literal["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"] = Field(
+        "llama", description="Architecture of a fresh model (llama also covers Mistral and SmolLM)."
+    )
+    hidden_size: Positive = Field(128, description="Width of the residual stream.")
+    intermediate_size: Positive = Field(512, description="Width of the MLP.")
+    num_layers: Positive = Field(3, description="Decoder layers.")
+    num_heads: Positive = Field(4, description="Query heads.")
+    num_kv_heads: Positive = Field(4, description="Key and value heads; divides num_heads.")
+    max_positions: Positive = Field(256, description="Longest sequence, prompt and completion together, in tokens.")
+    tie_embeddings: bool = Field(True, description="Share the input embedding with the output head.")
+    alphabet: str | None = Field(
+        None,
+        description="Characters of a character tokenizer for a fresh model; null takes printable ASCII and newline.",
+    )
+
+
+class TaskConfig(Section):
+    """One reasoning-gym dataset by name and parameters."""
+
+    name: str = Field(description="reasoning-gym dataset, e.g. 'spell_backward'. `slipstream recipes --tasks` lists them.")
+    params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the dataset (not size, not seed).")
+    weight: PositiveFloat = Field(1.0, description="Share of prompts drawn from this task, relative to the others.")
+
+
+class PromptsConfig(Section):
+    """Where questions come from: reasoning-gym `tasks`, or a `dataset` (JSONL, parquet, Hugging Face folder or hub id)."""
+
+    tasks: list[TaskConfig] = Field(default_factory=list, description="reasoning-gym tasks, mixed by weight.")
+    dataset: str | None = Field(None, description="Path or hub id of a dataset with columns `prompt` and `answer`.")
+    dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
+    prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
+    answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
+    eval_dataset: str | None = Field(None, description="Held-out dataset; null splits it off `dataset` by text hash.")
+    template: str = Field(
+        "{question}",
+        description="Prompt text from the row's columns, e.g. '{question}\\n' or '{word}>' (metadata are columns too).",
+    )
+    chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
+    system: str | None = Field(None, description="System message of chat prompts.")
+    max_prompt_tokens: Positive = Field(512, description="Longer prompts are dropped, counted and reported.")
+    num_train: Positive = Field(20_000, description="Distinct training prompts; the stream reshuffles when they end.")
+    num_eval: Positive = Field(500, description="Held-out prompts, disjoint from training ones by normalised text.")
+
+
+class GeneratorConfig(Section):
+    """Sampling and the decode engine."""
+
+    replicas: Positive = Field(1, description="Generator processes.")
+    num_slots: Positive = Field(64, description="Completions decoded at once per replica; a multiple of 8 on CPU.")
+    max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
+    segment_tokens: Positive | None = Field(
+        None, description="Export and resume completions every so many tokens when a newer version waits (L6)."
+    )
+    kv_on_update: Literal["keep", "recompute"] = Field(
+        "keep", description="What an in-flight swap does with the KV cache: keep it (Magistral) or rebuild it."
+    )
+    prefill_tokens: Positive = Field(2048, description="Prompt tokens prefilled between two decode steps at most.")
+    stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens besides the tokenizer's EOS.")
+    probe_tolerance: PositiveFloat = Field(
+        1e-3, description="Largest |logprob difference| on the probe text before a version is refused, in nats."
+    )
+
+
+class RewardTerm(Section):
+    """One reward function of the weighted sum."""
+
+    function: str = Field(
+        description="'task' (the task's own verifier), 'exact_match', 'math', 'regex', 'length', or 'module:function' / "
+        "'file.py:function' with TRL's signature."
+    )
+    weight: float = Field(1.0, description="Factor of this term in the sum.")
+    params: dict[str, Any] = Field(default_factory=dict, description="Keyword parameters of a built-in function.")
+
+
+class RewardsConfig(Section):
+    """How completions are scored, one by one, in sandboxed workers."""
+
+    terms: list[RewardTerm] = Field(
+        default_factory=lambda: [RewardTerm(function="task")], description="Weighted sum of these."
+    )
+    num_workers: Positive = Field(1, description="Sandboxed worker processes.")
+    timeout_s: PositiveFloat = Field(5.0, description="Wall-clock limit of one scoring call; then the worker is killed.")
+    memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
+    max_chars: Positive = Field(20_000, description="Longer completions are cut to this many characters before scoring.")
+    failure_reward: float = Field(0.0, description="Reward of a completion whose scoring failed or timed out.")
+    trust_verifier: bool = Field(
+        False, description="Run verifiers known to evaluate model text even where the platform cannot isolate them."
+    )
+
+
+class LossConfig(Section):
+    """The policy loss and its advantages."""
+
+    name: str = Field("aipo", description="Key of `algorithms.losses.LOSSES`.")
+    params: dict[str, float] = Field(default_factory=dict, description="The loss's own constants, e.g. max_ratio = 4.")
+    advantages: Literal["group_mean", "group_normalised"] = Field(
+        "group_normalised", description="r - mean, or (r - mean) / (std + std_eps), over the group."
+    )
+    std_eps: PositiveFloat = Field(0.1, description="Added to the group's standard deviation.")
+    entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus, in nats per token.")
+    truncated: Literal["keep", "mask", "penalty"] = Field(
+        "keep", description="Completions that hit max_new_tokens: train as they are, mask, or set their reward."
+    )
+    truncation_reward: float = Field(0.0, description="Reward of truncated completions under truncated = 'penalty'.")
+    skip_no_signal: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = Field(1e-4, description="Peak learning rate.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's decay rates.")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of matrices (not norms or biases).")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Global gradient norm is clipped to this.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up, to 0.")
+    warmup_updates: NonNegative = Field(0, description="Linear warm-up, in optimizer updates.")
+
+
+class TrainerConfig(Section):
+    """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
+
+    minibatches: Positive = Field(1, description="Optimizer updates per pass over the batch (M7).")
+    epochs: Positive = Field(1, description="Passes over the batch per step.")
+    microbatch_tokens: Positive = Field(8192, description="Token capacity of a microbatch, prompts included (M7, M8).")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer and schedule.")
+    checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0 keeps only the last.")
+    keep_checkpoints: Positive = Field(2, description="Checkpoints kept on disk.")
+
+
+class DemonstrationConfig(Section):
+    """A kind of demonstration for the warm start: a template over the row's columns and its share."""
+
+    template: str = Field(description="Completion text, e.g. '{answer}' or '{word}'; an EOS token is appended.")
+    weight: PositiveFloat = Field(1.0, description="Share of demonstrations of this kind, relative to the others.")
+
+
+class WarmStartConfig(Section):
+    """Supervised fine-tuning before the first RL step; ends at policy version 0."""
+
+    steps: NonNegative = Field(0, description="Optimizer updates; 0 skips the warm start.")
+    batch_size: Positive = Field(64, description="Demonstrations per update.")
+    num_demonstrations: Positive = Field(20_000, description="Training prompts used as demonstrations.")
+    demonstrations: list[DemonstrationConfig] = Field(
+        default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
+    )
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=1e-3), description="Optimizer of the warm start."
+    )
+
+
+class EvalConfig(Section):
+    """Held-out evaluation, pinned to one policy version."""
+
+    every: NonNegative = Field(0, description="Steps between greedy evaluations during the run; 0 means only the ends.")
+    num_prompts: Positive = Field(500, description="Held-out prompts per evaluation, at most prompts.num_eval.")
+    num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "sync": {"max_staleness": 0, "weight_update": "between_batches"},
+    "one_step": {"max_staleness": 1, "weight_update": "between_batches"},
+    "bounded": {"weight_update": "between_batches"},
+    "continuous": {"weight_update": "in_flight"},
+}
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    recipe: str = Field("custom", description="Name of the recipe, for file names and reports.")
+    seed: NonNegative = Field(0, description="Seed of everything random: model, prompts, sampling.")
+    steps: Positive = Field(100, description="Training steps.")
+    groups_per_step: Positive = Field(16, description="P: prompts per step.")
+    completions_per_group: Positive = Field(8, description="G: completions per prompt.")
+    max_staleness: NonNegative = Field(2, description="k: how many steps old a token may be when trained on. 0 = sync.")
+    weight_update: Literal["between_batches", "in_flight"] = Field(
+        "in_flight", description="Swap weights only between completions, or between any two decode steps."
+    )
+    publish_every: Positive = Field(1, description="Steps between published versions; skipped ones count in the bound.")
+    reorder_window: Positive = Field(
+        1, description="W: an ordinal is trained before any ordinal W or more above it. At most (k - publish_every + 1) P + 1."
+    )
+    host: Literal["process", "inline"] = Field(
+        "process", description="Executors in processes of their own, or all in this one, deterministically."
+    )
+    deadline_s: PositiveFloat = Field(120.0, description="Longest wait for any peer before the run fails with its name.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The policy.")
+    prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="Where questions come from.")
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="Sampling and decoding.")
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig, description="Scoring.")
+    loss: LossConfig = Field(default_factory=LossConfig, description="Loss and advantages.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training step.")
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="SFT before RL.")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="Held-out evaluation.")
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.trainer.minibatches * self.trainer.epochs
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.groups_per_step * self.completions_per_group
+
+    @model_validator(mode="after")
+    def _check_conflicts(self) -> Self:
+        if self.publish_every > self.max_staleness + 1:
+            raise ConfigError(
+                "publish_every leaves generators no version fresh enough to sample from",
+                got=f"publish_every = {self.publish_every}, max_staleness = {self.max_staleness}",
+                allowed=f"1..{self.max_staleness + 1} (max_staleness + 1)",
+                hint="raise max_staleness or publish more often",
+            )
+        limit = (self.max_staleness - self.publish_every + 1) * self.groups_per_step + 1
+        if self.reorder_window > limit:
+            raise ConfigError(
+                "reorder_window is too wide: generators and trainer would wait for each other forever",
+                got=f"reorder_window = {self.reorder_window}",
+                allowed=f"1..{limit} ((max_staleness - publish_every + 1) * groups_per_step + 1)",
+                hint="raise max_staleness or lower reorder_window",
+            )
+        if self.generator.num_slots % 8:
+            raise ConfigError(
+                "num_slots must keep decode batches bit-reproducible",
+                got=self.generator.num_slots,
+                allowed="multiples of 8",
+            )
+        if self.generator.segment_tokens is not None and self.weight_update == "in_flight":
+            raise ConfigError(
+                "segment_tokens cuts completions at a swap, but in_flight swaps need no cut",
+                got="segment_tokens with weight_update = 'in_flight'",
+                allowed="segment_tokens with weight_update = 'between_batches'",
+                hint="drop segment_tokens, or use the preset 'bounded'",
+            )
+        if self.completions_per_group < 2:
+            raise ConfigError(
+                "group advantages need at least two completions per prompt",
+                got=f"completions_per_group = {self.completions_per_group}",
+                allowed=">= 2",
+            )
+        if self.trainer.minibatches > self.groups_per_step:
+            raise ConfigError(
+                "a minibatch must hold at least one group",
+                got=f"minibatches = {self.trainer.minibatches}, groups_per_step = {self.groups_per_step}",
+                allowed="minibatches <= groups_per_step",
+            )
+        if self.eval.num_prompts > self.prompts.num_eval:
+            raise ConfigError(
+                "evaluation asks for more prompts than are held out",
+                got=f"eval.num_prompts = {self.eval.num_prompts}, prompts.num_eval = {self.prompts.num_eval}",
+                allowed="eval.num_prompts <= prompts.num_eval",
+            )
+        if bool(self.prompts.tasks) == bool(self.prompts.dataset):
+            raise ConfigError(
+                "exactly one source of prompts is needed",
+                got=f"{len(self.prompts.tasks)} tasks and dataset = {self.prompts.dataset!r}",
+                allowed="prompts.tasks or prompts.dataset",
+            )
+        if self.model.path is None:
+            if self.model.hidden_size % self.model.num_heads or self.model.num_heads % self.model.num_kv_heads:
+                raise ConfigError(
+                    "head sizes do not divide",
+                    got=f"hidden_size {self.model.hidden_size}, heads {self.model.num_heads}, "
+                    f"kv heads {self.model.num_kv_heads}",
+                    allowed="hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0",
+                )
+            if self.generator.max_new_tokens >= self.model.max_positions:
+                raise ConfigError(
+                    "completions do not fit the model",
+                    got=f"max_new_tokens = {self.generator.max_new_tokens}, max_positions = {self.model.max_positions}",
+                    allowed="max_new_tokens < max_positions",
+                )
+        return self

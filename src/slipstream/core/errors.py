@@ -1,0 +1,82 @@
+"""One tree for everything that can go wrong; each error says what, got, allowed and a hint.
+
+    SlipstreamError
+      ConfigError          the user's input is wrong (exit code 2, nothing was started)
+      ShapeError           tensors do not fit together
+      MissingLogprobsError a loss needs an anchor it was not given
+      StalenessError       the staleness bound was broken: a bug in the schedule, never the user's
+      ChannelError
+        ChannelTimeout     a wait on a channel passed its deadline
+        ChannelClosed      the other side is gone
+      WeightSyncError      a version could not be staged, verified or committed
+      ExecutorDied         a process of the run ended or reported an error
+      NonFiniteError       NaN or inf in a loss or gradient; weights were not changed
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SlipstreamError(Exception):
+    """Base of the tree. `what` is one sentence; the rest is optional and rendered on lines of its own."""
+
+    def __init__(
+        self, what: str, *, got: object = None, allowed: object = None, hint: str | None = None
+    ) -> None:
+        self.what, self.got, self.allowed, self.hint = what, got, allowed, hint
+        lines = [what]
+        if got is not None:
+            lines.append(f"  got:     {got}")
+        if allowed is not None:
+            lines.append(f"  allowed: {allowed}")
+        if hint is not None:
+            lines.append(f"  hint:    {hint}")
+        super().__init__("\n".join(lines))
+
+
+class ConfigError(SlipstreamError, ValueError):
+    """The user's configuration or input is wrong."""
+
+
+class ShapeError(SlipstreamError, ValueError):
+    """Tensors do not fit together."""
+
+
+class MissingLogprobsError(SlipstreamError, ValueError):
+    """A loss needs log-probabilities that the batch does not carry."""
+
+
+class StalenessError(SlipstreamError):
+    """A batch broke the staleness bound at consumption."""
+
+
+class ChannelError(SlipstreamError):
+    """A channel cannot do what was asked."""
+
+
+class ChannelTimeout(ChannelError, TimeoutError):
+    """A wait on a channel passed its deadline; the message names the channel and the other side."""
+
+
+class ChannelClosed(ChannelError):
+    """The other side of the channel is gone."""
+
+
+class WeightSyncError(SlipstreamError):
+    """A policy version could not be staged, verified or committed; the old version keeps running."""
+
+
+class ExecutorDied(SlipstreamError):
+    """A process of the run ended or reported an error."""
+
+
+class NonFiniteError(SlipstreamError, ArithmeticError):
+    """NaN or inf in a loss or gradient; weights were not changed."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """`did you mean 'max_staleness'?` for the nearest of `known`, or None when nothing is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else None

@@ -1,0 +1,96 @@
+"""The contract of a node of the loop (L1): `init`, `step`, `save_checkpoint`, `close`, and named typed ports.
+
+An executor never knows where its peers run. A *host* (`controller/host.py`) gives it its ports, calls `step` while it
+makes progress and sleeps on its ports when it does not; the same code runs inline, in a process of its own, or under
+torchrun.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from slipstream.core.clock import Clock
+from slipstream.core.types import Message
+
+
+class Sender(Protocol):
+    """The writing end of a channel."""
+
+    def put(self, message: Message) -> None:
+        """Hand `message` over; blocks while the channel is full, at most until its deadline (ChannelTimeout)."""
+        ...
+
+
+class Receiver(Protocol):
+    """The reading end of a channel."""
+
+    def get_nowait(self) -> Message | None:
+        """The oldest waiting message, or None. Taking it acknowledges it: from here on the caller owns it."""
+        ...
+
+
+class Spans(Protocol):
+    """Where an executor says what it is doing; every second of a process belongs to exactly one state."""
+
+    def span(self, state: str, **args: Any) -> AbstractContextManager[None]: ...
+
+    def instant(self, name: str, **args: Any) -> None: ...
+
+    def set_idle_state(self, state: str) -> None: ...
+
+
+@dataclass
+class Context:
+    """What a host hands to `Executor.init`."""
+
+    name: str
+    run_dir: Path
+    inputs: Mapping[str, Receiver]
+    outputs: Mapping[str, Sender]
+    spans: Spans
+    clock: Clock
+    num_threads: int = 1
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Executor(abc.ABC):
+    """A node of the loop. Subclasses are final: one level deep.
+
+    `inputs` and `outputs` name the ports. Every executor also has the input `commands` and the output `events`, which
+    the controller connects. Construction is cheap and must not touch devices; `init` does the work.
+    """
+
+    inputs: ClassVar[tuple[str, ...]] = ()
+    outputs: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    def init(self, context: Context) -> None:
+        """Build models and buffers. Ends by putting `Ready` on `events`."""
+
+    @abc.abstractmethod
+    def step(self) -> bool:
+        """Do one bounded piece of work without waiting; False when there was nothing to do."""
+
+    @property
+    @abc.abstractmethod
+    def is_finished(self) -> bool:
+        """True after `Stop` was carried out; the host then closes the executor."""
+
+    def wait_fds(self) -> list[int]:
+        """File descriptors besides the ports whose readability means that `step` has work."""
+        return []
+
+    def wait_s(self) -> float | None:
+        """Longest time `step` may be left uncalled although nothing arrives (deadlines); None for no limit."""
+        return None
+
+    def save_checkpoint(self, path: Path) -> None:  # noqa: B027 - most executors have no state worth saving
+        """Write everything a resumed run needs of this executor under `path`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release processes, segments and files. Called exactly once, also after an error."""

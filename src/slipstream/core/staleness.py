@@ -1,0 +1,51 @@
+"""The one place that computes staleness.
+
+The staleness of a token, in steps, is (version the step that trains on it starts from) - (version that sampled it);
+that of a batch is the maximum over its tokens. Step n starts from version n, so a token of version v trained in
+step n has staleness n - v. Minibatches and epochs inside a step add distance in optimizer updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from slipstream.core.errors import StalenessError
+from slipstream.core.types import Segment
+
+
+def token_versions(segments: Iterable[Segment]) -> np.ndarray:
+    """int32 [T]: the policy version that sampled each token of `segments`, -1 on tokens that were given."""
+    pieces = []
+    for segment in segments:
+        versions = np.full(len(segment.tokens), -1, dtype=np.int32)
+        for span in segment.version_spans:  # spans ascend, so a later one overwrites the tail of an earlier one
+            versions[span.start :] = span.version
+        pieces.append(versions)
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+
+
+def staleness_of(versions: np.ndarray, *, step: int) -> np.ndarray:
+    """int32 [number of sampled tokens]: staleness of each sampled token (version >= 0) when `step` trains on it."""
+    return (step - versions[versions >= 0]).astype(np.int32)
+
+
+def check_bound(staleness: np.ndarray, *, max_staleness: int, step: int) -> None:
+    """Raise StalenessError if any token is staler than the bound (or comes from the future): a bug in the schedule."""
+    if staleness.size and (staleness.max() > max_staleness or staleness.min() < 0):
+        raise StalenessError(
+            f"step {step} consumed tokens outside the staleness bound",
+            got=f"staleness {int(staleness.min())}..{int(staleness.max())} steps",
+            allowed=f"0..{max_staleness}",
+            hint="this is a bug in the schedule; keep events.jsonl and report it",
+        )
+
+
+def staleness_in_updates(staleness_steps: np.ndarray, *, updates_per_step: int, update_in_step: int) -> np.ndarray:
+    """Distance in optimizer updates for the `update_in_step`-th (0-indexed) update of the step.
+
+    At most (k + 1) * updates_per_step - 1, reached by a token k steps old in the last update.
+    """
+    distance: np.ndarray = staleness_steps * updates_per_step + update_in_step
+    return distance

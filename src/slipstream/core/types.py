@@ -1,0 +1,307 @@
+"""Everything that crosses a channel, and nothing else: frozen msgspec structs with numpy arrays.
+
+The wire form is msgpack; arrays travel as raw buffers (`core/channel.py`). Legend: T sampled or given tokens of one
+completion, Tp prompt tokens, G completions per prompt, P groups per step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+FinishReason = Literal["stop", "length", "deadline"]
+Purpose = Literal["train", "eval"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of everything that may cross a channel."""
+
+
+class Prompt(Message):
+    """A question: its text, its tokens and the columns a reward needs.
+
+    `prompt_id` is unique within a data split. `messages` is set for chat prompts, whose `text` is the rendered
+    template. `columns` are the dataset's other fields (JSON types only), `answer` among them where there is one.
+    """
+
+    prompt_id: str
+    text: str
+    tokens: np.ndarray  # int32 [Tp]
+    task: str
+    answer: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    columns: dict[str, Any] = {}
+
+
+class VersionSpan(Message):
+    """Tokens `start` up to the next span's start were sampled by policy version `version`."""
+
+    start: int
+    version: int
+
+
+class Segment(Message):
+    """A run of completion tokens that were either all sampled or all given (a tool's answer, a user's turn).
+
+    Sampled segments carry one behaviour logprob per token and the versions that sampled them; given ones neither.
+    """
+
+    tokens: np.ndarray  # int32 [T]
+    behaviour_logprobs: np.ndarray | None = None  # float32 [T]
+    version_spans: tuple[VersionSpan, ...] = ()
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.behaviour_logprobs is not None
+
+
+class Completion(Message):
+    """What the generator made of a prompt: `sample` of G for group `ordinal`.
+
+    `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts and they are never
+    admitted, trained or entered in the ledger.
+    """
+
+    ordinal: int
+    sample: int
+    prompt: Prompt
+    segments: tuple[Segment, ...]
+    text: str
+    finish_reason: FinishReason
+    replica: int = 0
+    purpose: Purpose = "train"
+    eval_id: int = -1
+    started_s: float = 0.0
+    finished_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.segments)
+
+    @property
+    def min_version(self) -> int:
+        return min(span.version for s in self.segments for span in s.version_spans)
+
+    @property
+    def max_version(self) -> int:
+        return max(span.version for s in self.segments for span in s.version_spans)
+
+
+class Rollout(Message):
+    """A completion with its reward. `failure` says why scoring failed; then `reward` is the configured failure reward."""
+
+    completion: Completion
+    reward: float
+    reward_parts: dict[str, float | None] = {}
+    failure: str | None = None
+    scored_s: float = 0.0
+
+
+class Group(Message):
+    """The G rollouts of one prompt, sorted by sample."""
+
+    ordinal: int
+    rollouts: tuple[Rollout, ...]
+
+
+# Controller -> generator
+
+
+class Admit(Message):
+    """Start group `ordinal` on `replica`: `num_samples` completions of `prompt`."""
+
+    ordinal: int
+    replica: int
+    prompt: Prompt
+    num_samples: int
+
+
+class Evaluate(Message):
+    """Answer held-out prompts with the weights of `version`, greedily or at temperature 1, in reserved slots."""
+
+    eval_id: int
+    version: int
+    prompts: tuple[Prompt, ...]
+    temperature: float
+
+
+# Controller -> trainer
+
+
+class TrainStep(Message):
+    """Train step `step` on exactly these groups."""
+
+    step: int
+    ordinals: tuple[int, ...]
+
+
+class Forget(Message):
+    """Drop these groups from the buffer: they were skipped or failed."""
+
+    ordinals: tuple[int, ...]
+
+
+class Waiting(Message):
+    """What the trainer is waiting for right now; labels its idle time."""
+
+    reason: Literal["generation", "rewards", "straggler", "nothing"]
+
+
+class Checkpoint(Message):
+    """Save policy, optimizer and random state of `step` under `path`; answer with `CheckpointSaved`."""
+
+    step: int
+    path: str
+
+
+class Export(Message):
+    """Write the policy as a Hugging Face checkpoint under `path`; answer with `Exported`."""
+
+    path: str
+
+
+class Stop(Message):
+    """Finish what is in hand, answer `Stopped`, and end."""
+
+
+# Executor -> controller
+
+
+class Ready(Message):
+    """The executor is initialised. The trainer adds the number of model parameters and the version it holds."""
+
+    executor: str
+    num_params: int = 0
+    version: int = 0
+    info: dict[str, Any] = {}
+
+
+class CompletionFinished(Message):
+    """A completion left the generator (it may not be scored yet)."""
+
+    ordinal: int
+    sample: int
+    replica: int
+    num_tokens: int
+    min_version: int
+    max_version: int
+
+
+class GroupScored(Message):
+    """All G rollouts of a group lie in the trainer's buffer. `has_signal` is False when all its rewards are equal."""
+
+    ordinal: int
+    has_signal: bool
+    mean_reward: float
+    num_failed: int
+    min_version: int
+    max_version: int
+
+
+class StepDone(Message):
+    """Step `step` is trained: the policy is now version `step + 1`."""
+
+    step: int
+    version: int
+    metrics: dict[str, float]
+
+
+class Published(Message):
+    """The trainer offered `version` to the generators (`skipped` when every slot was still being read)."""
+
+    version: int
+    payload_bytes: int
+    staging_s: float
+    skipped: bool = False
+
+
+class Swapped(Message):
+    """Replica `replica` now samples from `version`. `transfer_s` is staging while decoding, `pause_s` the stop for it."""
+
+    replica: int
+    version: int
+    transfer_s: float
+    pause_s: float
+    probe_error: float
+
+
+class EvalScored(Message):
+    """One evaluation rollout: its reward counts as correct when it is at least 1 - 1e-6."""
+
+    eval_id: int
+    ordinal: int
+    reward: float
+    completion_text: str
+    prompt_text: str
+    answer: str | None
+    num_tokens: int
+
+
+class CheckpointSaved(Message):
+    step: int
+    path: str
+
+
+class Exported(Message):
+    path: str
+
+
+class Progress(Message):
+    """Free-form progress of a phase outside the RL loop (warm start), for the display."""
+
+    executor: str
+    phase: str
+    done: int
+    total: int
+    metrics: dict[str, float] = {}
+
+
+class Counters(Message):
+    """Cumulative counters of one executor, sent about once a second and at the end."""
+
+    executor: str
+    values: dict[str, float]
+
+
+class Failed(Message):
+    """The executor cannot go on; `traceback` is for the log, `error` for the user."""
+
+    executor: str
+    error: str
+    traceback: str
+
+
+class Stopped(Message):
+    """The executor ended as asked. `accounting` maps state to seconds; `version` is the last one it held."""
+
+    executor: str
+    accounting: dict[str, float]
+
+
+# Weight sync, trainer <-> generators
+
+
+class WeightsOffered(Message):
+    """Version `version` lies complete in slot `slot` of segment `segment`: `checksum` covers its bytes.
+
+    `probe_logprobs` are the trainer's logprobs of the probe text under these weights; a generator that cannot
+    reproduce them refuses the version.
+    """
+
+    version: int
+    slot: int
+    segment: str
+    num_bytes: int
+    checksum: int
+    probe_tokens: np.ndarray  # int32 [Tprobe]
+    probe_logprobs: np.ndarray  # float32 [Tprobe - 1]
+
+
+class WeightsReleased(Message):
+    """Replica `replica` will not read slot `slot` for `version` again; the publisher may rewrite it."""
+
+    replica: int
+    version: int
+    slot: int
