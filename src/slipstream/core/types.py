@@ -106,6 +106,22 @@ class Group(Message):
     rollouts: tuple[Rollout, ...]
 
 
+# The schedule's decisions (`controller/schedule.py`)
+
+
+class StartGroup(Message):
+    """Admit group `ordinal` on `replica`; the controller attaches the prompt and sends `Admit`."""
+
+    ordinal: int
+    replica: int
+
+
+class ReplicaLost(Message):
+    """Replica `replica` is gone: its unfinished groups are to be regenerated elsewhere."""
+
+    replica: int
+
+
 # Controller -> generator
 
 
@@ -119,10 +135,9 @@ class Admit(Message):
 
 
 class Evaluate(Message):
-    """Answer held-out prompts with the weights of `version`, greedily or at temperature 1, in reserved slots."""
+    """Answer held-out prompts in reserved slots, pinned to the version held on arrival; temperature 0 is greedy."""
 
     eval_id: int
-    version: int
     prompts: tuple[Prompt, ...]
     temperature: float
 
@@ -137,8 +152,8 @@ class TrainStep(Message):
     ordinals: tuple[int, ...]
 
 
-class Forget(Message):
-    """Drop these groups from the buffer: they were skipped or failed."""
+class Skip(Message):
+    """Drop these groups: they carry no learning signal, or all their completions failed."""
 
     ordinals: tuple[int, ...]
 
@@ -237,6 +252,7 @@ class EvalScored(Message):
     prompt_text: str
     answer: str | None
     num_tokens: int
+    version: int = -1
 
 
 class CheckpointSaved(Message):

@@ -1,0 +1,237 @@
+"""The schedule under random interleavings: bound, liveness, order, exactly-once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.controller.schedule import Schedule, ScheduleConfig
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.types import (
+    CompletionFinished,
+    GroupScored,
+    ReplicaLost,
+    Skip,
+    StartGroup,
+    StepDone,
+    Swapped,
+    TrainStep,
+)
+
+
+def swapped(replica: int, version: int) -> Swapped:
+    return Swapped(replica=replica, version=version, transfer_s=0, pause_s=0, probe_error=0)
+
+
+def finished(ordinal: int, sample: int, replica: int) -> CompletionFinished:
+    return CompletionFinished(
+        ordinal=ordinal, sample=sample, replica=replica, num_tokens=1, min_version=0, max_version=0
+    )
+
+
+def scored(ordinal: int, has_signal: bool = True, num_failed: int = 0) -> GroupScored:
+    return GroupScored(
+        ordinal=ordinal, has_signal=has_signal, mean_reward=0.5, num_failed=num_failed, min_version=0, max_version=0
+    )
+
+
+class World:
+    """Generators, rewards and trainer as random events. It recomputes every claim with bookkeeping of its own."""
+
+    def __init__(self, config: ScheduleConfig, *, replicas: int, publish_every: int, drop: float, rng: random.Random):
+        self.config, self.publish_every, self.drop, self.rng = config, publish_every, drop, rng
+        self.schedule = Schedule(config)
+        self.replica_version = dict.fromkeys(range(replicas), 0)
+        self.admitted_at: dict[int, int] = {}  # ordinal -> version of its replica at (last) admission
+        self.sampling: dict[int, tuple[int, int]] = {}  # ordinal -> (replica, unfinished completions)
+        self.scoring: set[int] = set()
+        self.trained: list[int] = []
+        self.skipped: set[int] = set()
+        self.to_train: TrainStep | None = None
+        self.published = 0
+        self.lost = 0
+        for replica in self.replica_version:
+            self.carry_out(self.schedule.apply(swapped(replica, 0)))
+
+    def carry_out(self, commands: list) -> None:
+        for command in commands:
+            match command:
+                case StartGroup(ordinal=ordinal, replica=replica):
+                    assert ordinal not in self.sampling
+                    assert ordinal not in self.scoring
+                    assert ordinal not in self.trained
+                    load = sum(n for r, n in self.sampling.values() if r == replica)
+                    assert load + self.config.completions_per_group <= self.config.capacity
+                    self.admitted_at[ordinal] = self.replica_version[replica]
+                    self.sampling[ordinal] = (replica, self.config.completions_per_group)
+                case TrainStep(step=step, ordinals=ordinals):
+                    assert self.to_train is None
+                    assert step == len(self.trained) // self.config.groups_per_step
+                    assert len(ordinals) == self.config.groups_per_step
+                    assert list(ordinals) == sorted(ordinals)
+                    for ordinal in ordinals:
+                        assert step - self.admitted_at[ordinal] <= self.config.max_staleness, "the bound"
+                    unfinished = [*self.sampling, *self.scoring]
+                    if unfinished:
+                        assert ordinals[-1] < min(unfinished) + self.config.reorder_window, "FIFO within the window"
+                    self.to_train = command
+                case Skip(ordinals=ordinals):
+                    self.skipped.update(ordinals)
+
+    def choices(self) -> list:
+        possible: list = [("finish", o) for o in self.sampling]
+        possible += [("score", o) for o in self.scoring]
+        possible += [("swap", r) for r, v in self.replica_version.items() if v < self.published]
+        possible += [("train", None)] * (self.to_train is not None)
+        return possible
+
+    def happen(self, kind: str, what) -> None:
+        match kind:
+            case "finish":
+                replica, unfinished = self.sampling[what]
+                sample = self.config.completions_per_group - unfinished
+                if unfinished == 1:
+                    del self.sampling[what]
+                    self.scoring.add(what)
+                else:
+                    self.sampling[what] = (replica, unfinished - 1)
+                self.carry_out(self.schedule.apply(finished(what, sample, replica)))
+            case "score":
+                self.scoring.remove(what)
+                self.carry_out(self.schedule.apply(scored(what, has_signal=self.rng.random() >= self.drop)))
+            case "swap":
+                self.replica_version[what] = self.published
+                self.carry_out(self.schedule.apply(swapped(what, self.published)))
+            case "train":
+                step = self.to_train
+                self.to_train = None
+                assert step is not None
+                assert not set(step.ordinals) & set(self.trained), "trained twice"
+                self.trained += step.ordinals
+                if (step.step + 1) % self.publish_every == 0:
+                    self.published = step.step + 1
+                self.carry_out(self.schedule.apply(StepDone(step=step.step, version=step.step + 1, metrics={})))
+            case "lose":
+                version = self.replica_version[what]
+                self.sampling = {o: (r, n) for o, (r, n) in self.sampling.items() if r != what}
+                self.lost += 1
+                self.carry_out(self.schedule.apply(ReplicaLost(replica=what)))
+                self.replica_version[what] = version
+                self.carry_out(self.schedule.apply(swapped(what, version)))
+
+    def run(self, lose: float = 0.0) -> None:
+        for _ in range(100_000):
+            if self.schedule.is_finished:
+                break
+            if lose and self.rng.random() < lose:
+                self.happen("lose", self.rng.choice(list(self.replica_version)))
+                continue
+            possible = self.choices()
+            assert possible, f"deadlock after step {self.schedule.steps_done}: {self.schedule.waits_for()}"
+            self.happen(*self.rng.choice(possible))
+        assert self.schedule.is_finished
+        assert len(self.trained) == self.config.steps * self.config.groups_per_step
+        assert len(set(self.trained)) == len(self.trained)
+        assert set(self.trained) | self.skipped == set(range(self.schedule.next_ordinal)), "nothing lost"
+        assert self.schedule.num_pending == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_bound_liveness_and_exactly_once_under_random_interleavings(data):
+    groups_per_step = data.draw(st.integers(1, 5), "P")
+    max_staleness = data.draw(st.integers(0, 3), "k")
+    publish_every = data.draw(st.integers(1, max_staleness + 1), "publish_every")
+    window = data.draw(st.integers(1, (max_staleness - publish_every + 1) * groups_per_step + 1), "W")
+    samples = data.draw(st.integers(2, 3), "G")
+    config = ScheduleConfig(
+        groups_per_step=groups_per_step,
+        completions_per_group=samples,
+        max_staleness=max_staleness,
+        reorder_window=window,
+        steps=data.draw(st.integers(1, 8), "steps"),
+        capacity=data.draw(st.integers(samples, 6 * samples), "capacity"),
+    )
+    world = World(
+        config,
+        replicas=data.draw(st.integers(1, 3), "replicas"),
+        publish_every=publish_every,
+        drop=data.draw(st.sampled_from([0.0, 0.3, 0.8]), "drop"),
+        rng=random.Random(data.draw(st.integers(0, 2**32), "seed")),
+    )
+    world.run(lose=data.draw(st.sampled_from([0.0, 0.05]), "lose"))
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_a_wider_window_deadlocks(k):
+    """The condition W <= k P + 1 is necessary, not only sufficient."""
+    config = ScheduleConfig(
+        groups_per_step=2, completions_per_group=2, max_staleness=k, reorder_window=2 * k + 3, steps=20, capacity=100
+    )
+    world = World(config, replicas=1, publish_every=1, drop=0.0, rng=random.Random(0))
+    with pytest.raises(AssertionError, match="deadlock"):
+        for _ in range(10_000):
+            possible = world.choices()
+            assert possible, "deadlock"
+            world.happen(*possible[0])
+
+
+def test_sync_trains_ordinals_in_order_and_replaces_dropped_groups_at_the_same_version():
+    config = ScheduleConfig(
+        groups_per_step=2, completions_per_group=2, max_staleness=0, reorder_window=1, steps=2, capacity=100
+    )
+    schedule = Schedule(config)
+    assert [c.ordinal for c in schedule.apply(swapped(0, 0))] == [0, 1]
+    assert schedule.apply(scored(1)) == []
+    commands = schedule.apply(scored(0, has_signal=False))
+    assert commands == [Skip(ordinals=(0,)), StartGroup(ordinal=2, replica=0)]
+    assert schedule.apply(scored(2)) == [TrainStep(step=0, ordinals=(1, 2))]
+    assert schedule.apply(StepDone(step=0, version=1, metrics={})) == []
+    assert [c.ordinal for c in schedule.apply(swapped(0, 1))] == [3, 4]
+
+
+def test_no_signal_at_all_is_an_error_not_an_endless_run():
+    config = ScheduleConfig(
+        groups_per_step=1,
+        completions_per_group=2,
+        max_staleness=0,
+        reorder_window=1,
+        steps=1,
+        capacity=2,
+        max_dropped_in_a_row=3,
+    )
+    schedule = Schedule(config)
+    schedule.apply(swapped(0, 0))
+    for ordinal in range(3):
+        schedule.apply(scored(ordinal, has_signal=False))
+        schedule.apply(finished(ordinal, 0, 0))
+    with pytest.raises(SlipstreamError, match="no signal"):
+        schedule.apply(scored(3, has_signal=False))
+
+
+def test_waits_for_names_the_culprit():
+    config = ScheduleConfig(
+        groups_per_step=1, completions_per_group=1, max_staleness=3, reorder_window=1, steps=9, capacity=4
+    )
+    schedule = Schedule(config)
+    schedule.apply(swapped(0, 0))
+    assert schedule.waits_for() == "generation"
+    schedule.apply(scored(1))
+    assert schedule.waits_for() == "straggler"
+    schedule.apply(finished(0, 0, 0))
+    assert schedule.waits_for() == "rewards"
+
+
+def test_snapshot_restores_and_regenerates_what_was_in_flight():
+    config = ScheduleConfig(
+        groups_per_step=2, completions_per_group=1, max_staleness=1, reorder_window=1, steps=4, capacity=8
+    )
+    schedule = Schedule(config)
+    schedule.apply(swapped(0, 0))
+    schedule.apply(scored(0))
+    snapshot = schedule.snapshot()
+    again = Schedule.restore(config, snapshot)
+    assert [c.ordinal for c in again.apply(swapped(0, 0))] == [0, 1, 2, 3]
