@@ -1,0 +1,169 @@
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.core.clock import VirtualClock, WallClock
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.executor import Spans
+from slipstream.observe.timeline import Timeline, account_file, merge_timelines, read_timeline, timeline_path
+
+DURATIONS = st.floats(0, 0.3) | st.floats(0, 1e-3) | st.just(0.0)
+TREE = st.recursive(
+    st.lists(st.just([]), max_size=1),
+    lambda children: st.lists(
+        st.tuples(st.sampled_from(["decode", "prefill", "swap"]), DURATIONS, children), max_size=4
+    ),
+    max_leaves=12,
+)
+
+
+def play(timeline: Timeline, clock: VirtualClock, tree: list, pause_s: float, expected: dict, outer: str) -> None:
+    """Open spans as the tree says and count independently: time belongs to the innermost open one."""
+    for state, own_s, children in filter(None, tree):
+        with timeline.span(state):
+            clock.advance(own_s)
+            expected[state] = expected.get(state, 0.0) + own_s
+            play(timeline, clock, children, pause_s, expected, state)
+        clock.advance(pause_s)
+        expected[outer] += pause_s
+
+
+@given(tree=TREE, pause_s=DURATIONS, on_disk=st.booleans())
+def test_random_nested_spans_sum_to_the_wall_time(tmp_path_factory, tree, pause_s, on_disk):
+    path = tmp_path_factory.mktemp("t") / "p.jsonl" if on_disk else None
+    clock = VirtualClock(5.0)
+    timeline = Timeline("p", path, clock)
+    expected = {"unlabelled": 0.0}
+    play(timeline, clock, tree, pause_s, expected, "unlabelled")
+    accounting = timeline.accounting(5.0, clock.now_s())
+    assert sum(accounting.values()) == pytest.approx(clock.now_s() - 5.0, abs=1e-9)
+    for state, seconds in expected.items():
+        assert accounting.get(state, 0.0) == pytest.approx(seconds, abs=1e-7)
+    totals = timeline.totals()
+    assert totals == pytest.approx({k: v for k, v in expected.items() if k in totals}, abs=1e-7)
+    middle_s = (5.0 + clock.now_s()) / 2  # any two halves add up to the whole window
+    halves = [timeline.accounting(5.0, middle_s), timeline.accounting(middle_s, clock.now_s())]
+    assert sum(sum(half.values()) for half in halves) == pytest.approx(clock.now_s() - 5.0, abs=1e-9)
+    timeline.close()
+
+
+def test_a_window_beyond_the_life_of_the_process_is_unlabelled():
+    clock = VirtualClock(10.0)
+    timeline = Timeline("p", None, clock)
+    with timeline.span("decode"):
+        clock.advance(2.0)
+    assert timeline.accounting(7.0, 13.0) == {"decode": 2.0, "unlabelled": 4.0}
+    with pytest.raises(ValueError, match="ends before"):
+        timeline.accounting(3.0, 2.0)
+
+
+def test_open_spans_count_up_to_now_and_survive_an_exception():
+    clock = VirtualClock()
+    timeline = Timeline("p", None, clock)
+    with suppress(RuntimeError), timeline.span("train"):
+        clock.advance(1.0)
+        assert timeline.accounting(0.0, 1.0) == {"train": 1.0, "unlabelled": 0.0}
+        with timeline.span("publish"):
+            clock.advance(0.5)
+            raise RuntimeError
+    clock.advance(0.25)
+    assert timeline.accounting(0.0, 1.75) == {"train": 1.0, "publish": 0.5, "unlabelled": 0.25}
+
+
+def test_a_wait_is_split_when_its_label_changes():
+    clock = VirtualClock()
+    timeline = Timeline("trainer", None, clock)
+    timeline.set_idle_state("wait_generation")
+    with timeline.idle():
+        clock.advance(2.0)
+        timeline.set_idle_state("wait_straggler")
+        clock.advance(3.0)
+        with timeline.span("publish"):
+            timeline.set_idle_state("wait_rewards")
+            clock.advance(1.0)
+        clock.advance(4.0)
+    accounting = timeline.accounting(0.0, 10.0)
+    del accounting["unlabelled"]
+    assert accounting == {"wait_generation": 2.0, "wait_straggler": 3.0, "publish": 1.0, "wait_rewards": 4.0}
+
+
+def test_short_adjacent_slices_become_one_line_and_keep_their_gaps(tmp_path: Path):
+    clock = VirtualClock()
+    timeline = Timeline("g", tmp_path / "g.jsonl", clock)
+    for _ in range(1000):
+        with timeline.span("decode"):
+            clock.advance(0.0008)
+        clock.advance(0.0001)
+    timeline.close()
+    assert len(list(read_timeline(tmp_path / "g.jsonl"))) < 15
+    assert account_file(tmp_path / "g.jsonl", 0.0, 0.9) == pytest.approx({"decode": 0.8, "unlabelled": 0.1})
+
+
+def test_the_file_of_a_killed_process_accounts_for_it(tmp_path: Path):
+    clock, path = VirtualClock(), timeline_path(tmp_path, "generator-0")
+    timeline = Timeline("generator-0", path, clock)
+    for step in range(10):
+        with timeline.span("decode", step=step):
+            clock.advance(0.5)
+    timeline.close()
+    with path.open("ab") as file:
+        file.write(b'{"kind":"slice","state":"deco')  # killed in the middle of a write
+    assert account_file(path, 0.0, 6.0) == pytest.approx({"decode": 5.0, "unlabelled": 1.0})
+    merge_timelines(tmp_path)
+    again = Timeline("generator-0", path, clock)  # a resumed process cuts the torn line off and goes on
+    with again.span("decode"):
+        clock.advance(1.0)
+    again.close()
+    assert account_file(path, 0.0, 6.0) == pytest.approx({"decode": 6.0, "unlabelled": 0.0})
+
+
+def test_a_damaged_middle_line_is_an_error_not_a_silent_loss(tmp_path: Path):
+    (tmp_path / "p.jsonl").write_bytes(b"{]\n{}\n")
+    with pytest.raises(SlipstreamError, match="line 1"):
+        list(read_timeline(tmp_path / "p.jsonl"))
+
+
+def test_slices_reach_the_disk_within_a_second(tmp_path: Path):
+    clock = VirtualClock()
+    timeline = Timeline("p", tmp_path / "p.jsonl", clock)
+    for i in range(30):
+        with timeline.span("a" if i % 2 else "b"):
+            clock.advance(0.1)
+    assert len(list(read_timeline(tmp_path / "p.jsonl"))) >= 18
+    timeline.close()
+
+
+def test_merged_trace_is_a_chrome_trace(tmp_path: Path):
+    clock = VirtualClock(100.0)
+    trainer = Timeline("trainer", timeline_path(tmp_path, "trainer"), clock)
+    clock.advance(1.0)
+    generator = Timeline("generator-0", timeline_path(tmp_path, "generator-0"), clock)
+    with trainer.span("train", step=3):
+        clock.advance(0.25)
+    generator.instant("swap", version=4)
+    generator.counter("staleness", mean=0.5, max=2.0)
+    trainer.close()
+    generator.close()
+    events = json.loads(merge_timelines(tmp_path).read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {1: "generator-0", 2: "trainer"}
+    (span,) = [e for e in events if e["ph"] == "X"]
+    assert span == {"pid": 2, "tid": 1, "ph": "X", "name": "train", "ts": 1e6, "dur": 250000.0, "args": {"step": 3}}
+    (swap,) = [e for e in events if e["name"] == "swap"]
+    assert (swap["ph"], swap["s"], swap["ts"], swap["args"]) == ("i", "p", 1.25e6, {"version": 4})
+    (counter,) = [e for e in events if e["ph"] == "C"]
+    assert counter["args"] == {"mean": 0.5, "max": 2.0}
+
+
+def test_merging_nothing_gives_an_empty_trace(tmp_path: Path):
+    assert json.loads(merge_timelines(tmp_path).read_text())["traceEvents"] == []
+
+
+def test_timeline_is_what_executors_are_promised():
+    spans: Spans = Timeline("p", None, WallClock())
+    with spans.span("decode", slots=3):
+        spans.instant("swap")
