@@ -1,0 +1,90 @@
+"""Training data between the batching edge and the trainer: sequences, and microbatches packed from them.
+
+Legend: N input tokens and M predicted tokens (targets) of a microbatch, S its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from slipstream.core.types import Group
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One prompt and completion, ready to be packed.
+
+    `tokens` int32 [T] are prompt and completion. `mask` bool [T] is True on tokens that are trained on: sampled ones,
+    or a demonstration's. `behaviour_logprobs` and `advantages` float32 [T] and `versions` int32 [T] hold on these
+    tokens; elsewhere they are 0, 0 and -1. `key` is (ordinal, sample): the canonical order, and the tie-breaker.
+    """
+
+    key: tuple[int, int]
+    tokens: np.ndarray
+    mask: np.ndarray
+    behaviour_logprobs: np.ndarray
+    advantages: np.ndarray
+    versions: np.ndarray
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens the model has to read: all before the last one it is trained to predict."""
+        trained = np.flatnonzero(self.mask)
+        return int(trained[-1]) if len(trained) else 0
+
+    @property
+    def num_targets(self) -> int:
+        return int(np.count_nonzero(self.mask))
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch:
+    """Sequences laid end to end without padding; one forward-backward.
+
+    `tokens` and `positions` int64 [N] are the model's inputs, `lengths` the [S] runs they consist of (sum N).
+    Row `target_index[m]` predicts `targets[m]`; everything below `targets` is int64 / float32 [M] and aligned with it:
+    a sampled token t is predicted from row t - 1, so logits are needed at `target_index` only. `segment_ids` counts
+    the sequences from 0 within the microbatch; `keys` names them.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    lengths: tuple[int, ...]
+    target_index: np.ndarray
+    targets: np.ndarray
+    behaviour_logprobs: np.ndarray
+    advantages: np.ndarray
+    versions: np.ndarray
+    segment_ids: np.ndarray
+    keys: tuple[tuple[int, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.targets)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [N]: True on the rows that predict a trained token."""
+        mask = np.zeros(len(self.tokens), dtype=bool)
+        mask[self.target_index] = True
+        return mask
+
+
+class Batching(Protocol):
+    """What the trainer needs of the batching edge; the module `batching.collate` provides it."""
+
+    def collate(self, sequences: Sequence[TrainSequence], capacity_tokens: int) -> list[PackedMicrobatch]: ...
+
+    def split_minibatches(self, groups: Sequence[Group], num_minibatches: int) -> list[list[Group]]: ...
+
+    def padding_frac(self, microbatches: Sequence[PackedMicrobatch]) -> float: ...
+
+    def padded_layout_frac(self, microbatches: Sequence[PackedMicrobatch]) -> float: ...

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.batching.buffer import GroupBuffer
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.types import Completion, Prompt, Rollout, Segment, VersionSpan
+
+PROMPT = Prompt(prompt_id="p", text="?", tokens=np.array([3], dtype=np.int32), task="t")
+
+
+def rollout(ordinal: int, sample: int, reward: float = 0.0) -> Rollout:
+    segment = Segment(
+        tokens=np.array([1], dtype=np.int32),
+        behaviour_logprobs=np.array([-1.0], dtype=np.float32),
+        version_spans=(VersionSpan(start=0, version=0),),
+    )
+    completion = Completion(
+        ordinal=ordinal, sample=sample, prompt=PROMPT, segments=(segment,), text="", finish_reason="stop"
+    )
+    return Rollout(completion=completion, reward=reward)
+
+
+def test_the_last_rollout_completes_its_group_in_sample_order():
+    buffer = GroupBuffer(3)
+    assert buffer.add(rollout(5, 2)) is None
+    assert buffer.add(rollout(5, 0)) is None
+    group = buffer.add(rollout(5, 1))
+    assert group is not None
+    assert [r.completion.sample for r in group.rollouts] == [0, 1, 2]
+    assert buffer.is_complete(5)
+
+
+def test_incomplete_groups_cannot_be_taken_and_stay():
+    buffer = GroupBuffer(2)
+    buffer.add(rollout(0, 0))
+    with pytest.raises(SlipstreamError, match="0 \\(1 rollouts\\)"):
+        buffer.take([0])
+    assert len(buffer) == 1
+
+
+def test_late_duplicates_of_taken_and_forgotten_groups_are_dropped():
+    buffer = GroupBuffer(1)
+    buffer.add(rollout(0, 0))
+    buffer.take([0])
+    buffer.forget([2])
+    assert buffer.add(rollout(0, 0)) is None
+    assert buffer.add(rollout(2, 0)) is None
+    assert buffer.num_duplicates == 2
+    assert len(buffer) == 0
+
+
+def test_the_first_of_two_equal_rollouts_wins():
+    buffer = GroupBuffer(2)
+    buffer.add(rollout(0, 0, reward=1.0))
+    buffer.add(rollout(0, 0, reward=2.0))
+    group = buffer.add(rollout(0, 1))
+    assert group is not None
+    assert group.rollouts[0].reward == 1.0
+    assert buffer.num_duplicates == 1
+
+
+def test_bounds():
+    buffer = GroupBuffer(2, max_groups=1)
+    buffer.add(rollout(0, 0))
+    with pytest.raises(SlipstreamError, match="full"):
+        buffer.add(rollout(1, 0))
+    with pytest.raises(SlipstreamError, match="outside its group"):
+        buffer.add(rollout(0, 2))
+
+
+@given(
+    arrivals=st.permutations([(o, s) for o in range(5) for s in range(3)]),
+    repeats=st.lists(st.integers(0, 14), max_size=10),
+    forgotten=st.sets(st.integers(0, 4)),
+)
+def test_every_rollout_leaves_exactly_once(arrivals, repeats, forgotten):
+    buffer = GroupBuffer(3)
+    stream = list(arrivals)
+    for index in repeats:
+        stream.insert(index, arrivals[index % len(arrivals)])
+    completed = [group.ordinal for key in stream if (group := buffer.add(rollout(*key))) is not None]
+    assert sorted(completed) == [0, 1, 2, 3, 4]
+    assert buffer.num_duplicates == len(repeats)
+    buffer.forget(forgotten)
+    groups = buffer.take([o for o in reversed(completed) if o not in forgotten])
+    keys = [(r.completion.ordinal, r.completion.sample) for group in groups for r in group.rollouts]
+    assert keys == [(o, s) for o in range(5) if o not in forgotten for s in range(3)]
+    assert len(buffer) == 0

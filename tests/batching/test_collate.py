@@ -1,0 +1,121 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.batching import collate as collation
+from slipstream.batching.balance import balanced_permutation, preset_permutation
+from slipstream.batching.collate import collate, first_fit, padded_layout_frac, padding_frac, split_minibatches
+from slipstream.core.errors import ConfigError
+from slipstream.core.packed import Batching, TrainSequence
+from slipstream.core.types import Group
+
+
+def sequence(key: tuple[int, int], length: int, trained: tuple[int, ...]) -> TrainSequence:
+    mask = np.zeros(length, dtype=bool)
+    mask[list(trained)] = True
+    base = 1000 * (key[0] + 1) + 100 * key[1]
+    return TrainSequence(
+        key=key,
+        tokens=np.arange(base, base + length, dtype=np.int32),
+        mask=mask,
+        behaviour_logprobs=np.where(mask, -np.arange(length) / 8, 0).astype(np.float32),
+        advantages=np.where(mask, float(key[1] + 1), 0).astype(np.float32),
+        versions=np.where(mask, key[0], -1).astype(np.int32),
+    )
+
+
+def test_golden_packing_predicts_token_t_from_row_t_minus_1():
+    # A prompt of 2, 2 sampled tokens, 1 given, 1 sampled; and a prompt of 3 with 1 sampled.
+    packed = collate([sequence((0, 0), 6, (2, 3, 5)), sequence((0, 1), 4, (3,))], 100)
+    assert len(packed) == 1
+    microbatch = packed[0]
+    assert microbatch.tokens.tolist() == [1000, 1001, 1002, 1003, 1004, 1100, 1101, 1102]
+    assert microbatch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert microbatch.lengths == (5, 3)
+    assert microbatch.target_index.tolist() == [1, 2, 4, 7]
+    assert microbatch.targets.tolist() == [1002, 1003, 1005, 1103]
+    assert microbatch.behaviour_logprobs.tolist() == [-2 / 8, -3 / 8, -5 / 8, -3 / 8]
+    assert microbatch.advantages.tolist() == [1, 1, 1, 2]
+    assert microbatch.versions.tolist() == [0, 0, 0, 0]
+    assert microbatch.segment_ids.tolist() == [0, 0, 0, 1]
+    assert microbatch.keys == ((0, 0), (0, 1))
+    assert microbatch.loss_mask.tolist() == [False, True, True, False, True, False, False, True]
+
+
+def test_longest_first_into_the_first_microbatch_with_room():
+    assert first_fit([2, 5, 3, 4, 1], [(0, i) for i in range(5)], 7) == [[1, 0], [3, 2]] + [[4]]
+    assert first_fit([9], [(0, 0)], 7) == [[0]]
+
+
+def test_ties_go_by_key_not_by_arrival():
+    sequences = [sequence((o, s), 5, (4,)) for o in range(3) for s in range(2)]
+    order = [microbatch.keys for microbatch in collate(sequences, 8)]
+    assert order == [microbatch.keys for microbatch in collate(sequences[::-1], 8)]
+    assert order[0] == ((0, 0), (0, 1))
+
+
+def test_sequences_without_targets_are_left_out():
+    assert collate([sequence((0, 0), 5, ())], 10) == []
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(2, 40), st.integers(1, 39)), min_size=1, max_size=30),
+    capacity=st.integers(1, 90),
+)
+def test_every_target_once_capacity_and_order(shapes, capacity):
+    sequences = [
+        sequence((i // 3, i % 3), length, tuple(range(min(first, length - 1), length)))
+        for i, (length, first) in enumerate(shapes)
+    ]
+    packed = collate(sequences, capacity)
+    targets = np.concatenate([m.targets for m in packed])
+    expected = np.concatenate([s.tokens[s.mask] for s in sequences])
+    assert sorted(targets) == sorted(expected)
+    assert sorted(key for m in packed for key in m.keys) == sorted(s.key for s in sequences)
+    for m in packed:
+        assert m.num_tokens == sum(m.lengths)
+        assert m.num_tokens <= capacity or len(m.lengths) == 1
+        assert list(m.lengths) == sorted(m.lengths, reverse=True)
+        # The row that predicts a target holds the token before it: token values here count up within a sequence.
+        assert (m.tokens[m.target_index] == m.targets - 1).all()
+    # First fit: what opened a microbatch did not fit into the one before it.
+    for later in range(1, len(packed)):
+        assert packed[later].lengths[0] + packed[later - 1].num_tokens > capacity
+    assert 0 <= padding_frac(packed) < 1
+    assert 0 <= padded_layout_frac(packed) < 1
+
+
+def test_padding_counts():
+    packed = collate([sequence((0, 0), 5, (4,)), sequence((0, 1), 3, (2,))], 100)
+    assert padded_layout_frac(packed) == pytest.approx(1 - 6 / 8)
+    assert padding_frac(packed) == 0.0
+    assert padding_frac(collate([sequence((0, 0), 5, (4,)), sequence((0, 1), 3, (2,))], 4)) == pytest.approx(1 - 6 / 8)
+
+
+@given(num_groups=st.integers(1, 20), num_minibatches=st.integers(1, 20))
+def test_minibatches_deal_whole_groups(num_groups, num_minibatches):
+    groups = [Group(ordinal=ordinal, rollouts=()) for ordinal in range(num_groups)]
+    if num_minibatches > num_groups:
+        with pytest.raises(ConfigError):
+            split_minibatches(groups, num_minibatches)
+        return
+    parts = split_minibatches(groups[::-1], num_minibatches)
+    assert sorted(g.ordinal for part in parts for g in part) == list(range(num_groups))
+    assert all([g.ordinal for g in part] == sorted(g.ordinal for g in part) for part in parts)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(lengths=st.lists(st.integers(1, 500), max_size=40), num_ranks=st.integers(1, 8))
+def test_scatter_gives_each_atom_to_one_rank(lengths, num_ranks):
+    for ranks in (preset_permutation(len(lengths), num_ranks), balanced_permutation(lengths, num_ranks)):
+        assert sorted(atom for rank in ranks for atom in rank) == list(range(len(lengths)))
+        counts = [len(rank) for rank in ranks]
+        assert max(counts) - min(counts) <= 1
+    tokens = [sum(lengths[atom] for atom in rank) for rank in balanced_permutation(lengths, num_ranks)]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+
+
+def test_the_module_is_what_the_trainer_expects():
+    provider: Batching = collation
+    assert provider.collate([], 8) == []
