@@ -1,0 +1,106 @@
+"""The wire form of messages: msgpack in which arrays are raw little-endian buffers.
+
+Decoding builds only the structs it is given, checks every field, and runs nothing that was sent: whatever is malformed
+is a ChannelError.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Union
+
+import msgspec
+import numpy as np
+
+from slipstream.core import types
+from slipstream.core.errors import ChannelError, did_you_mean
+from slipstream.core.types import Message
+
+MessageTypes = tuple[type[Message], ...]
+
+MESSAGES: MessageTypes = tuple(kind for kind in Message.__subclasses__() if kind.__module__ == types.__name__)
+
+_ARRAY_CODE = 1  # msgpack extension type of an array
+_DTYPES = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "u2", "u4", "u8")
+_MAX_DIMS = 8
+_ARRAY_HEADER = struct.Struct("<BB")  # index into _DTYPES, number of dimensions; then one uint64 per dimension
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of one message. Identity: `decode(encode(m))` equals m, arrays bit for bit."""
+    if not isinstance(message, Message):
+        raise ChannelError(
+            "only messages may cross a channel", got=type(message).__name__, allowed="core.types.Message"
+        )
+    try:
+        return _ENCODER.encode(message)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ChannelError(
+            f"a {type(message).__name__} cannot be encoded",
+            got=error,
+            allowed="JSON types in free-form fields; arrays of " + ", ".join(_DTYPES),
+        ) from error
+
+
+def decode(data: bytes | memoryview, messages: MessageTypes = MESSAGES) -> Message:
+    """The message in `data`, which must be one of `messages`; arrays are fresh and writable. Raises ChannelError."""
+    try:
+        message: Message = _decoder(messages).decode(data)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise ChannelError("a malformed message arrived", got=error) from error
+    return message
+
+
+def message_types(names: Iterable[str]) -> MessageTypes:
+    """The message classes of these names, a pipeline's own subclasses of Message included; all of core's for none."""
+    known = {kind.__name__: kind for kind in (*Message.__subclasses__(), *MESSAGES)}
+    found = []
+    for name in names:
+        if name not in known:
+            raise ChannelError(
+                f"unknown message type '{name}'", allowed=", ".join(sorted(known)), hint=did_you_mean(name, known)
+            )
+        found.append(known[name])
+    return tuple(found) or MESSAGES
+
+
+def _encode_array(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} has no wire form")
+    array = np.ascontiguousarray(value).reshape(value.shape)
+    name = array.dtype.str[1:]
+    if name not in _DTYPES or array.dtype.str[0] == ">" or array.ndim > _MAX_DIMS:
+        raise TypeError(f"array of dtype {array.dtype} and {array.ndim} dimensions has no wire form")
+    header = _ARRAY_HEADER.pack(_DTYPES.index(name), array.ndim) + struct.pack(f"<{array.ndim}Q", *array.shape)
+    return msgspec.msgpack.Ext(_ARRAY_CODE, header + array.tobytes())
+
+
+def _decode_array(code: int, data: memoryview) -> np.ndarray:
+    if code != _ARRAY_CODE or len(data) < _ARRAY_HEADER.size:
+        raise ValueError(f"unknown extension {code} of {len(data)} bytes")
+    index, num_dims = _ARRAY_HEADER.unpack_from(data)
+    start = _ARRAY_HEADER.size + 8 * num_dims
+    if index >= len(_DTYPES) or num_dims > _MAX_DIMS or len(data) < start:
+        raise ValueError("malformed array header")
+    dtype = np.dtype(_DTYPES[index])
+    shape = struct.unpack_from(f"<{num_dims}Q", data, _ARRAY_HEADER.size)
+    if math.prod(shape) * dtype.itemsize != len(data) - start:
+        raise ValueError(f"array of shape {shape} and dtype {dtype} does not have {len(data) - start} bytes")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape).copy()  # aligned, writable, outlives the frame
+
+
+def _check_array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray or not isinstance(value, np.ndarray):
+        raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+@cache
+def _decoder(messages: MessageTypes) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(Union[messages], dec_hook=_check_array, ext_hook=_decode_array)  # noqa: UP007
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -1,0 +1,150 @@
+"""The wire form: every message type round-trips bit for bit; nothing malformed gets through."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from slipstream.core import types, wire
+from slipstream.core.errors import ChannelError
+
+arrays = st.sampled_from([np.int32, np.float32, np.float64, np.int64, np.uint8, np.bool_]).flatmap(
+    lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | text,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(text, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def strategy_of(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's annotation, built from the annotation alone."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return st.sampled_from(args)
+    if origin is tuple:
+        return st.lists(strategy_of(args[0]), max_size=2).map(tuple)
+    if origin is list:
+        return st.lists(strategy_of(args[0]), max_size=2)
+    if origin is dict:
+        return st.dictionaries(text, strategy_of(args[1]), max_size=2)
+    if args:  # X | None
+        return st.one_of([strategy_of(arg) for arg in args])
+    simple = {
+        Any: json_values,
+        int: st.integers(-(2**63), 2**64 - 1),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        str: text,
+        np.ndarray: arrays,
+        type(None): st.none(),
+    }
+    if annotation in simple:
+        return simple[annotation]
+    return message_strategy(annotation)
+
+
+def message_strategy(kind: type[types.Message]) -> st.SearchStrategy[types.Message]:
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{field: strategy_of(hints[field]) for field in kind.__struct_fields__})
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, types.Message):
+        return type(left) is type(right) and all(
+            same(getattr(left, f), getattr(right, f)) for f in left.__struct_fields__
+        )
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, tuple | list):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+@pytest.mark.parametrize("kind", wire.MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_message_round_trips(kind: type[types.Message], data: st.DataObject) -> None:
+    message = data.draw(message_strategy(kind))
+    assert same(message, wire.decode(wire.encode(message)))
+
+
+def test_decoded_arrays_are_writable_and_own_their_memory() -> None:
+    prompt = types.Prompt(prompt_id="p", text="t", tokens=np.arange(3, dtype=np.int32), task="x")
+    decoded = wire.decode(wire.encode(prompt))
+    assert isinstance(decoded, types.Prompt)
+    decoded.tokens[0] = 7
+    assert decoded.tokens.flags.owndata
+    assert decoded.tokens.flags.aligned
+
+
+def test_all_core_messages_are_known() -> None:
+    assert {types.Admit, types.Completion, types.WeightsReleased, types.Stopped} <= set(wire.MESSAGES)
+    assert types.Message not in wire.MESSAGES
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=64))
+def test_garbage_is_a_channel_error(data: bytes) -> None:
+    with pytest.raises(ChannelError):
+        wire.decode(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_damaged_message_decodes_or_is_a_channel_error(data: st.DataObject) -> None:
+    prompt = types.Prompt(prompt_id="p", text="t", tokens=np.arange(5, dtype=np.int32), task="x", columns={"a": [1]})
+    good = bytearray(wire.encode(types.Admit(ordinal=3, replica=0, prompt=prompt, num_samples=2)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(good)))
+    try:
+        decoded = wire.decode(bytes(good[:cut]))
+    except ChannelError:
+        return
+    assert isinstance(decoded, types.Message)
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        msgspec.msgpack.encode({"type": "Nobody"}),
+        msgspec.msgpack.encode({"type": "Stop"}) + b"\x00",
+        msgspec.msgpack.encode({"type": "Checkpoint", "step": "1", "path": "p"}),
+        msgspec.msgpack.encode({"type": "Checkpoint", "step": 1}),
+        msgspec.msgpack.encode([1, 2]),
+        msgspec.msgpack.encode({"type": "Export", "path": msgspec.msgpack.Ext(9, b"x")}),
+        msgspec.msgpack.encode({"type": "Export", "path": msgspec.msgpack.Ext(1, b"\x04\x01" + b"\xff" * 8)}),
+    ],
+)
+def test_what_is_not_a_message_is_refused(blob: bytes) -> None:
+    with pytest.raises(ChannelError):
+        wire.decode(blob)
+
+
+def test_a_type_outside_the_union_is_refused() -> None:
+    with pytest.raises(ChannelError):
+        wire.decode(wire.encode(types.Stop()), (types.Export, types.Checkpoint))
+
+
+@pytest.mark.parametrize("value", [object(), np.array(["text"]), np.array([object()]), 2**70])
+def test_values_without_a_wire_form_are_refused(value: object) -> None:
+    with pytest.raises(ChannelError, match="Ready"):
+        wire.encode(types.Ready(executor="trainer", info={"x": value}))
+    with pytest.raises(ChannelError):
+        wire.encode("not a message")  # type: ignore[arg-type]
+
+
+def test_unknown_type_name_lists_what_is_known() -> None:
+    assert wire.message_types(["Admit", "Stop"]) == (types.Admit, types.Stop)
+    with pytest.raises(ChannelError, match="did you mean 'Admit'"):
+        wire.message_types(["Admitt"])
