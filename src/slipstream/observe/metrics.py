@@ -1,0 +1,52 @@
+"""`metrics.jsonl`: one JSON line per step, and one per evaluation. Is it learning?
+
+Well-known names (display and report draw them; anything else is kept and listed):
+
+    step, version, wall_s      the step trained, the version it made, seconds since the start of the run
+    reward                     mean reward of the batch, before advantages
+    loss, entropy, grad_norm   of the update(s), averaged over the step
+    staleness_mean, _max       of the tokens consumed, in steps
+    generated_tokens_per_s     sampled tokens per second over the recent steps; trained_tokens_per_s likewise
+    step_s                     seconds since the previous step was done
+    eval_accuracy              held-out, greedy; eval_sampled_accuracy at temperature 1; `step` says with which version
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.observe.jsonl import JsonlWriter, finite, read_jsonl
+
+Metrics = dict[str, Any]
+
+
+class MetricsWriter:
+    """Appends flat lines of numbers and strings; each is on its way to the disk when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = JsonlWriter(path)
+
+    def write(self, *, step: int, version: int, wall_s: float, metrics: Mapping[str, Any]) -> None:
+        """One line. Nested mappings are flattened with `/`; nan and inf, which JSON cannot say, become null."""
+        self._writer.write({"step": step, "version": version, "wall_s": wall_s} | flatten(metrics))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Metrics:
+    """`{"a": {"b": 1}}` as `{"a/b": 1}`, with None for nan and inf."""
+    flat: Metrics = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}/")
+        else:
+            flat[prefix + name] = finite(value)
+    return flat
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """Every whole line of `metrics.jsonl`; empty for a missing file."""
+    return list(read_jsonl(path, dict[str, Any]))

@@ -1,0 +1,166 @@
+"""`events.jsonl` (every scheduling decision, replayable) and `rollouts.jsonl` (what did the model say?)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from slipstream.core.clock import Clock
+from slipstream.core.types import Completion, Group, Message
+from slipstream.observe.jsonl import JsonlWriter, finite, read_jsonl
+
+Outcome = Literal["trained", "skipped", "failed"]
+
+
+class EventLine(msgspec.Struct, frozen=True):
+    """The schedule was given `event` and answered with `commands`, both as JSON with their `type`.
+
+    `msgspec.convert(line.event, SomeUnion)` gives the message back, so that a recorded log replays a run.
+    """
+
+    seq: int
+    time_s: float
+    event: dict[str, Any]
+    commands: list[dict[str, Any]]
+
+
+class EventRecorder:
+    """Appends one line per event, in the order of decisions. `seq` counts from 0, over resumes too."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._writer = JsonlWriter(path)
+        self._now_s = clock.now_s
+        self._seq = sum(1 for _ in read_jsonl(path, msgspec.Raw))
+
+    def record(self, event: Message, commands: Iterable[Message]) -> int:
+        """Write one decision; returns its sequence number."""
+        return self.record_batch([(event, commands)])
+
+    def record_batch(self, decisions: Iterable[tuple[Message, Iterable[Message]]]) -> int:
+        """Write decisions taken together in one system call; returns the last sequence number."""
+        now_s = self._now_s()
+        lines = [
+            {"seq": seq, "time_s": now_s, "event": event, "commands": list(commands)}
+            for seq, (event, commands) in enumerate(decisions, start=self._seq)
+        ]
+        self._writer.write(*lines)
+        self._seq += len(lines)
+        return self._seq - 1
+
+    def sync(self) -> None:
+        """Return once every line is on the disk (a step's commit)."""
+        self._writer.sync()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_events(path: Path) -> Iterator[EventLine]:
+    """The decisions of `events.jsonl`, in order, a torn last line left out."""
+    yield from read_jsonl(path, EventLine)
+
+
+class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout as it was trained (`step`), or dropped (`step` is null and `outcome` says how).
+
+    `versions` are runs over the completion's tokens: [[first token, version], ...], -1 for given tokens.
+    `mean_behaviour_logprob` is over sampled tokens, in nats, null without any. Times are on the run's monotonic clock.
+    """
+
+    ordinal: int
+    sample: int
+    step: int | None
+    outcome: Outcome
+    prompt_id: str
+    task: str
+    prompt: str
+    completion: str
+    answer: str | None
+    reward: float | None
+    parts: dict[str, float | None]
+    failure: str | None
+    finish_reason: str
+    num_tokens: int
+    versions: list[tuple[int, int]]
+    mean_behaviour_logprob: float | None
+    replica: int
+    started_s: float
+    finished_s: float
+    scored_s: float
+
+
+class RolloutRecorder:
+    """Appends every rollout of every `every`-th group (by ordinal), once the group's fate is known."""
+
+    def __init__(self, path: Path, *, every: int = 1) -> None:
+        self._writer = JsonlWriter(path)
+        self._every = every
+
+    def record_group(self, group: Group, *, step: int | None) -> None:
+        """`step` trained on `group`; None when it was dropped: `failed` if any rollout failed, else `skipped`."""
+        if group.ordinal % self._every:
+            return
+        outcome: Outcome = "trained"
+        if step is None:
+            outcome = "failed" if any(rollout.failure is not None for rollout in group.rollouts) else "skipped"
+        self._writer.write(
+            *(
+                RolloutLine(
+                    ordinal=group.ordinal,
+                    sample=rollout.completion.sample,
+                    step=step,
+                    outcome=outcome,
+                    prompt_id=rollout.completion.prompt.prompt_id,
+                    task=rollout.completion.prompt.task,
+                    prompt=rollout.completion.prompt.text,
+                    completion=rollout.completion.text,
+                    answer=rollout.completion.prompt.answer,
+                    reward=finite(rollout.reward),
+                    parts=finite(rollout.reward_parts),
+                    failure=rollout.failure,
+                    finish_reason=rollout.completion.finish_reason,
+                    num_tokens=rollout.completion.num_tokens,
+                    versions=version_runs(rollout.completion),
+                    mean_behaviour_logprob=mean_behaviour_logprob(rollout.completion),
+                    replica=rollout.completion.replica,
+                    started_s=rollout.completion.started_s,
+                    finished_s=rollout.completion.finished_s,
+                    scored_s=rollout.scored_s,
+                )
+                for rollout in group.rollouts
+            )
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_rollouts(path: Path) -> Iterator[RolloutLine]:
+    """The rollouts of `rollouts.jsonl`, in training order, a torn last line left out."""
+    yield from read_jsonl(path, RolloutLine)
+
+
+def version_runs(completion: Completion) -> list[tuple[int, int]]:
+    """[(first token, version), ...] over the whole completion; consecutive runs of one version are joined."""
+    runs: list[tuple[int, int]] = []
+    first = 0
+    for segment in completion.segments:
+        spans = [(first + span.start, span.version) for span in segment.version_spans] or [(first, -1)]
+        for start, version in spans:
+            if not runs or runs[-1][1] != version:
+                runs.append((start, version))
+        first += len(segment.tokens)
+    return runs
+
+
+def mean_behaviour_logprob(completion: Completion) -> float | None:
+    """Mean over sampled tokens, in nats; None for a completion without any (or with a non-finite one)."""
+    logprobs = [s.behaviour_logprobs for s in completion.segments if s.behaviour_logprobs is not None]
+    if not sum(map(len, logprobs)):
+        return None
+    mean: float | None = finite(float(np.concatenate(logprobs).mean(dtype=np.float64)))
+    return mean

@@ -1,0 +1,175 @@
+"""`summary.json`: what a run came to. Its fields are an interface; scripts may rely on them.
+
+`check` holds the identities: every admitted prompt has exactly one fate, every process-second exactly one state.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from slipstream.core.errors import SlipstreamError
+
+Status = Literal["running", "done", "failed", "interrupted"]
+ACCOUNTING_TOLERANCE_S = 1e-3
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Held-out accuracy of one policy version: `accuracy` greedy, `sampled_accuracy` at temperature 1."""
+
+    accuracy: float | None
+    sampled_accuracy: float | None
+    num_prompts: int
+
+
+class Evaluations(msgspec.Struct, frozen=True):
+    """Version 0 (after the warm start) and the last one; None for one that was not run."""
+
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+
+
+class Throughput(msgspec.Struct, frozen=True):
+    """Over the RL phase: from the first admission to the end of the last step."""
+
+    generated_tokens_per_s: float
+    trained_tokens_per_s: float
+    completions_per_s: float
+
+
+class Staleness(msgspec.Struct, frozen=True):
+    """Of consumed tokens. `histogram` maps staleness in steps to tokens; `updates_max` is in optimizer updates."""
+
+    max: int
+    mean: float
+    bound: int
+    histogram: dict[int, int]
+    updates_max: int
+
+
+class Prompts(msgspec.Struct, frozen=True):
+    """Groups by fate. `lost` were admitted and have none; `repeated` were trained more than once: both are bugs."""
+
+    admitted: int
+    trained: int
+    failed: int
+    skipped: int
+    pending: int
+    lost: int
+    repeated: int
+    regenerated_tokens: int
+
+
+class WeightSync(msgspec.Struct, frozen=True):
+    """Swaps by generators (`count`), publishes `skipped`, payload `bytes` moved; `pause_s`: decoding stood still."""
+
+    count: int
+    skipped: int
+    bytes: int
+    transfer_s_p50: float | None
+    pause_s_p50: float | None
+    pause_s_max: float | None
+
+
+class Versions(msgspec.Struct, frozen=True):
+    python: str
+    torch: str
+    slipstream: str
+    commit: str | None
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `summary.json` holds. `accounting` maps process to state to seconds; each process sums to `wall_s`."""
+
+    recipe: str
+    seed: int
+    status: Status
+    steps: int
+    wall_s: float
+    policy_version: int
+    model_params: int
+    eval: Evaluations
+    throughput: Throughput
+    staleness: Staleness
+    accounting: dict[str, dict[str, float]]
+    prompts: Prompts
+    weight_sync: WeightSync
+    padding_frac: float
+    versions: Versions
+
+
+def write_summary(summary: Summary, path: Path) -> None:
+    """Replace `path` atomically: a reader sees the old file or the new one, never half of it."""
+    temporary = path.with_suffix(".json.tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    temporary.replace(path)
+
+
+def read_summary(path: Path) -> Summary:
+    """The summary in `path`; raises SlipstreamError when fields are missing or of the wrong type."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except msgspec.DecodeError as error:
+        raise SlipstreamError(f"{path} is not a summary", got=error) from error
+
+
+def violations(summary: Summary) -> list[str]:
+    """The identities that `summary` breaks, one sentence each; empty for a sound run."""
+    found = []
+    prompts, staleness = summary.prompts, summary.staleness
+    fates = prompts.trained + prompts.failed + prompts.skipped + prompts.pending
+    if prompts.admitted != fates:
+        found.append(f"prompts: admitted {prompts.admitted}, but trained + failed + skipped + pending = {fates}")
+    if prompts.lost or prompts.repeated:
+        found.append(f"prompts: {prompts.lost} lost and {prompts.repeated} repeated, must be 0 and 0")
+    for process, states in summary.accounting.items():
+        total_s = sum(states.values())
+        if abs(total_s - summary.wall_s) > ACCOUNTING_TOLERANCE_S:
+            found.append(f"accounting: {process} sums to {total_s:.6f} s, but wall_s is {summary.wall_s:.6f}")
+        if (least := min(states.values(), default=0.0)) < -ACCOUNTING_TOLERANCE_S:
+            found.append(f"accounting: {process} has a state of {least:.6f} s")
+    if staleness.max > staleness.bound:
+        found.append(f"staleness: max {staleness.max} is above its bound {staleness.bound}")
+    if staleness.histogram and max(staleness.histogram) != staleness.max:
+        found.append(f"staleness: max {staleness.max}, but the histogram ends at {max(staleness.histogram)}")
+    return found
+
+
+def check(summary: Summary) -> None:
+    """Raise SlipstreamError when an identity is broken."""
+    if found := violations(summary):
+        raise SlipstreamError("the summary contradicts itself", got="; ".join(found), hint="this is a bug; report it")
+
+
+def versions() -> Versions:
+    """What is running: `commit` is the checkout this package lies in, None when it was installed as a wheel."""
+    return Versions(
+        python=platform.python_version(),
+        torch=importlib.metadata.version("torch"),
+        slipstream=_own_version(),
+        commit=_commit(Path(__file__).resolve().parents[3]),
+    )
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("slipstream")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit(root: Path) -> str | None:
+    if not (root / ".git").exists() or not (root / "src" / "slipstream").is_dir():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,115 @@
+"""A made-up run directory, complete and small, and the pieces it is built from."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from slipstream.core.clock import VirtualClock
+from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
+from slipstream.observe.metrics import MetricsWriter
+from slipstream.observe.recorder import RolloutRecorder
+from slipstream.observe.summary import (
+    Evaluation,
+    Evaluations,
+    Prompts,
+    Staleness,
+    Summary,
+    Throughput,
+    Versions,
+    WeightSync,
+    write_summary,
+)
+from slipstream.observe.timeline import Timeline, timeline_path
+
+HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>&\x00\u2028"
+
+
+def make_group(ordinal: int, *, text: str = "cba", size: int = 2, failure: str | None = None) -> Group:
+    prompt = Prompt(prompt_id=f"p{ordinal}", text="abc>", tokens=np.arange(4, dtype=np.int32), task="t", answer="cba")
+    rollouts = []
+    for sample in range(size):
+        segments = (
+            Segment(
+                tokens=np.arange(3, dtype=np.int32),
+                behaviour_logprobs=np.array([-1.0, -2.0, -3.0], dtype=np.float32),
+                version_spans=(VersionSpan(start=0, version=ordinal), VersionSpan(start=2, version=ordinal + 1)),
+            ),
+            Segment(tokens=np.arange(2, dtype=np.int32)),
+            Segment(
+                tokens=np.arange(1, dtype=np.int32),
+                behaviour_logprobs=np.array([-6.0], dtype=np.float32),
+                version_spans=(VersionSpan(start=0, version=ordinal + 1),),
+            ),
+        )
+        completion = Completion(
+            ordinal=ordinal, sample=sample, prompt=prompt, segments=segments, text=text, finish_reason="stop"
+        )
+        rollouts.append(
+            Rollout(completion=completion, reward=float(sample), reward_parts={"task": 1.0}, failure=failure)
+        )
+    return Group(ordinal=ordinal, rollouts=tuple(rollouts))
+
+
+def make_summary(**changes: object) -> Summary:
+    summary = Summary(
+        recipe="quickstart",
+        seed=0,
+        status="done",
+        steps=20,
+        wall_s=12.5,
+        policy_version=20,
+        model_params=650_000,
+        eval=Evaluations(before=Evaluation(0.412, 0.3, 500), after=Evaluation(0.934, 0.81, 500)),
+        throughput=Throughput(generated_tokens_per_s=5210.0, trained_tokens_per_s=4890.0, completions_per_s=700.0),
+        staleness=Staleness(max=2, mean=0.8, bound=2, histogram={0: 900, 1: 1500, 2: 300}, updates_max=5),
+        accounting={
+            "generator-0": {"decode": 9.0, "swap": 0.5, "wait_trainer": 2.0, "unlabelled": 1.0},
+            "trainer": {"train": 8.0, "wait_generation": 4.0, "unlabelled": 0.5},
+        },
+        prompts=Prompts(
+            admitted=42, trained=40, failed=0, skipped=1, pending=1, lost=0, repeated=0, regenerated_tokens=0
+        ),
+        weight_sync=WeightSync(
+            count=20, skipped=1, bytes=52_000_000, transfer_s_p50=0.004, pause_s_p50=0.0004, pause_s_max=0.002
+        ),
+        padding_frac=0.0,
+        versions=Versions(python="3.11.7", torch="2.13.0", slipstream="0.1.0", commit=None),
+    )
+    return msgspec.structs.replace(summary, **changes)
+
+
+def make_run_dir(run_dir: Path) -> Path:
+    """A finished run of 20 steps on a virtual clock, with hostile text in it."""
+    (run_dir / "config.toml").write_text('recipe = "quickstart"\nsteps = 20\n[generator]\nnum_slots = 64\n')
+    metrics = MetricsWriter(run_dir / "metrics.jsonl")
+    rollouts = RolloutRecorder(run_dir / "rollouts.jsonl")
+    clock = VirtualClock(50.0)
+    trainer = Timeline("trainer", timeline_path(run_dir, "trainer"), clock)
+    generator = Timeline("generator-0", timeline_path(run_dir, "generator-0"), clock)
+    trainer.set_idle_state("wait_generation")
+    for step in range(20):
+        if step % 10 == 0:
+            metrics.write(step=step, version=step, wall_s=step * 0.6, metrics={"eval_accuracy": 0.4 + step / 40})
+        with generator.span("decode"), trainer.idle():
+            clock.advance(0.2)
+        with generator.span("decode"), trainer.span("train", step=step):
+            clock.advance(0.4)
+        with generator.span("swap", version=step + 1):
+            clock.advance(0.02)
+        generator.instant("swapped", version=step + 1)
+        rollouts.record_group(make_group(step, text=HOSTILE if step == 19 else "cba"), step=step)
+        metrics.write(
+            step=step,
+            version=step + 1,
+            wall_s=(step + 1) * 0.62,
+            metrics={"reward": 0.4 + step / 50, "staleness_mean": 0.8, "staleness_max": 2.0, "loss": float("nan"),
+                     "generated_tokens_per_s": 5000.0 + step, "trained_tokens_per_s": 4000.0},
+        )  # fmt: skip
+    for recorder in (trainer, generator, rollouts, metrics):
+        recorder.close()
+    write_summary(make_summary(), run_dir / "summary.json")
+    samples = [{"prompt": "abc>", "answer": "cba", "before": "abc", "after": HOSTILE, "before_reward": 0.0}]
+    (run_dir / "samples.json").write_text(json.dumps(samples))
+    return run_dir

@@ -1,0 +1,76 @@
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from synthetic_run import make_summary
+
+from slipstream.core.errors import SlipstreamError
+from slipstream.observe.hardware import describe
+from slipstream.observe.summary import check, read_summary, versions, violations, write_summary
+
+# The interface. A change here is a breaking change for everybody's scripts.
+FIELDS = {
+    "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
+    "weight_sync padding_frac versions",
+    "eval": "before after",
+    "eval.before": "accuracy sampled_accuracy num_prompts",
+    "eval.after": "accuracy sampled_accuracy num_prompts",
+    "throughput": "generated_tokens_per_s trained_tokens_per_s completions_per_s",
+    "staleness": "max mean bound histogram updates_max",
+    "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens",
+    "weight_sync": "count skipped bytes transfer_s_p50 pause_s_p50 pause_s_max",
+    "versions": "python torch slipstream commit",
+}
+
+
+@pytest.mark.parametrize("section", FIELDS)
+def test_the_fields_are_stable(tmp_path: Path, section: str):
+    write_summary(make_summary(), tmp_path / "summary.json")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    for key in filter(None, section.split(".")):
+        found = found[key]
+    assert list(found) == FIELDS[section].split()
+
+
+def test_a_summary_comes_back_equal(tmp_path: Path):
+    path = tmp_path / "summary.json"
+    write_summary(make_summary(status="running"), path)
+    write_summary(make_summary(), path)
+    assert read_summary(path) == make_summary()
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    path.write_text('{"recipe": "x"}')
+    with pytest.raises(SlipstreamError, match="missing required field"):
+        read_summary(path)
+
+
+def test_a_sound_summary_passes():
+    check(make_summary())
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "complaint"),
+    [
+        ("prompts", {"trained": 39}, "admitted 42, but trained"),
+        ("prompts", {"lost": 1}, "1 lost"),
+        ("staleness", {"max": 3}, "above its bound"),
+        ("staleness", {"max": 1}, "histogram ends at 2"),
+        ("accounting", {"trainer": {"train": 12.0}}, "trainer sums to 12.0"),
+        ("accounting", {"trainer": {"train": 13.5, "unlabelled": -1.0}}, "a state of -1.0"),
+    ],
+)
+def test_each_broken_identity_is_named(section: str, change: dict, complaint: str):
+    summary = make_summary()
+    old = msgspec.to_builtins(summary)[section]
+    broken = msgspec.convert(msgspec.to_builtins(summary) | {section: old | change}, type(summary), strict=False)
+    assert any(complaint in found for found in violations(broken))
+    with pytest.raises(SlipstreamError, match="contradicts itself"):
+        check(broken)
+
+
+def test_versions_and_hardware_describe_this_machine():
+    assert versions().torch
+    hardware = describe()
+    assert 1 <= hardware.num_cores <= hardware.num_cores_machine
+    assert hardware.memory_bytes > 2**27
+    assert set(hardware.lines()) >= {"CPU", "cores", "memory", "shared memory", "GPUs"}
