@@ -1,0 +1,40 @@
+"""The policy of a run from its config: the same call gives trainer and generator the same architecture and tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.config import ModelConfig
+from slipstream.models.hf import load_model, load_tokenizer, new_model
+from slipstream.models.tokenizer import char_tokenizer
+from slipstream.models.transformer import Transformer
+
+
+def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, or one token per character for a fresh model."""
+    return char_tokenizer(config.alphabet) if config.path is None else load_tokenizer(Path(config.path))
+
+
+def build_policy(
+    config: ModelConfig, *, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[Transformer, PreTrainedTokenizerBase]:
+    """Model (fp32, on the CPU) and tokenizer. A fresh model is fully determined by `config` and `seed`."""
+    tokenizer = build_tokenizer(config) if tokenizer is None else tokenizer
+    if config.path is not None:
+        return load_model(Path(config.path)), tokenizer
+    model = new_model(
+        config,
+        vocab_size=len(tokenizer),
+        seed=seed,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model, tokenizer
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> list[int]:
+    """Tokens that end a completion: the tokenizer's EOS and whatever the config adds, ascending."""
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return sorted({*eos, *extra})

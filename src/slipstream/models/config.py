@@ -1,0 +1,298 @@
+"""The shape of a decoder, for every supported family, and its translation from and to Hugging Face's `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.core.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2")
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Frequency-dependent stretching of rotary positions, as in Llama 3.1 (`rope_type = "llama3"`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Everything that determines a decoder's computation; `family` is Hugging Face's `model_type`.
+
+    `head_dim` is per head, `max_positions` in tokens; `rotary_fraction` is the share of each head that is rotated
+    (0 means learned absolute positions, as in GPT-2).
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    tie_embeddings: bool
+    norm_eps: float = 1e-6
+    activation: str = "silu"
+    rope_theta: float = 10_000.0
+    rotary_fraction: float = 1.0
+    rope_scaling: Llama3RopeScaling | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    gated_mlp: bool = True
+    layer_norm: bool = False
+    qk_norm: bool = False
+    parallel_residual: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ConfigError("unsupported model family", got=self.family, allowed=", ".join(FAMILIES))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "query heads must share key and value heads evenly",
+                got=f"num_heads = {self.num_heads}, num_kv_heads = {self.num_kv_heads}",
+                allowed="num_heads % num_kv_heads == 0",
+            )
+        if self.rotary_dim % 2:
+            raise ConfigError("rotated dimensions come in pairs", got=f"{self.rotary_dim} per head", allowed="even")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dimensions of each head."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or all value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+
+def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) -> TransformerConfig:
+    """The `TransformerConfig` of a parsed `config.json`; `max_positions` lowers the longest sequence, in tokens.
+
+    transformers' own config class fills in defaults and old spellings. Raises ConfigError for an architecture or
+    option whose logits this decoder would not reproduce.
+    """
+    from transformers import CONFIG_MAPPING  # a second of import time, only where checkpoints are read
+
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError("unsupported model family in config.json", got=family, allowed=", ".join(FAMILIES))
+    if raw.get("quantization_config") is not None:
+        raise ConfigError(
+            "quantized checkpoints are not supported",
+            got=raw["quantization_config"],
+            hint="dequantize the model with transformers and save it with save_pretrained",
+        )
+    hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(dict(raw)).to_dict()
+    config = _gpt2_from_hf(hf) if family == "gpt2" else _rotary_from_hf(family, hf)
+    if max_positions is not None:
+        config = replace(config, max_positions=min(max_positions, config.max_positions))
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
+    if window is not None and window < config.max_positions:
+        raise ConfigError(
+            "sliding-window attention is not supported",
+            got=f"sliding_window = {window} below max_positions = {config.max_positions}",
+            allowed="sequences no longer than the window",
+            hint=f"load the model with max_positions <= {window}",
+        )
+    return config
+
+
+def _eos(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    eos = hf["eos_token_id"]
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def _rotary_from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
+    is_neox = family == "gpt_neox"
+    rope = hf["rope_parameters"]
+    biased = is_neox or family == "qwen2"
+    attention_bias = hf.get("attention_bias", biased)
+    return TransformerConfig(
+        family=family,
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
+        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        max_positions=hf["max_position_embeddings"],
+        tie_embeddings=hf["tie_word_embeddings"],
+        norm_eps=hf["layer_norm_eps"] if is_neox else hf["rms_norm_eps"],
+        activation=_activation(hf["hidden_act"]),
+        rope_theta=rope["rope_theta"],
+        rotary_fraction=rope.get("partial_rotary_factor", 1.0),
+        rope_scaling=_rope_scaling(rope),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias and family != "qwen2",
+        mlp_bias=is_neox or hf.get("mlp_bias", False),
+        gated_mlp=not is_neox,
+        layer_norm=is_neox,
+        qk_norm=family == "qwen3",
+        parallel_residual=hf.get("use_parallel_residual", False),
+        eos_token_ids=_eos(hf),
+        pad_token_id=hf["pad_token_id"],
+        bos_token_id=hf["bos_token_id"],
+    )
+
+
+def _gpt2_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
+    if hf["scale_attn_by_inverse_layer_idx"] or not hf["scale_attn_weights"] or hf["add_cross_attention"]:
+        raise ConfigError(
+            "this GPT-2 variant is not supported",
+            got="scale_attn_by_inverse_layer_idx, unscaled attention or cross attention",
+            allowed="plain GPT-2",
+        )
+    return TransformerConfig(
+        family="gpt2",
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["n_embd"],
+        intermediate_size=hf["n_inner"] or 4 * hf["n_embd"],
+        num_layers=hf["n_layer"],
+        num_heads=hf["n_head"],
+        num_kv_heads=hf["n_head"],
+        head_dim=hf["n_embd"] // hf["n_head"],
+        max_positions=hf["n_positions"],
+        tie_embeddings=hf["tie_word_embeddings"],
+        norm_eps=hf["layer_norm_epsilon"],
+        activation=_activation(hf["activation_function"]),
+        rotary_fraction=0.0,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        layer_norm=True,
+        eos_token_ids=_eos(hf),
+        pad_token_id=hf["pad_token_id"],
+        bos_token_id=hf["bos_token_id"],
+    )
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_HF_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def _activation(name: str) -> str:
+    if name not in _HF_ACTIVATIONS:
+        raise ConfigError("unsupported activation", got=name, allowed=", ".join(_HF_ACTIVATIONS))
+    return _HF_ACTIVATIONS[name]
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | None:
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ConfigError("unsupported rotary scaling", got=f"rope_type = {kind!r}", allowed="'default', 'llama3'")
+    return Llama3RopeScaling(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_positions=rope["original_max_position_embeddings"],
+    )
+
+
+def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    """The `config.json` of `config`, complete with transformers' defaults and `architectures`.
+
+    Identity: `config_from_hf(config_to_hf(c)) == c`.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    eos: int | list[int] | None = list(config.eos_token_ids) or None
+    if len(config.eos_token_ids) == 1:
+        eos = config.eos_token_ids[0]
+    fields: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "eos_token_id": eos,
+        "pad_token_id": config.pad_token_id,
+        "bos_token_id": config.bos_token_id,
+        "dtype": "float32",
+        **(_gpt2_to_hf(config) if config.family == "gpt2" else _rotary_to_hf(config)),
+    }
+    hf: dict[str, Any] = CONFIG_MAPPING[config.family](**fields).to_dict()
+    hf["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.family]]
+    return hf
+
+
+def _gpt2_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "n_embd": config.hidden_size,
+        "n_inner": config.intermediate_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_positions": config.max_positions,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": _to_hf_activation(config.activation),
+    }
+
+
+def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_max_positions,
+        }
+    fields: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": _to_hf_activation(config.activation),
+        "rope_parameters": rope,
+    }
+    if config.family == "gpt_neox":
+        rope["partial_rotary_factor"] = config.rotary_fraction
+        return fields | {
+            "layer_norm_eps": config.norm_eps,
+            "attention_bias": config.qkv_bias,
+            "use_parallel_residual": config.parallel_residual,
+        }
+    fields |= {"num_key_value_heads": config.num_kv_heads, "rms_norm_eps": config.norm_eps}
+    if config.family == "qwen2":
+        return fields | {"use_sliding_window": False}
+    fields["head_dim"] = config.head_dim
+    if config.family == "mistral":
+        return fields | {"sliding_window": None}
+    if config.family == "qwen3":
+        return fields | {"attention_bias": config.qkv_bias, "use_sliding_window": False}
+    return fields | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+def _to_hf_activation(name: str) -> str:
+    return {"gelu_tanh": "gelu_new"}.get(name, name)

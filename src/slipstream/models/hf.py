@@ -1,0 +1,177 @@
+"""Hugging Face checkpoints in and out: `config.json`, safetensors (one file or sharded), generation config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.errors import ConfigError
+from slipstream.models.config import config_from_hf, config_to_hf
+from slipstream.models.initialise import new_model
+from slipstream.models.layout import LogicalTensor, layout
+from slipstream.models.tokenizer import load_tokenizer
+from slipstream.models.transformer import Transformer
+
+__all__ = ["load_model", "load_tokenizer", "logical_tensors", "new_model", "save_model"]
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+"""Constant buffers that old checkpoints carry along."""
+
+
+def logical_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Every tensor of the model under its Hugging Face name and shape, in checkpoint order.
+
+    Views of the live parameters, except GPT-NeoX's interleaved `query_key_value`, which is a copy.
+    """
+    return {tensor.name: tensor.read() for tensor in layout(model)}
+
+
+@torch.no_grad()
+def load_model(
+    path: str | Path, *, dtype: torch.dtype = torch.float32, max_positions: int | None = None
+) -> Transformer:
+    """The model in folder `path`, in `dtype` whatever the files hold; `max_positions` lowers its longest sequence.
+
+    Raises ConfigError for a folder without a checkpoint, an unsupported architecture, and for missing, unexpected or
+    misshapen tensors, which it lists.
+    """
+    path = Path(path)
+    config = config_from_hf(_read_config(path), max_positions=max_positions)
+    model = Transformer(config).to(dtype)
+    wanted = {tensor.name: tensor for tensor in layout(model)}
+    problems: list[str] = []
+    for file in _weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
+                name = _canonical(stored_name, wanted, config.tie_embeddings)
+                if name is None:
+                    continue
+                if name not in wanted:
+                    problems.append(f"unexpected {stored_name}")
+                    continue
+                problems += _write(wanted.pop(name), tensors.get_tensor(stored_name))
+    problems += [f"missing {name}" for name in wanted]
+    if problems:
+        shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
+        raise ConfigError(
+            f"the checkpoint in {path} does not fit its config.json",
+            got="; ".join(shown),
+            allowed=f"exactly the tensors of a {config.family} model",
+        )
+    return model
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return data
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            "no model found", got=str(path), allowed="a folder with config.json and safetensors", hint=_GGUF_HINT
+        )
+    raw = _read_json(file)
+    generation = path / "generation_config.json"
+    if generation.is_file():  # instruction-tuned models list their extra end tokens only there
+        eos = _read_json(generation).get("eos_token_id")
+        raw["eos_token_id"] = raw.get("eos_token_id") if eos is None else eos
+    return raw
+
+
+_GGUF_HINT = "other formats load in transformers; save_pretrained there writes this one"
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / WEIGHTS_FILE).is_file():
+        return [path / WEIGHTS_FILE]
+    if (path / INDEX_FILE).is_file():
+        files = [path / name for name in sorted(set(_read_json(path / INDEX_FILE)["weight_map"].values()))]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise ConfigError(f"shards of the checkpoint in {path} are absent", got=", ".join(absent))
+        return files
+    raise ConfigError("no weights found", got=str(path), allowed=f"{WEIGHTS_FILE} or {INDEX_FILE}", hint=_GGUF_HINT)
+
+
+def _canonical(name: str, wanted: Iterable[str], tied: bool) -> str | None:
+    """Our name of a stored tensor; None for what carries no information (old buffers, the copy of a tied head)."""
+    if name.endswith(IGNORED_SUFFIXES) and name not in wanted:
+        return None
+    if tied and name in ("lm_head.weight", "embed_out.weight"):
+        return None
+    return name
+
+
+def _write(tensor: LogicalTensor, value: Tensor) -> list[str]:
+    if tuple(value.shape) != tensor.shape:
+        return [f"{tensor.name} has shape {list(value.shape)}, not {list(tensor.shape)}"]
+    tensor.write(value)
+    return []
+
+
+def save_model(
+    model: Transformer,
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_shard_bytes: int = 5 * 1024**3,
+) -> None:
+    """Write `model` to folder `path` as its family's Hugging Face checkpoint: transformers and vLLM load it.
+
+    Weights keep the model's precision; beyond `max_shard_bytes` they are split into shards with an index.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    config = config_to_hf(model.config)
+    config["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
+    _write_json(path / "config.json", config)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
+    _write_json(path / "generation_config.json", {**ends, "transformers_version": config["transformers_version"]})
+    for stale in [path / WEIGHTS_FILE, path / INDEX_FILE, *path.glob("model-*-of-*.safetensors")]:
+        stale.unlink(missing_ok=True)
+    shards = _shards(logical_tensors(model), max_shard_bytes)
+    if len(shards) == 1:
+        save_file(shards[0], path / WEIGHTS_FILE, metadata={"format": "pt"})
+    else:
+        _save_shards(path, shards)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+
+
+def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    """Fill shards in order; a tensor larger than the limit gets one to itself."""
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > max_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor.contiguous()
+        filled += tensor.nbytes
+    return shards
+
+
+def _save_shards(path: Path, shards: list[dict[str, Tensor]]) -> None:
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    _write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(file: Path, data: dict[str, Any]) -> None:
+    file.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")

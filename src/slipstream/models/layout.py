@@ -1,0 +1,117 @@
+"""Hugging Face's tensor names as views into our fused parameters, one table per family.
+
+Every logical tensor is a strided view of exactly one parameter: rows of a stack (q in `qkv`, gate in `up`), a transpose
+(GPT-2 keeps weights as [in, out]), or a permutation (GPT-NeoX interleaves q, k and v by head). So reading and writing a
+checkpoint, and publishing single tensors, need no special cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from slipstream.models.config import TransformerConfig
+from slipstream.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """One tensor of a checkpoint: its name, a view of our storage, and the shape the file gives it."""
+
+    name: str
+    view: Tensor
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The tensor in the file's shape: a view where strides allow, else a copy."""
+        return self.view.reshape(self.shape)
+
+    def write(self, value: Tensor) -> None:
+        """Copy `value` (of the file's shape, any precision) into the model."""
+        self.view.copy_(value.reshape(self.view.shape))
+
+
+def layout(model: Transformer) -> list[LogicalTensor]:
+    """Every tensor of the model's Hugging Face checkpoint, in the order of the layers. A tied head has none."""
+    families = {"gpt2": _gpt2, "gpt_neox": _gpt_neox}
+    return list(families.get(model.config.family, _llama)(model))
+
+
+def _whole(name: str, tensor: Tensor) -> LogicalTensor:
+    return LogicalTensor(name, tensor.detach(), tuple(tensor.shape))
+
+
+def _affine(name: str, module: nn.Module) -> Iterator[LogicalTensor]:
+    """Weight and, if there is one, bias of a linear layer or norm."""
+    for suffix, parameter in module.named_parameters(recurse=False):
+        yield _whole(f"{name}.{suffix}", parameter)
+
+
+def _rows(prefix: str, names: list[str], sizes: list[int], linear: nn.Module) -> Iterator[LogicalTensor]:
+    """Several linear layers stacked in one: each is a range of rows."""
+    for suffix, parameter in linear.named_parameters(recurse=False):
+        for name, piece in zip(names, parameter.detach().split(sizes), strict=True):
+            yield _whole(f"{prefix}.{name}.{suffix}", piece)
+
+
+def _llama(model: Transformer) -> Iterator[LogicalTensor]:
+    """Llama, Mistral, Qwen2 and Qwen3."""
+    c: TransformerConfig = model.config
+    yield _whole("model.embed_tokens.weight", model.embedding.weight)
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}"
+        yield from _affine(f"{prefix}.input_layernorm", layer.attention_norm)
+        sizes = [c.query_size, c.kv_size, c.kv_size]
+        yield from _rows(f"{prefix}.self_attn", ["q_proj", "k_proj", "v_proj"], sizes, layer.qkv)
+        if c.qk_norm:
+            yield from _affine(f"{prefix}.self_attn.q_norm", layer.q_norm)
+            yield from _affine(f"{prefix}.self_attn.k_norm", layer.k_norm)
+        yield from _affine(f"{prefix}.self_attn.o_proj", layer.output)
+        yield from _affine(f"{prefix}.post_attention_layernorm", layer.mlp_norm)
+        yield from _rows(f"{prefix}.mlp", ["gate_proj", "up_proj"], [c.intermediate_size] * 2, layer.up)
+        yield from _affine(f"{prefix}.mlp.down_proj", layer.down)
+    yield from _affine("model.norm", model.final_norm)
+    if not c.tie_embeddings:
+        yield from _affine("lm_head", model.head)
+
+
+def _gpt_neox(model: Transformer) -> Iterator[LogicalTensor]:
+    c: TransformerConfig = model.config
+    yield _whole("gpt_neox.embed_in.weight", model.embedding.weight)
+    for i, layer in enumerate(model.layers):
+        prefix = f"gpt_neox.layers.{i}"
+        yield from _affine(f"{prefix}.input_layernorm", layer.attention_norm)
+        yield from _affine(f"{prefix}.post_attention_layernorm", layer.mlp_norm)
+        for suffix, parameter in layer.qkv.named_parameters(recurse=False):
+            by_head = parameter.detach().unflatten(0, (3, c.num_heads, c.head_dim)).transpose(0, 1)
+            yield LogicalTensor(f"{prefix}.attention.query_key_value.{suffix}", by_head, tuple(parameter.shape))
+        yield from _affine(f"{prefix}.attention.dense", layer.output)
+        yield from _affine(f"{prefix}.mlp.dense_h_to_4h", layer.up)
+        yield from _affine(f"{prefix}.mlp.dense_4h_to_h", layer.down)
+    yield from _affine("gpt_neox.final_layer_norm", model.final_norm)
+    if not c.tie_embeddings:
+        yield from _affine("embed_out", model.head)
+
+
+def _gpt2(model: Transformer) -> Iterator[LogicalTensor]:
+    yield _whole("transformer.wte.weight", model.embedding.weight)
+    yield _whole("transformer.wpe.weight", model.position_embedding.weight)
+    for i, layer in enumerate(model.layers):
+        prefix = f"transformer.h.{i}"
+        yield from _affine(f"{prefix}.ln_1", layer.attention_norm)
+        yield from _conv1d(f"{prefix}.attn.c_attn", layer.qkv)
+        yield from _conv1d(f"{prefix}.attn.c_proj", layer.output)
+        yield from _affine(f"{prefix}.ln_2", layer.mlp_norm)
+        yield from _conv1d(f"{prefix}.mlp.c_fc", layer.up)
+        yield from _conv1d(f"{prefix}.mlp.c_proj", layer.down)
+    yield from _affine("transformer.ln_f", model.final_norm)
+    if not model.config.tie_embeddings:
+        yield from _affine("lm_head", model.head)
+
+
+def _conv1d(name: str, linear: nn.Linear) -> Iterator[LogicalTensor]:
+    yield _whole(f"{name}.weight", linear.weight.T)
+    if linear.bias is not None:
+        yield _whole(f"{name}.bias", linear.bias)

@@ -1,0 +1,166 @@
+"""One decoder for every family, shared by trainer and generator: the same code, so the same log-probabilities.
+
+Tokens of all sequences lie end to end in one dimension [N]; which of them may look at which is the business of the
+`Attention` that the caller hands in (`PackedAttention` in the trainer, the key-value slots in the engine).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.models.config import TransformerConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Attention(Protocol):
+    """Scaled dot-product attention of one layer; decides what each token sees and keeps whatever cache it needs."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [N, H, D], k and v [N, Hkv, D], both rotated already -> [N, H, D]; the scale is D ** -0.5."""
+        ...
+
+
+def rope_frequencies(config: TransformerConfig) -> Tensor:
+    """Angular frequencies [rotary_dim / 2] in radians per token: theta ** (-2 i / rotary_dim).
+
+    Su et al. (arXiv:2104.09864), section 3.2.2; with `rope_scaling`, Llama 3.1's: wavelengths beyond
+    original_max_positions / low_freq_factor are stretched by `factor`, those below original_max_positions /
+    high_freq_factor stay, the ones between are interpolated.
+    """
+    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / max(config.rotary_dim, 1)
+    frequency = 1.0 / (config.rope_theta**exponent)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)  # full turns over the original context
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
+
+
+def rope_tables(config: TransformerConfig) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, each [max_positions, rotary_dim] fp32, as `rotate` takes them."""
+    angle = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * rope_frequencies(config)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i+R/2}) of the first R dimensions of each head by their position's angle.
+
+        y = x * cos + (x_{i+R/2}, x_i) * (-sin, sin)
+
+    x [N, H, D]; cos, signed_sin [N, 1, R]. Heads wider than R pass their other dimensions through.
+    """
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], cos, signed_sin), x[..., rotary_dim:]), -1)
+    return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), signed_sin)
+
+
+def _linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
+    """Uninitialised: weights come from a checkpoint or from `initialise`, and no global random state is touched."""
+    return nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias)
+
+
+def _norm(config: TransformerConfig, size: int) -> nn.Module:
+    return nn.LayerNorm(size, config.norm_eps) if config.layer_norm else nn.RMSNorm(size, config.norm_eps)
+
+
+class Layer(nn.Module):
+    """Attention and MLP around the residual stream. `qkv` stacks the rows of q, k, v; `up` those of gate and up."""
+
+    def __init__(self, config: TransformerConfig, index: int) -> None:
+        super().__init__()
+        self.config, self.index = config, index
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.attention_norm = _norm(config, hidden)
+        self.qkv = _linear(hidden, config.query_size + 2 * config.kv_size, config.qkv_bias)
+        self.output = _linear(config.query_size, hidden, config.output_bias)
+        if config.qk_norm:
+            self.q_norm = _norm(config, config.head_dim)
+            self.k_norm = _norm(config, config.head_dim)
+        self.mlp_norm = _norm(config, hidden)
+        self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
+        self.down = _linear(inner, hidden, config.mlp_bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
+        """x [N, hidden] -> [N, hidden]; rope is (cos, signed sin), each [N, 1, rotary_dim], or None."""
+        if self.config.parallel_residual:
+            return x + self.attend(self.attention_norm(x), rope, attention) + self.mlp(self.mlp_norm(x))
+        x = x + self.attend(self.attention_norm(x), rope, attention)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
+        """Self-attention of normalised x [N, hidden] -> [N, hidden]."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.config.head_dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if self.config.qk_norm:
+            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
+        if rope is not None:
+            qk = rotate(qk, *rope)
+        mixed = attention(self.index, qk[:, :heads], qk[:, heads:], v)
+        return self.output(mixed.reshape(-1, self.config.query_size))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Position-wise MLP of normalised x [N, hidden] -> [N, hidden]."""
+        if not self.config.gated_mlp:
+            return self.down(self.activation(self.up(x)))
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(self.activation(gate) * up)
+
+
+class Transformer(nn.Module):
+    """A causal decoder: embedding, layers, final norm; `logits` is the head, tied to the embedding or not.
+
+    A tied head has no parameter of its own, so `parameters()` lists every weight exactly once.
+    """
+
+    cos: Tensor
+    signed_sin: Tensor
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size)
+        if config.rotary_dim == 0:
+            self.position_embedding = nn.utils.skip_init(nn.Embedding, config.max_positions, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        self.final_norm = _norm(config, config.hidden_size)
+        if not config.tie_embeddings:
+            self.head = _linear(config.hidden_size, config.vocab_size, bias=False)
+        cos, signed_sin = rope_tables(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("signed_sin", signed_sin, persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [N, hidden] after the final norm, of tokens [N] int64 at positions [N] int64 in their sequence."""
+        x = self.embedding(tokens)
+        if self.config.rotary_dim == 0:
+            x = x + self.position_embedding(positions)
+            rope = None
+        else:
+            cos, signed_sin = self.cos[positions], self.signed_sin[positions]
+            rope = cos[:, None].to(x.dtype), signed_sin[:, None].to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, rope, attention)
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 whatever the model's precision."""
+        weight = self.embedding.weight if self.config.tie_embeddings else self.head.weight
+        return F.linear(hidden.float(), weight.float())
