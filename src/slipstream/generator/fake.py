@@ -1,0 +1,143 @@
+"""A generator that plays scripted completions: the engine's interface without a model, for tests and the simulator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.core.clock import Clock, WallClock
+from slipstream.core.types import VersionSpan
+from slipstream.generator.engine import Finished, Request, Resume, check_request, extended_spans
+
+Script = Callable[[Request], Sequence[int]]
+
+
+@dataclass(eq=False)
+class _Playing:
+    request: Request
+    script: list[int]
+    num_new: int
+    logprobs: list[float]
+    version_spans: list[VersionSpan]
+    started_s: float
+
+
+class ScriptedGenerator:
+    """Plays `script(request)` at one token per step and live request; the same calls as `Engine`.
+
+    A script that ends within `max_new_tokens` finishes with "stop" (its last token stands for the stop token), a longer
+    one is cut and finishes with "length". Every token carries `logprob`. `script` must depend on the request's identity
+    alone, since a resumed request is asked for again.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        num_slots: int,
+        max_len: int = 1 << 20,
+        version: int = 0,
+        logprob: float = -1.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self.version = version
+        self.max_len = max_len
+        self.num_generated_tokens = 0
+        self._script = script
+        self._num_slots = num_slots
+        self._logprob = logprob
+        self._clock = clock if clock is not None else WallClock()
+        self._is_paused = False
+        self._waiting: deque[Request] = deque()
+        self._playing: list[_Playing] = []
+
+    @property
+    def num_live(self) -> int:
+        return len(self._playing)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._num_slots - len(self._playing)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._playing and not self._waiting
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue `requests`; resumed ones go before everything that has not started."""
+        for request in requests:
+            check_request(request, max_len=self.max_len)
+        self._waiting.extend(request for request in requests if request.resume is None)
+        self._waiting.extendleft(reversed([request for request in requests if request.resume is not None]))
+
+    def pause_admission(self, is_paused: bool) -> None:
+        """While paused no waiting request starts; live ones go on."""
+        self._is_paused = is_paused
+
+    def step(self) -> list[Finished]:
+        """Start what fits, play one token of every live request, return what finished."""
+        now_s = self._clock.now_s()
+        while self._waiting and not self._is_paused and len(self._playing) < self._num_slots:
+            self._playing.append(self._start(self._waiting.popleft(), now_s))
+        finished, still_playing = [], []
+        for playing in self._playing:
+            playing.num_new += 1
+            playing.logprobs.append(self._logprob)
+            self.num_generated_tokens += 1
+            is_complete = playing.num_new == len(playing.script)
+            if is_complete or playing.num_new == playing.request.max_new_tokens:
+                finished.append(
+                    Finished(
+                        request=playing.request,
+                        tokens=np.array(playing.script[: playing.num_new], dtype=np.int32),
+                        logprobs=np.array(playing.logprobs, dtype=np.float32),
+                        version_spans=tuple(playing.version_spans),
+                        finish_reason="stop" if is_complete else "length",
+                        started_s=playing.started_s,
+                        finished_s=now_s,
+                    )
+                )
+            else:
+                still_playing.append(playing)
+        self._playing = still_playing
+        return finished
+
+    def set_version(self, version: int, *, recompute_kv: bool = False) -> None:  # noqa: ARG002 - there is no KV
+        """Tokens from here on are stamped with `version`."""
+        self.version = version
+        for playing in self._playing:
+            playing.version_spans = extended_spans(playing.version_spans, start=playing.num_new, version=version)
+
+    def export_live(self) -> list[Request]:
+        """Take every live request out, resumable by `submit`; oldest first."""
+        exported = [
+            playing.request.resumed_with(
+                Resume(
+                    tokens=np.array(playing.script[: playing.num_new], dtype=np.int32),
+                    logprobs=np.array(playing.logprobs, dtype=np.float32),
+                    version_spans=tuple(span for span in playing.version_spans if span.start < playing.num_new),
+                    started_s=playing.started_s,
+                )
+            )
+            for playing in self._playing
+        ]
+        self._playing = []
+        return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
+
+    def _start(self, request: Request, now_s: float) -> _Playing:
+        script = list(self._script(request))
+        if not script:
+            raise ValueError(f"the script of ordinal {request.ordinal} sample {request.sample} has no token")
+        resume = request.resume
+        if resume is None:
+            return _Playing(request, script, 0, [], [VersionSpan(start=0, version=self.version)], now_s)
+        num_new = len(resume.tokens)
+        spans = extended_spans(list(resume.version_spans), start=num_new, version=self.version)
+        return _Playing(request, script, num_new, resume.logprobs.tolist(), spans, resume.started_s)

@@ -1,0 +1,45 @@
+"""Sampling noise as a pure function of (run seed, stream, ordinal, sample, position): no generator state anywhere.
+
+A completion therefore draws the same numbers alone or in a crowd, in any slot, on any replica, in any attempt, and when
+it is exported and resumed. The hash is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014) with its output function applied once per coordinate; integer arithmetic modulo 2^64, so the
+bits are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MUL_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MUL_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_30, _SHIFT_27, _SHIFT_31, _SHIFT_12 = (np.uint64(n) for n in (30, 27, 31, 12))
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The output function of splitmix64: a bijection of uint64 whose every output bit depends on every input bit."""
+    x = (x ^ (x >> _SHIFT_30)) * _MUL_1
+    x = (x ^ (x >> _SHIFT_27)) * _MUL_2
+    return x ^ (x >> _SHIFT_31)
+
+
+def noise_key(seed: int, stream: int, ordinal: int, sample: int) -> int:
+    """The 64-bit key of one completion. `stream` separates uses that count ordinals on their own: 0 is training.
+
+    Compute it once per completion; `uniform` turns it into numbers. Coordinates may be any Python ints (modulo 2^64).
+    """
+    key = np.zeros(1, dtype=np.uint64)
+    for coordinate in (seed, stream, ordinal, sample):
+        word = np.array([coordinate % 2**64], dtype=np.uint64)
+        key = _mix(key + _GOLDEN + _mix(word + _GOLDEN))
+    return int(key[0])
+
+
+def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 [N] in the open interval (0, 1): the number of each (key, position).
+
+    `keys` uint64 [N] from `noise_key`; `positions` int64 [N], 0 for a completion's first token. Values are the midpoints
+    of 2^52 equal cells, so neither 0 nor 1 occurs and no tail of the inverse CDF is ever cut.
+    """
+    bits = _mix(keys + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))) >> _SHIFT_12
+    return (bits.astype(np.float64) + 0.5) * 2.0**-52
