@@ -1,0 +1,361 @@
+"""What the user sees while a run goes on: a live picture on a terminal, a line now and then elsewhere.
+
+Every method takes constant time and draws at most `REFRESHES_PER_S` times a second, in the caller's thread, so the
+display never holds up the loop that feeds it.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.core.clock import Clock, WallClock
+from slipstream.core.config import RunConfig
+from slipstream.observe.states import colour, in_words, shares
+from slipstream.observe.summary import Summary
+
+REFRESHES_PER_S = 4.0
+LINE_EVERY_S = 2.0
+WINDOW_S = 10.0  # who waits for whom: over this many recent seconds
+TIME_PREFIX = "time/"  # of the Counters values that carry seconds per state
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 40
+_BAR_WIDTH = 40
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One held-out prompt, answered by the policy before and after training (`samples.json` holds a list of these)."""
+
+    prompt: str
+    answer: str | None
+    before: str | None
+    after: str | None
+    before_reward: float | None = None
+    after_reward: float | None = None
+
+
+def config_summary(config: RunConfig) -> dict[str, str]:
+    """The few lines of a configuration that a user wants to see again."""
+    model = config.model.path or f"{config.model.family}, {config.model.num_layers} x {config.model.hidden_size}"
+    tasks = ", ".join(task.name for task in config.prompts.tasks) or str(config.prompts.dataset)
+    return {
+        "recipe": config.recipe,
+        "seed": str(config.seed),
+        "model": model,
+        "task": tasks,
+        "batch": f"{config.groups_per_step} prompts x {config.completions_per_group} completions",
+        "mode": f"{config.weight_update}, staleness <= {config.max_staleness}",
+    }
+
+
+class Display:
+    """Shows a run. `steps` is how many there will be, `max_staleness` the bound, `summary` the headline."""
+
+    def __init__(
+        self,
+        summary: Mapping[str, str],
+        *,
+        steps: int,
+        max_staleness: int,
+        console: Console | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._console = console or Console(force_jupyter=False)
+        self._clock = clock or WallClock()
+        self.is_live = (
+            self._console.is_terminal
+            and not self._console.is_dumb_terminal
+            and self._console.encoding.startswith("utf")
+        )
+        self._headline = summary
+        self._steps, self._max_staleness = steps, max_staleness
+        self._live: Live | None = None
+        self._start_s = self._drawn_s = self._clock.now_s()
+        self._first_step_s: float | None = None
+        self._first_step = 0
+        self._phase: tuple[str, int, int, dict[str, float]] | None = None
+        self._metrics: dict[str, Any] = {}
+        self._num_done = 0
+        self._spark: list[tuple[float, int]] = [(0.0, 0)] * min(_SPARK_WIDTH, steps)
+        self._evaluations: deque[tuple[str, float]] = deque(maxlen=8)
+        self._first_evaluation: tuple[str, float] | None = None
+        self._totals: dict[str, deque[tuple[float, dict[str, float]]]] = {}
+        self._replicas: dict[int, int] = {}
+        self._say("   ".join(f"{name} {value}" for name, value in summary.items()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def phase(self, name: str, done: int, total: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Progress of something outside the RL loop: the warm start, an evaluation, the export."""
+        is_new = self._phase is None or self._phase[0] != name
+        self._phase = (name, done, total, dict(metrics or {}))
+        if self._is_due(force=is_new or done == total):
+            parts = [f"{name} {done}/{total}", *(f"{key} {value:.3g}" for key, value in (metrics or {}).items())]
+            self._update("  ".join(parts))
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """A step is done; `metrics` is its line of `metrics.jsonl` (names in `observe/metrics.py`)."""
+        now_s = self._clock.now_s()
+        self._phase = None
+        self._metrics = dict(metrics)
+        step = int(metrics["step"])
+        self._num_done = step + 1
+        if self._first_step_s is None:
+            self._first_step_s, self._first_step = now_s, step
+        if (reward := metrics.get("reward")) is not None and 0 <= step < self._steps:
+            bucket = step * len(self._spark) // self._steps
+            total, count = self._spark[bucket]
+            self._spark[bucket] = (total + float(reward), count + 1)
+        if self._is_due(force=self._num_done in (1, self._steps)):
+            self._update(self._step_line())
+
+    def evaluation(self, label: str, accuracy: float, **more: float) -> None:
+        """A held-out evaluation finished; `label` says of which weights ("before", "step 40", "after")."""
+        self._first_evaluation = self._first_evaluation or (label, accuracy)
+        self._evaluations.append((label, accuracy))
+        extra = "".join(f"  {name.replace('_', ' ')} {value:.3f}" for name, value in more.items())
+        self._say(f"held-out accuracy {label}: {accuracy:.3f}{extra}")
+
+    def counters(self, executor: str, values: Mapping[str, float]) -> None:
+        """`Counters` of an executor; `time/<state>` are its seconds so far in each state (`Timeline.totals`)."""
+        now_s = self._clock.now_s()
+        totals = {k.removeprefix(TIME_PREFIX): v for k, v in values.items() if k.startswith(TIME_PREFIX)}
+        if totals:
+            history = self._totals.setdefault(executor, deque(maxlen=64))
+            history.append((now_s, totals))
+            while len(history) > 2 and now_s - history[1][0] >= WINDOW_S:
+                history.popleft()
+        if self._live is not None and self._is_due():
+            self._update("")
+
+    def swapped(self, replica: int, version: int) -> None:
+        """Generator `replica` samples from `version` now."""
+        self._replicas[replica] = version
+
+    def note(self, text: str) -> None:
+        """Something the user should read: a warning, a checkpoint."""
+        self._say(printable(text, limit=2000))
+
+    def samples(self, samples: Iterable[Sample]) -> None:
+        """The same prompts answered before and after."""
+        table = Table(title="samples", title_justify="left", show_edge=False, pad_edge=False)
+        for column in ("prompt", "answer", "before", "after"):
+            table.add_column(column, overflow="fold")
+        for sample in samples:
+            cells = (sample.prompt, sample.answer, sample.before, sample.after)
+            table.add_row(*(Text(self._encodable(printable(cell or ""))) for cell in cells))
+        self._print(table)
+
+    def finish(self, summary: Summary, files: Mapping[str, Path]) -> None:
+        """End the live picture; print the table before/after, the cost, and where the files are."""
+        self.close()
+        self._print(_before_after(summary))
+        staleness, throughput = summary.staleness, summary.throughput
+        self._say(
+            f"{summary.status}: {summary.steps} steps in {duration(summary.wall_s)}  "
+            f"generated {throughput.generated_tokens_per_s:,.0f} tokens/s  "
+            f"trained {throughput.trained_tokens_per_s:,.0f} tokens/s"
+        )
+        self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {staleness.bound} (steps)")
+        for process, seconds in summary.accounting.items():
+            self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
+        for name, path in files.items():
+            self._say(f"{name:<10} {path}")
+
+    def close(self) -> None:
+        """Stop drawing and give the terminal back. May be called twice."""
+        if self._live is not None:
+            self._live.update(self._picture(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def waits(self) -> dict[str, list[tuple[str, float]]]:
+        """For each process, (state, share) over the recent window, largest first."""
+        recent = {}
+        for process, history in self._totals.items():
+            (then_s, then), (now_s, now) = history[0], history[-1]
+            if now_s > then_s:
+                seconds = {state: value - then.get(state, 0.0) for state, value in now.items()}
+                seconds["unlabelled"] = max(0.0, now_s - then_s - sum(seconds.values()))
+                recent[process] = shares(seconds)
+        return recent
+
+    def _is_due(self, *, force: bool = False) -> bool:
+        interval_s = 1.0 / REFRESHES_PER_S if self.is_live else LINE_EVERY_S
+        now_s = self._clock.now_s()
+        if now_s - self._drawn_s < interval_s and not (force and not self.is_live):
+            return False
+        self._drawn_s = now_s
+        return True
+
+    def _update(self, line: str) -> None:
+        if not self.is_live:
+            self._say(line)
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        self._live.update(self._picture(), refresh=True)
+
+    def _say(self, line: str) -> None:
+        self._print(Text(self._encodable(line)))
+
+    def _print(self, renderable: RenderableType) -> None:
+        self._console.print(renderable, soft_wrap=isinstance(renderable, Text), highlight=False)
+
+    def _encodable(self, text: str) -> str:
+        encoding = self._console.encoding
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
+    def _eta_s(self) -> float | None:
+        """Seconds left at the mean pace since the first step; None before the second."""
+        done: int = self._num_done - 1 - self._first_step
+        if self._first_step_s is None or done < 1:
+            return None
+        pace_s = (self._clock.now_s() - self._first_step_s) / done
+        return pace_s * (self._steps - self._num_done)
+
+    def _step_line(self) -> str:
+        m = self._metrics
+        parts = [f"step {self._num_done}/{self._steps}"]
+        if m.get("reward") is not None:
+            parts.append(f"reward {m['reward']:.3f}")
+        if self._evaluations:
+            parts.append(f"held-out {self._evaluations[-1][1]:.3f}")
+        if m.get("staleness_mean") is not None:
+            parts.append(f"staleness {m['staleness_mean']:.2f} (max {m['staleness_max']:.0f}/{self._max_staleness})")
+        parts += [
+            f"{word} {m[name]:,.0f} tokens/s"
+            for word, name in (("generated", "generated_tokens_per_s"), ("trained", "trained_tokens_per_s"))
+            if m.get(name) is not None
+        ]
+        for process, states in self.waits().items():
+            state, share = next(((s, p) for s, p in states if s.startswith("wait_")), ("", 0.0))
+            if share >= 0.05:
+                parts.append(f"{process} {in_words(state)} {share:.0%}")
+        if (eta_s := self._eta_s()) is not None and self._num_done < self._steps:
+            parts.append(f"{duration(eta_s)} left")
+        return "  ".join(parts)
+
+    def _picture(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        elapsed = duration(self._clock.now_s() - self._start_s)
+        if self._phase is not None:
+            name, done, total, metrics = self._phase
+            values = "  ".join(f"{key} {value:.3g}" for key, value in metrics.items())
+            grid.add_row(name, _progress(done, total, f"{done}/{total}  {elapsed}  {values}"))
+        if self._num_done:
+            eta_s = self._eta_s()
+            left = "" if eta_s is None else f"  {duration(eta_s)} left"
+            grid.add_row(
+                "steps", _progress(self._num_done, self._steps, f"{self._num_done}/{self._steps}  {elapsed}{left}")
+            )
+            grid.add_row("reward", self._reward_text())
+        if self._evaluations and self._first_evaluation:
+            label, accuracy = self._evaluations[-1]
+            text = Text().append(f"{accuracy:.3f}", style="bold").append(f"  {label}", style="dim")
+            if self._first_evaluation != (label, accuracy):
+                text.append(f"   was {self._first_evaluation[1]:.3f} {self._first_evaluation[0]}", style="dim")
+            grid.add_row("held-out", text)
+        m = self._metrics
+        if m.get("generated_tokens_per_s") is not None and m.get("trained_tokens_per_s") is not None:
+            grid.add_row(
+                "tokens/s",
+                Text(f"generated {m['generated_tokens_per_s']:,.0f}   trained {m['trained_tokens_per_s']:,.0f}"),
+            )
+        if m.get("staleness_mean") is not None:
+            ages = f"mean {m['staleness_mean']:.2f}   max {m['staleness_max']:.0f}   bound {self._max_staleness}"
+            grid.add_row("staleness", Text(ages))
+        if self._replicas:
+            held = "   ".join(f"generator {replica}: {version}" for replica, version in sorted(self._replicas.items()))
+            grid.add_row("weights", Text(f"trainer: {m.get('version', 0)}   {held}"))
+        for process, states in self.waits().items():
+            grid.add_row(process, _state_bar(states))
+        title = "  ".join(self._headline.values())
+        return Group(Text(f"slipstream  {title}", style="bold", no_wrap=True, overflow="ellipsis"), grid)
+
+    def _reward_text(self) -> Text:
+        means = [total / count for total, count in self._spark if count]
+        latest = self._metrics.get("reward")
+        text = Text().append("" if latest is None else f"{latest:.3f}  ", style="bold")
+        return text.append(sparkline(means), style="green")
+
+
+def sparkline(values: list[float]) -> str:
+    """`values` as bars between their minimum and maximum."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """`75` as "1 min 15 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def printable(text: str, limit: int = 160) -> str:
+    """`text` on one line without control characters (model text must not steer the terminal), cut to `limit`."""
+    cut = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(
+        char.encode("unicode_escape").decode() if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp", "Cs") else char
+        for char in cut
+    )
+
+
+def _progress(done: int, total: int, label: str) -> Table:
+    row = Table.grid(padding=(0, 2))
+    row.add_row(ProgressBar(total=max(total, 1), completed=done, width=_BAR_WIDTH), Text(label))
+    return row
+
+
+def _state_bar(states: list[tuple[str, float]]) -> Text:
+    text = Text()
+    used = 0
+    for state, share in states:
+        width = min(round(share * _BAR_WIDTH), _BAR_WIDTH - used)
+        used += width
+        text.append("█" * width, style=colour(state))
+    text.append(" " * (_BAR_WIDTH - used))
+    for state, share in states[:3]:
+        text.append("  ■ ", style=colour(state)).append(f"{in_words(state)} {share:.0%}")
+    return text
+
+
+def _before_after(summary: Summary) -> Table:
+    before, after = summary.eval.before, summary.eval.after
+    num_prompts = after.num_prompts if after else before.num_prompts if before else 0
+    table = Table(title=f"{summary.recipe}, {num_prompts} held-out prompts", title_justify="left", show_edge=False)
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+
+    def cell(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    table.add_row("accuracy, greedy", cell(before and before.accuracy), cell(after and after.accuracy))
+    table.add_row("accuracy, sampled", cell(before and before.sampled_accuracy), cell(after and after.sampled_accuracy))
+    return table

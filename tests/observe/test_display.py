@@ -1,0 +1,107 @@
+import io
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from synthetic_run import make_summary
+
+from slipstream.core.clock import VirtualClock
+from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig
+from slipstream.observe.display import Display, Sample, config_summary, duration, printable, sparkline
+
+CONFIG = RunConfig(recipe="quickstart", prompts=PromptsConfig(tasks=[TaskConfig(name="spell_backward")]))
+
+
+def make_display(*, is_terminal: bool, steps: int = 100) -> tuple[Display, VirtualClock, io.StringIO]:
+    out, clock = io.StringIO(), VirtualClock()
+    console = Console(
+        file=out,
+        force_terminal=is_terminal,
+        color_system="truecolor" if is_terminal else None,
+        width=120,
+        force_jupyter=False,
+        legacy_windows=False,
+        _environ={"TERM": "xterm"},
+    )
+    return Display(config_summary(CONFIG), steps=steps, max_staleness=2, console=console, clock=clock), clock, out
+
+
+def play(display: Display, clock: VirtualClock, steps: int = 100, step_s: float = 0.5) -> None:
+    display.phase("warm start", 250, 250, {"loss": 0.25})
+    display.evaluation("before", 0.412, sampled_accuracy=0.3)
+    for step in range(steps):
+        clock.advance(step_s)
+        now_s = clock.now_s()
+        display.counters("generator-0", {"time/decode": 0.8 * now_s, "generated_tokens": 1.0})
+        display.counters("trainer", {"time/train": 0.6 * now_s, "time/wait_generation": 0.34 * now_s})
+        display.swapped(0, step)
+        display.step(
+            {"step": step, "version": step + 1, "reward": step / steps, "staleness_mean": 0.8, "staleness_max": 2.0}
+            | {"generated_tokens_per_s": 5210.0, "trained_tokens_per_s": 4890.0}
+        )
+
+
+def test_plain_output_is_a_line_now_and_then_without_escape_codes():
+    display, clock, out = make_display(is_terminal=False)
+    play(display, clock)
+    display.samples([Sample(prompt="abc>", answer="cba", before="abc", after="\x1b[31mcba\n")])
+    display.finish(make_summary(), {"report": Path("runs/q/report.html")})
+    text = out.getvalue()
+    assert "\x1b" not in text
+    assert r"\x1b[31mcba\n" in text
+    lines = text.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert 25 <= len(steps) <= 30  # 50 s at a line every 2 s, the first and the last
+    assert "reward 0.990" in steps[-1]
+    assert "trainer waits for generation 34%" in steps[-1]
+    assert "left" in steps[1]
+    assert "warm start 250/250  loss 0.25" in lines
+    assert any("accuracy, greedy" in line and "0.412" in line and "0.934" in line for line in lines)
+    assert any(line.startswith("report") and "runs/q/report.html" in line for line in lines)
+
+
+def test_the_live_picture_is_drawn_a_few_times_a_second_at_most():
+    display, clock, out = make_display(is_terminal=True, steps=10_000)
+    display.phase("warm start", 0, 250)
+    drawn = []
+    picture = display._picture
+    display._picture = lambda: drawn.append(clock.now_s()) or picture()  # type: ignore[method-assign]
+    play(display, clock, steps=10_000, step_s=0.001)
+    assert len(drawn) <= 4 * 10 + 1
+    display.finish(make_summary(), {})
+    assert "waits for generation 34%" in out.getvalue()
+    assert out.getvalue().rstrip().endswith("unlabelled 4%")  # the picture ended before the table
+
+
+def test_an_interrupted_display_gives_the_terminal_back():
+    display, clock, out = make_display(is_terminal=True)
+    with suppress(KeyboardInterrupt), display:
+        clock.advance(1.0)
+        display.phase("warm start", 1, 10)
+        raise KeyboardInterrupt
+    assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_shares_are_those_of_the_recent_window():
+    display, clock, _ = make_display(is_terminal=False)
+    for second in range(100):
+        clock.advance(1.0)
+        display.counters("trainer", {"time/train": min(second, 50), "time/wait_rewards": max(0, second - 50)})
+    assert display.waits()["trainer"] == [("wait_rewards", 1.0)]
+
+
+def test_odd_output_encodings_lose_nothing_but_beauty():
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), force_jupyter=False)
+    display = Display({"recipe": "é"}, steps=1, max_staleness=0, console=console)
+    display.samples([Sample(prompt="ü", answer=None, before=None, after="漢")])
+    display.finish(make_summary(), {})
+    console.file.flush()
+    assert rb"\u6f22" in raw.getvalue()
+
+
+def test_small_words():
+    assert [duration(s) for s in (0.4, 75, 3725)] == ["0 s", "1 min 15 s", "1 h 02 min"]
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert printable("a\u202eb\tc" + "x" * 300, limit=12) == "a\\u202eb\\tcxxxxxx…"
