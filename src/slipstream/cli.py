@@ -1,0 +1,310 @@
+"""The command line: `slipstream run | eval | report | recipes | doctor`.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 130 interrupted. Errors go to stderr without a
+traceback. torch and transformers are imported inside the commands that compute, after their input was checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tomllib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, get_args, get_origin
+
+import tyro
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.core.config import PRESETS, RunConfig
+from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
+from slipstream.core.recipes import defaults, list_recipes, load_recipe, merge, resolve
+
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_console = Console()
+_errors = Console(stderr=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the return value is the exit code. tyro raises SystemExit for --help (0), bad flags (2)."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        _print_help()
+        return EXIT_DONE
+    try:
+        if name not in COMMANDS:
+            raise ConfigError(
+                f"unknown command '{name}'", allowed=", ".join(COMMANDS), hint=did_you_mean(name, COMMANDS)
+            )
+        return COMMANDS[name](rest)
+    except ConfigError as error:
+        _print_error(error)
+        return EXIT_BAD_INPUT
+    except SlipstreamError as error:
+        _print_error(error)
+        return EXIT_FAILED
+    except BrokenPipeError:  # the reader of `slipstream ... | head` left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        _errors.print("interrupted", style="yellow")
+        return EXIT_INTERRUPTED
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Train a model by a recipe; any field of the configuration is a flag."""
+    options = _parse("run", _run_options(_recipe_defaults(argv)), argv, run_command)
+    config = _run_config(options)
+    from slipstream.api import run
+
+    result = run(config, out=options.out, resume=options.resume)
+    return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
+
+
+def eval_command(argv: Sequence[str]) -> int:
+    """Measure a model's held-out accuracy: greedy and at temperature 1."""
+    options = _parse("eval", _eval_options(_recipe_defaults(argv)), argv, eval_command)
+    model, config = _eval_config(options)
+    from slipstream.evals.evaluate import evaluate_model
+
+    result = evaluate_model(config, model)
+    table = Table("model", "prompts", "greedy", "sampled")
+    table.add_row(str(model), str(result.num_prompts), f"{result.accuracy:.3f}", f"{result.sampled_accuracy:.3f}")
+    _console.print(table)
+    return EXIT_DONE
+
+
+def report_command(argv: Sequence[str]) -> int:
+    """Write report.html from the files of a run and say where it is."""
+    options = _parse("report", ReportOptions, argv, report_command)
+    if not (options.run / "metrics.jsonl").is_file():
+        raise ConfigError(f"'{options.run}' is no run: it has no metrics.jsonl", hint="give the folder of a run")
+    from slipstream.observe.report import write_report
+
+    _console.print(f"report: {write_report(options.run)}")
+    return EXIT_DONE
+
+
+def recipes_command(argv: Sequence[str]) -> int:
+    """List the shipped recipes, or the reasoning-gym tasks they can be built from."""
+    options = _parse("recipes", RecipesOptions, argv, recipes_command)
+    if options.tasks:
+        from slipstream.prompts.tasks import task_names
+
+        _console.print("\n".join(task_names()), highlight=False)
+        return EXIT_DONE
+    table = Table("recipe", "what it does", "file", show_edge=False)
+    for recipe in list_recipes():
+        table.add_row(recipe.name, recipe.description, str(recipe.path))
+    _console.print(table)
+    _console.print("Start one with `slipstream run RECIPE`.")
+    return EXIT_DONE
+
+
+def doctor_command(argv: Sequence[str]) -> int:
+    """Say what this machine has, and what of Slipstream works on it."""
+    options = _parse("doctor", DoctorOptions, argv, doctor_command)
+    from slipstream.doctor import examine, render
+
+    findings = examine()
+    if options.json:
+        _console.print_json(data=findings.to_dict())
+    else:
+        render(findings, _console)
+    return EXIT_DONE
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": run_command,
+    "eval": eval_command,
+    "report": report_command,
+    "recipes": recipes_command,
+    "doctor": doctor_command,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """Flags of `slipstream report`."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipesOptions:
+    """Flags of `slipstream recipes`."""
+
+    tasks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """List the reasoning-gym tasks instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """Flags of `slipstream doctor`."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON."""
+
+
+def override_flags(model: type[BaseModel], shown: Mapping[str, Any]) -> Any:
+    """A TypedDict type with one optional key per field of `model`, from which tyro makes typed flags.
+
+    Only flags that were given are in the result, so an override can be told from a default. `shown` are the values that
+    the help prints. Lists of sections (`prompts.tasks`) have no flag: they are set in TOML.
+    """
+    keys: dict[str, Any] = {}
+    annotated: Any = Annotated  # the types are built at run time
+    make_typed_dict: Any = TypedDict
+    for name, info in model.model_fields.items():
+        kind, value = info.annotation, shown.get(name)
+        if name == "recipe":  # every command takes it as an argument of its own
+            continue
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys[name] = annotated[override_flags(kind, value or {}), tyro.conf.arg(help=info.description)]
+        elif get_origin(kind) is dict:  # as pairs: tyro cannot leave a dict out
+            pairs: Any = types.GenericAlias(list, types.GenericAlias(tuple, get_args(kind)))
+            keys[name] = annotated[pairs, tyro.conf.arg(help=info.description, help_behavior_hint=_hint(value))]
+        elif not any(isinstance(item, type) and issubclass(item, BaseModel) for item in get_args(kind)):
+            keys[name] = annotated[kind, tyro.conf.arg(help=info.description, help_behavior_hint=_hint(value))]
+    return make_typed_dict(model.__name__, keys, total=False)
+
+
+def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
+    """What tyro parsed, as nested tables: pairs become tables again, sections without a flag vanish."""
+    tables: dict[str, Any] = {}
+    for name, value in parsed.items():
+        kind = model.model_fields[name].annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if section := as_overrides(value, kind):
+                tables[name] = section
+        else:
+            tables[name] = dict(value) if get_origin(kind) is dict else value
+    return tables
+
+
+def _hint(value: Any) -> str:
+    return "" if value is None else f"(default: {value})"
+
+
+def _run_options(shown: Mapping[str, Any]) -> Any:
+    return _options(
+        "RunOptions",
+        shown,
+        ("recipe", "Name of a shipped recipe (`slipstream recipes`), or the path of a .toml file.", str, True),
+        ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
+        ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
+        ("resume", "Folder of a run to go on with, from its last checkpoint. Takes nothing else.", Path, False),
+    )
+
+
+def _eval_options(shown: Mapping[str, Any]) -> Any:
+    return _options(
+        "EvalOptions",
+        shown,
+        ("model", "Folder of a run, or of a Hugging Face checkpoint (then --recipe says on what).", Path, True),
+        ("recipe", "Recipe whose prompts and rewards to use. Default: the run's own configuration.", str, False),
+    )
+
+
+def _options(name: str, shown: Mapping[str, Any], *own: tuple[str, str, type, bool]) -> Any:
+    """A dataclass of the command's own flags (name, help, type, is positional), all optional, plus all overrides."""
+    fields: list[Any] = []
+    annotated: Any = Annotated  # the types are built at run time
+    for field, text, kind, is_positional in own:
+        annotation = annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=field.upper())]
+        fields.append((field, tyro.conf.Positional[annotation] if is_positional else annotation, None))
+    flags = annotated[override_flags(RunConfig, shown), tyro.conf.arg(name="")]
+    return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
+
+
+def _parse(command: str, options: Any, argv: Sequence[str], documented: Callable[..., int]) -> Any:
+    return tyro.cli(options, args=list(argv), prog=f"slipstream {command}", description=documented.__doc__)
+
+
+def _recipe_defaults(argv: Sequence[str]) -> dict[str, Any]:
+    """The values that --help shows: those of the recipe on the command line, where it names one."""
+    shown = defaults()
+    names = {recipe.name for recipe in list_recipes()}
+    for word in argv:
+        if word in names or (word.endswith(".toml") and Path(word).is_file()):
+            return merge(shown, load_recipe(word))
+    return shown
+
+
+def _run_config(options: Any) -> RunConfig:
+    overrides = as_overrides(options.overrides)
+    if options.resume is not None:
+        return _resumed_config(options, overrides)
+    if options.recipe is None:
+        raise ConfigError(
+            "a recipe is needed",
+            allowed=", ".join([*(recipe.name for recipe in list_recipes()), "the path of a .toml file"]),
+            hint="try `slipstream run quickstart`",
+        )
+    config = resolve(options.recipe, overrides, options.preset)
+    _check_model(config)
+    return config
+
+
+def _resumed_config(options: Any, overrides: Mapping[str, Any]) -> RunConfig:
+    """The configuration that the run saved: a resumed run is the same run."""
+    refused = [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None] + list(overrides)
+    if refused:
+        raise ConfigError("a resumed run keeps its configuration", got=", ".join(refused), allowed="--resume alone")
+    return resolve(_saved_config(options.resume))
+
+
+def _eval_config(options: Any) -> tuple[Path, RunConfig]:
+    """The checkpoint to load and the configuration to evaluate it under."""
+    if options.model is None:
+        raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint")
+    is_run = (options.model / "config.toml").is_file()
+    checkpoint = options.model / "model" if is_run else options.model
+    if not (checkpoint / "config.json").is_file():
+        raise ConfigError(f"there is no checkpoint in '{options.model}'", allowed="folder with config.json, or a run's")
+    if options.recipe is None and not is_run:
+        raise ConfigError("a checkpoint alone does not say what to ask it", hint="add --recipe")
+    recipe = load_recipe(options.recipe) if options.recipe is not None else _saved_config(options.model)
+    overrides = merge(as_overrides(options.overrides), {"model": {"path": str(checkpoint)}})
+    return checkpoint, resolve(recipe, overrides)
+
+
+def _saved_config(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _check_model(config: RunConfig) -> None:
+    """Raise early, before torch is imported, for a checkpoint that is not there."""
+    path = config.model.path
+    if path is not None and not (Path(path) / "config.json").is_file():
+        raise ConfigError("'model.path' is no Hugging Face checkpoint", got=path, allowed="a folder with config.json")
+
+
+def _print_help() -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    for name, command in COMMANDS.items():
+        table.add_row(f"[bold]{name}[/bold]", command.__doc__)
+    _console.print("usage: slipstream COMMAND ...\n\nAsynchronous reinforcement learning for language models.\n")
+    _console.print(table)
+    _console.print("\nStart with `slipstream run quickstart`; every command has --help.")
+
+
+def _print_error(error: SlipstreamError) -> None:
+    first, *rest = str(error).split("\n")
+    _errors.print(Text.assemble(("error: ", "bold red"), (first, "bold")), soft_wrap=True)
+    for line in rest:
+        _errors.print(Text(line), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""From a recipe and the user's wishes to a `RunConfig`, and back to TOML.
+
+Layers, later over earlier: schema defaults < recipe < preset < explicit overrides. Sections merge field by field; lists
+and free-form tables (`params`) are replaced as a whole. Every mistake is a ConfigError that names the field's path.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from slipstream.core.config import PRESETS, RunConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+
+# What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
+_ALLOWED = {
+    "greater_than": "> {gt}",
+    "greater_than_equal": ">= {ge}",
+    "less_than": "< {lt}",
+    "less_than_equal": "<= {le}",
+    "literal_error": "{expected}",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "too_long": "at most {max_length} values",
+    "too_short": "at least {min_length} values",
+    "missing": "a value: the field has no default",
+}
+
+
+@dataclass(frozen=True)
+class RecipeInfo:
+    """A shipped recipe; `description` is the first comment line of its file."""
+
+    name: str
+    description: str
+    path: Path
+
+
+def recipes_dir() -> Path:
+    """Folder of the shipped recipes: inside the package in a wheel, at the top of a checkout otherwise."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
+
+
+def list_recipes() -> list[RecipeInfo]:
+    """The shipped recipes, by name."""
+    return [RecipeInfo(p.stem, _first_comment(p), p) for p in sorted(recipes_dir().glob("*.toml"))]
+
+
+def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
+    """The tables of a shipped recipe (by name) or of a TOML file (anything with a separator or ending in `.toml`).
+
+    `recipe` is filled with the file's stem where the file does not set it. Raises ConfigError for an unknown name, an
+    unreadable file or invalid TOML; field names and values are checked by `resolve`.
+    """
+    path = _find(name_or_path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe '{path}' cannot be read", got=error) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the recipe '{path}' is not valid TOML", got=error) from error
+    return {"recipe": path.stem} | tables
+
+
+def resolve(
+    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, preset: str | None = None
+) -> RunConfig:
+    """The run's configuration: `recipe` (name, path or tables), then `preset`, then nested `overrides`.
+
+    A value of the preset and an explicit override that contradict each other are an error: neither silently wins.
+    """
+    tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
+    overrides = overrides or {}
+    chosen = _preset(preset)
+    for name, value in chosen.items():
+        if name in overrides and overrides[name] != value:
+            raise ConfigError(
+                f"preset '{preset}' and the override of '{name}' contradict each other",
+                got=f"{name} = {overrides[name]!r}",
+                allowed=f"{name} = {value!r} (what '{preset}' means)",
+                hint=f"drop the preset, or drop the override of {name}",
+            )
+    return validate(merge(merge(merge(defaults(), tables), chosen), overrides))
+
+
+def defaults() -> dict[str, Any]:
+    """The schema's defaults as nested tables; merging onto them keeps a section's own (`warm_start.optimizer.lr`)."""
+    return RunConfig.model_construct().model_dump()
+
+
+def validate(tables: Mapping[str, Any]) -> RunConfig:
+    """`tables` as a RunConfig; pydantic's complaints become one ConfigError with path, got, allowed and hint."""
+    try:
+        return RunConfig.model_validate(dict(tables))
+    except ValidationError as invalid:
+        raise _as_config_error(invalid) from None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
+    """`base` with the fields of `over` on top: sections of `model` merge field by field, the rest is replaced."""
+    merged = dict(base)
+    for name, value in over.items():
+        section = _section_of(model, name)
+        below = merged.get(name)
+        if section is not None and isinstance(value, Mapping) and isinstance(below, Mapping):
+            merged[name] = merge(below, value, section)
+        else:
+            merged[name] = value
+    return merged
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write every field as TOML, so that `resolve(path)` gives an equal config. Unset optional fields are left out."""
+    tables = config.model_dump(mode="python", exclude_none=True)
+    nulls = list(_nulls_in(config.model_dump(mode="python"), RunConfig, ()))
+    if nulls:
+        raise ConfigError(
+            f"'{nulls[0]}' cannot be saved", got="None", allowed="TOML values", hint="leave the parameter out instead"
+        )
+    path.write_text(tomli_w.dumps(tables), encoding="utf-8")
+
+
+def field_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all fields of the schema that are not sections themselves."""
+    for name in model.model_fields:
+        section = _section_of(model, name)
+        if section is None:
+            yield prefix + name
+        else:
+            yield from field_paths(section, f"{prefix}{name}.")
+
+
+def _first_comment(path: Path) -> str:
+    with path.open(encoding="utf-8") as lines:
+        return next((line.lstrip("# ").rstrip() for line in lines if line.startswith("#")), "")
+
+
+def _find(name_or_path: str | Path) -> Path:
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        if path.is_file():
+            return path
+        raise ConfigError(f"there is no recipe file '{path}'", hint="`slipstream recipes` lists the shipped ones")
+    shipped = {recipe.name: recipe.path for recipe in list_recipes()}
+    if path.name not in shipped:
+        raise ConfigError(
+            f"unknown recipe '{name_or_path}'",
+            allowed=", ".join([*shipped, "the path of a .toml file"]),
+            hint=did_you_mean(path.name, shipped),
+        )
+    return shipped[path.name]
+
+
+def _preset(name: str | None) -> dict[str, Any]:
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset '{name}'", allowed=", ".join(PRESETS), hint=did_you_mean(name, PRESETS))
+    return PRESETS[name]
+
+
+def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The section class of field `name`; None where it is a plain value, a list or unknown."""
+    info = model.model_fields.get(name)
+    if info is None or not isinstance(info.annotation, type) or not issubclass(info.annotation, BaseModel):
+        return None
+    return info.annotation
+
+
+def _nulls_in(value: Any, model: type[BaseModel] | None, path: tuple[str, ...]) -> Iterator[str]:
+    """Paths of None inside free-form values, where leaving them out would not bring them back."""
+    if value is None and model is None:
+        yield ".".join(path)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            if model is None:
+                yield from _nulls_in(inner, None, (*path, str(name)))
+            elif inner is not None:
+                yield from _nulls_in(inner, _model_inside(model, name), (*path, name))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _nulls_in(inner, model, (*path, str(index)))
+
+
+def _model_inside(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The section class of field `name`, or that of the items where the field is a list of sections."""
+    section = _section_of(model, name)
+    if section is not None or name not in model.model_fields:
+        return section
+    for item in get_args(model.model_fields[name].annotation):
+        if isinstance(item, type) and issubclass(item, BaseModel):
+            return item
+    return None
+
+
+def _as_config_error(invalid: ValidationError) -> ConfigError:
+    """The first problem in full, misspelt fields before wrong values; the paths of the others in the hint."""
+    errors = sorted(invalid.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    first = errors[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, ConfigError):
+        return inner
+    others = [_dotted(error["loc"]) for error in errors[1:]]
+    also = f"also wrong: {', '.join(others)}" if others else None
+    model, name = _owner(first["loc"])
+    path = _dotted(first["loc"])
+    if first["type"] == "extra_forbidden":
+        guess = _guess_field(name, model)
+        return ConfigError(
+            f"unknown field '{name}'" + (f"; {guess}" if guess else ""),
+            got=path,
+            allowed=f"fields of {_dotted(first['loc'][:-1]) or 'the top level'}: {', '.join(model.model_fields)}",
+            hint=also,
+        )
+    template = _ALLOWED.get(first["type"])
+    info = model.model_fields.get(name)
+    hints = [text for text in (info.description if info else None, also) if text]
+    return ConfigError(
+        f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
+        got="nothing" if first["type"] == "missing" else repr(first["input"]),
+        allowed=template.format(**first.get("ctx", {})) if template else None,
+        hint="; ".join(hints) or None,
+    )
+
+
+def _owner(loc: Sequence[str | int]) -> tuple[type[BaseModel], str]:
+    """The section class that holds the field at `loc`, and the field's name."""
+    model: type[BaseModel] = RunConfig
+    name = ""
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        inside = _model_inside(model, name) if name else None
+        if inside is None and name:  # within a free-form table or a union: the last field stands for all of it
+            break
+        model, name = inside or model, part
+    return model, name
+
+
+def _guess_field(name: str, model: type[BaseModel]) -> str | None:
+    """A near field of the same section, else the full path of a field of that very name in another one."""
+    elsewhere = [path for path in field_paths() if path.split(".")[-1] == name]
+    return f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(name, model.model_fields)
+
+
+def _dotted(loc: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in loc)
