@@ -1,0 +1,245 @@
+"""From configuration to prompts: collect, tell apart, split, encode, count."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig, WarmStartConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.types import Prompt
+from slipstream.prompts.dataset import read_rows
+from slipstream.prompts.rows import Row, row_key, split_hash
+from slipstream.prompts.stream import PromptStream
+from slipstream.prompts.tasks import TaskSource, task_table
+from slipstream.prompts.template import Encoder, Template
+
+_BATCH = 1024  # rows tokenised at once
+_DRY_CANDIDATES = 2048  # a task whose candidates yield under 1 % new prompts over so many has run dry
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What became of the candidates. `overlap` is recomputed from the finished splits and must be 0."""
+
+    num_train: int
+    num_eval: int
+    num_candidates: int
+    num_duplicates: int
+    num_too_long: int
+    overlap: int
+    tasks: dict[str, int] = field(default_factory=dict)  # training prompts per task key
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Training stream and held-out prompts, disjoint by normalised text; `tasks` maps `Prompt.task` to its task."""
+
+    train: PromptStream
+    eval: list[Prompt]
+    report: PromptReport
+    tasks: dict[str, TaskConfig]
+
+
+class _Collector:
+    """Distinct prompts that fit, and counts of the rest."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self.seen: set[str] = set()
+        self.num_candidates = self.num_duplicates = self.num_too_long = 0
+
+    def take(self, rows: Iterable[Row], limit: int) -> list[tuple[str, Prompt]]:
+        """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
+        fresh: list[tuple[str, Row]] = []
+        for row in rows:
+            self.num_candidates += 1
+            key = row_key(row.text, row.messages)
+            if key in self.seen:
+                self.num_duplicates += 1
+            else:
+                self.seen.add(key)
+                fresh.append((key, row))
+        prompts = self._encoder.encode([row for _, row in fresh])
+        kept = [(key, prompt) for (key, _), prompt in zip(fresh, prompts, strict=True) if self._encoder.fits(prompt)]
+        self.num_too_long += len(fresh) - len(kept)
+        return kept[:limit]
+
+
+def build_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """All prompts of a run, a pure function of (config.prompts, config.seed, tokenizer).
+
+    Held out are the `num_eval` prompts whose seeded hash of the normalised text is smallest: neither order nor seed of
+    generation decides. Tasks supply exactly `num_train` + `num_eval` distinct prompts or raise ConfigError; a dataset
+    supplies at most `num_train`.
+    """
+    encoder = Encoder(config.prompts, tokenizer)
+    collector = _Collector(encoder)
+    tasks = task_table(config.prompts.tasks)
+    if tasks:
+        train, held_out = _from_tasks(config.prompts, tasks, collector, config.seed)
+    else:
+        train, held_out = _from_dataset(config.prompts, collector, config.seed)
+    per_task: dict[str, int] = {}
+    for prompt in train:
+        per_task[prompt.task] = per_task.get(prompt.task, 0) + 1
+    report = PromptReport(
+        num_train=len(train),
+        num_eval=len(held_out),
+        num_candidates=collector.num_candidates,
+        num_duplicates=collector.num_duplicates,
+        num_too_long=collector.num_too_long,
+        overlap=count_overlap(train, held_out),
+        tasks=per_task,
+    )
+    assert report.overlap == 0, f"{report.overlap} held-out prompts are among the training prompts"
+    return PromptSet(train=PromptStream(train, config.seed), eval=held_out, report=report, tasks=tasks)
+
+
+def count_overlap(train: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
+    """Held-out prompts whose normalised text is also a training prompt's; computed from the prompts alone."""
+    seen = {_prompt_key(prompt) for prompt in train}
+    return sum(_prompt_key(prompt) in seen for prompt in held_out)
+
+
+def _prompt_key(prompt: Prompt) -> str:
+    return row_key(prompt.text, prompt.messages)
+
+
+def demonstrations(
+    config: WarmStartConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, seed: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(prompt tokens, completion tokens), int32 [Tp] and [T], of the first `num_demonstrations` of `prompts`.
+
+    The kind of each is drawn by weight from a hash of (seed, prompt), so it does not depend on the others; every
+    completion ends with the tokenizer's EOS.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("demonstrations end with an EOS token", got="a tokenizer without one")
+    templates = [
+        Template(kind.template, field=f"warm_start.demonstrations[{i}].template")
+        for i, kind in enumerate(config.demonstrations)
+    ]
+    if not templates:
+        raise ConfigError("a warm start needs at least one kind of demonstration", hint="see warm_start.demonstrations")
+    bounds = list(accumulate(kind.weight for kind in config.demonstrations))
+    chosen = prompts[: config.num_demonstrations]
+    texts = []
+    for prompt in chosen:
+        digest = hashlib.blake2b(f"demonstration:{seed}:{prompt.prompt_id}".encode(), digest_size=7).digest()
+        position = int.from_bytes(digest, "little") / 2**56 * bounds[-1]
+        kind = min(bisect_right(bounds, position), len(bounds) - 1)
+        texts.append(templates[kind].render({"answer": prompt.answer, **prompt.columns}))
+    eos = [tokenizer.eos_token_id]
+    completions = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return [
+        (prompt.tokens, np.asarray(ids + eos, dtype=np.int32)) for prompt, ids in zip(chosen, completions, strict=True)
+    ]
+
+
+def _from_tasks(
+    config: PromptsConfig, tasks: Mapping[str, TaskConfig], collector: _Collector, seed: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    template = Template(config.template, field="prompts.template")
+    weights = [task.weight for task in tasks.values()]
+    num_train = _shares(config.num_train, weights)
+    num_eval = _shares(config.num_eval, weights)
+    train: list[Prompt] = []
+    held_out: list[Prompt] = []
+    for (key, task), of_train, of_eval in zip(tasks.items(), num_train, num_eval, strict=True):
+        source = TaskSource(key, task, template=template, seed=seed)
+        prompts = _collect(source, of_train + of_eval, collector)
+        if len(prompts) < of_train + of_eval:
+            raise ConfigError(
+                f"task '{key}' cannot supply enough distinct prompts",
+                got=f"{of_train} training + {of_eval} held-out prompts asked for",
+                allowed=f"about {len(prompts)} with params = {task.params}"
+                + (f" ({collector.num_too_long} were over max_prompt_tokens)" if collector.num_too_long else ""),
+                hint="lower prompts.num_train or num_eval, or widen the task's parameters",
+            )
+        task_train, task_eval = _split_by_hash(prompts, of_eval, seed)
+        train += task_train
+        held_out += task_eval
+    return train, held_out
+
+
+def _collect(source: TaskSource, wanted: int, collector: _Collector) -> list[tuple[str, Prompt]]:
+    """Ends when `wanted` prompts are there, or the last 2048 candidates gave under 1 % new ones."""
+    prompts: list[tuple[str, Prompt]] = []
+    recent_candidates = recent_new = 0
+    while len(prompts) < wanted:
+        rows = source.chunk(max(64, wanted - len(prompts)))
+        fresh = collector.take(rows, wanted - len(prompts))
+        prompts += fresh
+        recent_candidates += max(1, len(rows))
+        recent_new += len(fresh)
+        if recent_candidates >= _DRY_CANDIDATES:
+            if recent_new < recent_candidates / 100:
+                break
+            recent_candidates = recent_new = 0
+    return prompts
+
+
+def _split_by_hash(prompts: list[tuple[str, Prompt]], num_eval: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """(train, held out): held out are the `num_eval` smallest by `split_hash`; both keep their order."""
+    order = sorted(range(len(prompts)), key=lambda i: (split_hash(prompts[i][0], seed), prompts[i][0]))
+    held_out = set(order[:num_eval])
+    return (
+        [prompt for i, (_, prompt) in enumerate(prompts) if i not in held_out],
+        [prompt for i, (_, prompt) in enumerate(prompts) if i in held_out],
+    )
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` split in proportion to `weights` by largest remainder; sums to `total`."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (shares[i] - exact[i], i))
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def _from_dataset(config: PromptsConfig, collector: _Collector, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    template = Template(config.template, field="prompts.template")
+    assert config.dataset is not None
+    if config.eval_dataset is not None:  # held-out prompts first: what they share with the training data leaves it
+        held_out = [p for _, p in _read(config.eval_dataset, config, template, collector, config.num_eval)]
+        _check_num_eval(config, config.eval_dataset, len(held_out))
+        return [p for _, p in _read(config.dataset, config, template, collector, config.num_train)], held_out
+    prompts = _read(config.dataset, config, template, collector, None)
+    _check_num_eval(config, config.dataset, len(prompts) - 1)
+    train, held_out = _split_by_hash(prompts, config.num_eval, seed)
+    return train[: config.num_train], held_out
+
+
+def _read(
+    source: str, config: PromptsConfig, template: Template, collector: _Collector, limit: int | None
+) -> list[tuple[str, Prompt]]:
+    prompts: list[tuple[str, Prompt]] = []
+    for rows in _batched(read_rows(source, config, template=template), _BATCH):
+        prompts += collector.take(rows, len(rows) if limit is None else limit - len(prompts))
+        if limit is not None and len(prompts) >= limit:
+            break
+    return prompts
+
+
+def _check_num_eval(config: PromptsConfig, source: str, available: int) -> None:
+    if available < config.num_eval:
+        raise ConfigError(
+            f"dataset '{source}' cannot supply enough distinct held-out prompts",
+            got=f"num_eval = {config.num_eval}",
+            allowed=f"at most {max(0, available)}",
+            hint="lower prompts.num_eval and eval.num_prompts, or give prompts.eval_dataset",
+        )
+
+
+def _batched(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+    while batch := list(islice(rows, size)):
+        yield batch

@@ -1,0 +1,134 @@
+"""Rows of a dataset: JSONL or parquet files, folders of Hugging Face `datasets`, or a hub id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.config import PromptsConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.prompts.rows import Row, to_json_types
+from slipstream.prompts.template import Template
+
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+
+def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[Row]:
+    """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed."""
+    for index, record in enumerate(_records(source, config.dataset_split)):
+        yield _row(record, config, template=template, where=f"{source}, record {index}")
+
+
+def _records(source: str, split: str) -> Iterable[Mapping[str, Any]]:
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix in {".jsonl", ".ndjson"}:
+        return _jsonl(path)
+    if path.is_file() and path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        records: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        return records
+    if path.is_file():
+        raise ConfigError("unknown kind of dataset file", got=source, allowed=".jsonl, .ndjson, .parquet or a folder")
+    if path.is_dir():
+        return _folder(path, split)
+    if path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1:
+        raise ConfigError(
+            "dataset not found", got=source, hint="give an existing file or folder, or a hub id 'owner/name'"
+        )
+    return _hub(source, split)
+
+
+def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{path}, line {number} is not a JSON object", got=type(record).__name__)
+            yield record
+
+
+def _folder(path: Path, split: str) -> Iterable[Mapping[str, Any]]:
+    import datasets
+
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        loaded = datasets.load_from_disk(str(path))
+        if isinstance(loaded, datasets.Dataset):
+            return loaded  # type: ignore[no-any-return]
+        return _split(loaded, split, source=str(path))
+    return _load(str(path), split)
+
+
+def _hub(name: str, split: str) -> Iterable[Mapping[str, Any]]:
+    return _load(name, split)
+
+
+def _load(name: str, split: str) -> Iterable[Mapping[str, Any]]:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # not found, offline, unreadable
+        raise ConfigError(
+            f"dataset '{name}' cannot be loaded: {type(error).__name__}: {error}",
+            hint="without network, download it first and give its folder, a JSONL or a parquet file",
+        ) from error
+    return _split(loaded, split, source=name)
+
+
+def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Mapping[str, Any]]:
+    if split not in loaded:
+        raise ConfigError(
+            f"dataset '{source}' has no split '{split}'",
+            allowed=", ".join(loaded),
+            hint=did_you_mean(split, loaded) or "see prompts.dataset_split",
+        )
+    records: Iterable[Mapping[str, Any]] = loaded[split]
+    return records
+
+
+def _row(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> Row:
+    if config.prompt_column not in record:
+        raise ConfigError(
+            f"{where} has no column '{config.prompt_column}'",
+            allowed=", ".join(record),
+            hint=did_you_mean(config.prompt_column, record) or "see prompts.prompt_column",
+        )
+    columns = to_json_types(dict(record), where=where)
+    prompt = columns.pop(config.prompt_column)
+    answer = columns.pop(config.answer_column, None)
+    answer_text = answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    columns["answer"] = answer_text
+    if isinstance(prompt, str):
+        columns["question"] = prompt
+        return Row(text=template.render(columns), task="dataset", answer=answer_text, columns=columns)
+    messages = _messages(prompt, where=where)
+    columns["question"] = messages[-1]["content"]
+    return Row(text=messages[-1]["content"], task="dataset", answer=answer_text, messages=messages, columns=columns)
+
+
+def _messages(prompt: Any, *, where: str) -> list[dict[str, Any]]:
+    if not isinstance(prompt, list) or not prompt:
+        raise ConfigError(f"{where}: the prompt is neither text nor a chat", got=type(prompt).__name__)
+    for message in prompt:
+        if not (
+            isinstance(message, dict) and message.get("role") in _ROLES and isinstance(message.get("content"), str)
+        ):
+            raise ConfigError(
+                f"{where}: a chat message is malformed",
+                got=message,
+                allowed=f"{{'role': one of {sorted(_ROLES)}, 'content': text}}",
+            )
+    if prompt[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{where}: the chat ends with the assistant's answer",
+            hint="a prompt ends before the answer; put the reference into the answer column",
+        )
+    return prompt

@@ -1,0 +1,114 @@
+"""reasoning-gym tasks: rows of any of its datasets, deterministic in the seed.
+
+Two properties of the library shape this file. Item i of seed s is item i-1 of seed s+1, so two seeds do not separate
+training from held-out prompts: one long list is made, and split by text (`prompts/build.py`). And some datasets draw
+from the global random state: it is seeded here, and given back as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from slipstream.core.config import TaskConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.prompts.rows import Row, to_json_types
+from slipstream.prompts.template import Template
+
+_MAX_CHUNK = 4096  # some datasets build everything in their constructor, and some refuse sizes above 20 000
+
+
+def task_names() -> list[str]:
+    """Names of all reasoning-gym datasets."""
+    from reasoning_gym.factory import DATASETS  # a second of imports that runs without tasks do not need
+
+    return sorted(DATASETS)
+
+
+def task_table(tasks: Sequence[TaskConfig]) -> dict[str, TaskConfig]:
+    """Key of each task, as in `Prompt.task`: its name, or name#2, name#3 for further entries of the same name."""
+    table: dict[str, TaskConfig] = {}
+    for task in tasks:
+        same = sum(other.name == task.name for other in table.values())
+        table[task.name if not same else f"{task.name}#{same + 1}"] = task
+    return table
+
+
+class TaskSource:
+    """An endless supply of candidate rows of one task; the i-th chunk depends on (task, seed, i) only."""
+
+    def __init__(self, key: str, task: TaskConfig, *, template: Template, seed: int) -> None:
+        self.key = key
+        self._task = task
+        self._template = template
+        digest = hashlib.blake2b(f"{key}:{seed}".encode(), digest_size=4).digest()
+        self._next_seed = int.from_bytes(digest, "little")
+
+    def chunk(self, size: int) -> list[Row]:
+        """Up to min(size, 4096) further rows, with repetitions where the task repeats itself."""
+        size = min(size, _MAX_CHUNK)
+        with _seeded_globals(self._next_seed % 2**32):
+            dataset = self._create(size)
+            rows = [self._row(entry) for entry in _entries(dataset, size)]
+        self._next_seed += size
+        return rows
+
+    def _create(self, size: int) -> Any:
+        import reasoning_gym
+
+        if self._task.name not in task_names():
+            raise ConfigError(
+                f"unknown task '{self._task.name}'",
+                allowed=", ".join(task_names()),
+                hint=did_you_mean(self._task.name, task_names()),
+            )
+        reserved = sorted({"seed", "size"} & self._task.params.keys())
+        if reserved:
+            raise ConfigError(
+                f"task '{self._task.name}': {', '.join(reserved)} cannot be a parameter",
+                got=self._task.params,
+                hint="use the run's seed, prompts.num_train and prompts.num_eval",
+            )
+        try:
+            return reasoning_gym.create_dataset(self._task.name, seed=self._next_seed, size=size, **self._task.params)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(
+                f"task '{self._task.name}' does not accept its parameters: {error}", got=self._task.params
+            ) from error
+
+    def _row(self, entry: dict[str, Any]) -> Row:
+        entry = to_json_types(entry, where=f"an entry of task '{self._task.name}'")
+        columns = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"], "entry": entry}
+        return Row(
+            text=self._template.render(columns), task=self.key, answer=_answer_text(entry["answer"]), columns=columns
+        )
+
+
+def _answer_text(answer: Any) -> str | None:
+    return answer if answer is None or isinstance(answer, str) else str(answer)
+
+
+def _entries(dataset: Any, size: int) -> Iterator[dict[str, Any]]:
+    for index in range(size):
+        try:
+            yield dataset[index]
+        except IndexError:  # a dataset that ran out of distinct items ends early
+            return
+
+
+@contextmanager
+def _seeded_globals(seed: int) -> Iterator[None]:
+    """Seed the global random states of Python and numpy, and restore them."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

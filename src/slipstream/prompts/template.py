@@ -1,0 +1,119 @@
+"""Text to tokens: prompt templates over a row's columns, chat templates, and the length limit."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.config import PromptsConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.types import Prompt
+from slipstream.prompts.rows import Row, row_key, split_hash
+
+
+class Template:
+    """`'{word}>'` over a row's columns: plain names only, `{{` and `}}` for braces."""
+
+    def __init__(self, text: str, *, field: str) -> None:
+        self._field = field
+        try:
+            pieces = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise ConfigError(f"{field} is not a template", got=repr(text), allowed="'{column}' and '{{'") from error
+        for _, name, spec, conversion in pieces:
+            if name is not None and (not name.isidentifier() or spec or conversion):
+                raise ConfigError(
+                    f"{field} uses a placeholder that is not a plain column name",
+                    got=f"{{{name}}}" if not (spec or conversion) else repr(text),
+                    allowed="'{column}'; literal braces are written '{{' and '}}'",
+                )
+        self._pieces = [(literal, name) for literal, name, _, _ in pieces]
+
+    @property
+    def columns(self) -> set[str]:
+        return {name for _, name in self._pieces if name is not None}
+
+    def render(self, columns: Mapping[str, Any]) -> str:
+        """The text with every placeholder replaced by `str` of its column; ConfigError on an unknown column."""
+        parts = []
+        for literal, name in self._pieces:
+            parts.append(literal)
+            if name is None:
+                continue
+            if name not in columns:
+                raise ConfigError(
+                    f"{self._field} names a column that the row does not have",
+                    got=name,
+                    allowed=", ".join(sorted(columns)),
+                    hint=did_you_mean(name, columns),
+                )
+            parts.append(str(columns[name]))
+        return "".join(parts)
+
+
+class Encoder:
+    """Rows to `Prompt`s with a tokenizer, many at a time."""
+
+    def __init__(self, config: PromptsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        if config.system is not None and not config.chat:
+            raise ConfigError(
+                "prompts.system needs a chat template",
+                got="system with chat = false",
+                allowed="chat = true",
+                hint="set prompts.chat = true, or put the text into prompts.template",
+            )
+
+    def messages(self, row: Row) -> list[dict[str, Any]] | None:
+        """The chat of `row`: its own, or its text as a user message under `chat`; the system message in front."""
+        if row.messages is None and not self._config.chat:
+            return None
+        messages = row.messages if row.messages is not None else [{"role": "user", "content": row.text}]
+        if self._config.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._config.system}, *messages]
+        return messages
+
+    def encode(self, rows: Sequence[Row]) -> list[Prompt]:
+        """One prompt per row, in order; tokens int32 [Tp]. Over-long prompts are the caller's to drop (`fits`)."""
+        if not rows:
+            return []
+        chats = [self.messages(row) for row in rows]
+        texts = [row.text if chat is None else self._render_chat(chat) for row, chat in zip(rows, chats, strict=True)]
+        plain = [i for i, chat in enumerate(chats) if chat is None]
+        rendered = [i for i, chat in enumerate(chats) if chat is not None]
+        ids: dict[int, list[int]] = {}
+        for indices, add_special in ((plain, True), (rendered, False)):  # a chat template writes its own BOS
+            if indices:
+                batch = self._tokenizer([texts[i] for i in indices], add_special_tokens=add_special)["input_ids"]
+                ids.update(zip(indices, batch, strict=True))
+        return [
+            Prompt(
+                prompt_id=split_hash(row_key(row.text, row.messages), 0).hex(),
+                text=texts[i],
+                tokens=np.asarray(ids[i], dtype=np.int32),
+                task=row.task,
+                answer=row.answer,
+                messages=chats[i],
+                columns=row.columns,
+            )
+            for i, row in enumerate(rows)
+        ]
+
+    def fits(self, prompt: Prompt) -> bool:
+        return 0 < len(prompt.tokens) <= self._config.max_prompt_tokens
+
+    def _render_chat(self, messages: list[dict[str, Any]]) -> str:
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                "chat prompts need a tokenizer with a chat template",
+                got="a tokenizer without one",
+                hint="use an instruction-tuned checkpoint, or prompts.chat = false",
+            )
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert isinstance(text, str)
+        return text

@@ -1,0 +1,320 @@
+"""Prompts: disjoint splits, the ordinal as the only state, templates, datasets, demonstrations."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.core.config import DemonstrationConfig, PromptsConfig, RunConfig, TaskConfig, WarmStartConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.types import Prompt
+from slipstream.prompts import PromptStream, build_prompts, count_overlap, demonstrations, task_table
+from slipstream.prompts.rows import normalise_text, to_json_types
+from slipstream.prompts.template import Template
+
+_CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    characters = [chr(c) for c in range(32, 127)] + ["\n"]
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: i + 3 for i, c in enumerate(characters)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    made.chat_template = _CHAT
+    return made
+
+
+def run_config(seed: int = 0, **prompts: object) -> RunConfig:
+    config = PromptsConfig.model_validate(prompts)
+    return RunConfig(seed=seed, prompts=config, eval={"num_prompts": min(500, config.num_eval)})  # type: ignore[arg-type]
+
+
+def spelling(**params: object) -> list[TaskConfig]:
+    return [TaskConfig(name="spell_backward", params=params)]
+
+
+def test_task_prompts_are_complete_disjoint_and_repeatable(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = run_config(
+        tasks=spelling(min_word_len=3, max_word_len=5), template="{word}>", num_train=3000, num_eval=500
+    )
+    one = build_prompts(config, tokenizer)
+    random.seed(1)
+    two = build_prompts(config, tokenizer)
+    assert len(one.train) == 3000
+    assert len(one.eval) == 500
+    assert one.report.overlap == 0
+    words = {p.text.casefold() for p in one.train.prompts}
+    assert len(words) == 3000
+    assert not words & {p.text.casefold() for p in one.eval}
+    assert [p.prompt_id for p in one.eval] == [p.prompt_id for p in two.eval]
+    assert [p.text for p in one.train.prompts] == [p.text for p in two.train.prompts]
+    prompt = one.eval[0]
+    assert prompt.text == prompt.columns["word"] + ">"
+    assert prompt.answer == prompt.columns["word"][::-1]
+    assert prompt.tokens.dtype == np.int32
+    assert tokenizer.decode(prompt.tokens).replace(" ", "") == prompt.text
+    assert json.loads(json.dumps(prompt.columns)) == prompt.columns
+    assert prompt.columns["entry"]["metadata"]["word"] == prompt.columns["word"]
+
+
+def test_neighbouring_seeds_hold_out_different_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Item i of seed s is item i-1 of seed s+1 in reasoning-gym; the run's seed must not inherit that."""
+    texts = []
+    for seed in (5, 6):
+        config = run_config(seed, tasks=spelling(), num_train=200, num_eval=50)
+        texts.append([p.text for p in build_prompts(config, tokenizer).train.prompts])
+    assert len(set(texts[0]) & set(texts[1])) < 20
+
+
+def test_generation_gives_the_global_random_state_back(tokenizer: PreTrainedTokenizerFast) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    expected = random.Random(3).random(), np.random.RandomState(3).rand()
+    tasks = [TaskConfig(name="pool_matrix", params={"min_rows": 2, "min_cols": 2, "max_rows": 4, "max_cols": 4})]
+    build_prompts(run_config(tasks=tasks, num_train=5, num_eval=2, max_prompt_tokens=1000), tokenizer)
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_a_task_that_runs_dry_says_how_much_it_has(tokenizer: PreTrainedTokenizerFast) -> None:
+    tasks = [TaskConfig(name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})]
+    with pytest.raises(ConfigError, match=r"(?s)chain_sum.*cannot supply.*about \d+"):
+        build_prompts(run_config(tasks=tasks, num_train=5000, num_eval=100), tokenizer)
+
+
+def test_task_errors(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'spell_backward'"):
+        build_prompts(run_config(tasks=[TaskConfig(name="spell_backwards")], num_train=5, num_eval=1), tokenizer)
+    with pytest.raises(ConfigError, match="does not accept its parameters"):
+        build_prompts(run_config(tasks=spelling(word_length=3), num_train=5, num_eval=1), tokenizer)
+    with pytest.raises(ConfigError, match="cannot be a parameter"):
+        build_prompts(run_config(tasks=spelling(seed=3), num_train=5, num_eval=1), tokenizer)
+
+
+def test_tasks_mix_by_weight_and_keep_their_keys(tokenizer: PreTrainedTokenizerFast) -> None:
+    tasks = [TaskConfig(name="spell_backward", weight=3), TaskConfig(name="chain_sum", weight=1)]
+    made = build_prompts(run_config(tasks=tasks, num_train=400, num_eval=40), tokenizer)
+    assert made.report.tasks == {"spell_backward": 300, "chain_sum": 100}
+    assert sum(p.task == "chain_sum" for p in made.eval) == 10
+    assert list(task_table([tasks[0], tasks[0]])) == ["spell_backward", "spell_backward#2"]
+
+
+def test_too_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+    made = build_prompts(
+        run_config(tasks=spelling(), template="{word}", max_prompt_tokens=5, num_train=300, num_eval=50), tokenizer
+    )
+    assert max(len(p.tokens) for p in [*made.train.prompts, *made.eval]) == 5
+    assert made.report.num_too_long > 0
+    assert len(made.train) == 300
+
+
+@given(st.text(max_size=40))
+def test_normalisation_is_idempotent_and_ignores_case_and_spacing(text: str) -> None:
+    once = normalise_text(text)
+    assert normalise_text(once) == once
+    assert normalise_text(f"  {text}\t\n") == once
+
+
+def test_normalisation_folds_what_looks_alike() -> None:
+    assert normalise_text("Ｗhat  IS\u00a0½?") == normalise_text("what is 1⁄2?")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    texts=st.lists(st.text("aAbB ", min_size=1, max_size=6), min_size=12, max_size=60),
+    seed=st.integers(0, 2**32),
+    num_eval=st.integers(1, 3),
+)
+def test_dataset_splits_are_disjoint_whatever_the_data(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    seed: int,
+    num_eval: int,
+) -> None:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+    distinct = {" ".join(t.lower().split()) for t in texts}
+    config = run_config(seed, dataset=str(path), num_eval=num_eval, num_train=100)
+    if len(distinct) <= num_eval:
+        with pytest.raises(ConfigError, match="held-out"):
+            build_prompts(config, tokenizer)
+        return
+    made = build_prompts(config, tokenizer)
+    keys = [" ".join(p.text.lower().split()) for p in [*made.train.prompts, *made.eval]]
+    assert sorted(keys) == sorted(distinct)
+    assert len(made.eval) == num_eval
+    assert made.report.overlap == 0
+
+
+def test_a_prompt_stays_held_out_when_the_data_are_reordered(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(50)]
+    held_out = []
+    for name, order in (("a", rows), ("b", rows[::-1])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in order))
+        made = build_prompts(run_config(dataset=str(path), num_eval=10), tokenizer)
+        held_out.append({p.text for p in made.eval})
+    assert held_out[0] == held_out[1]
+
+
+def test_overlap_is_computed_from_the_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
+    def prompt(text: str) -> Prompt:
+        return Prompt(prompt_id=text, text=text, tokens=np.zeros(1, np.int32), task="t")
+
+    assert count_overlap([prompt("One  two"), prompt("x")], [prompt("one TWO"), prompt("y")]) == 1
+
+
+def test_eval_dataset_texts_leave_the_training_data(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    train.write_text("".join(json.dumps({"prompt": f"Q{i}"}) + "\n" for i in range(10)))
+    held_out.write_text("".join(json.dumps({"prompt": f"q{i} "}) + "\n" for i in range(3)))
+    made = build_prompts(run_config(dataset=str(train), eval_dataset=str(held_out), num_eval=3), tokenizer)
+    assert [p.text for p in made.train.prompts] == [f"Q{i}" for i in range(3, 10)]
+    assert made.report.overlap == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(size=st.integers(1, 40), seed=st.integers(0, 2**40), start=st.integers(0, 10**6))
+def test_the_ordinal_is_all_the_state_of_a_stream(size: int, seed: int, start: int) -> None:
+    prompts = [Prompt(prompt_id=str(i), text="", tokens=np.zeros(1, np.int32), task="t") for i in range(size)]
+    walked = PromptStream(prompts, seed)
+    ordinals = list(range(start, start + 3 * size))
+    ids = [walked.prompt(o).prompt_id for o in ordinals]
+    for o in reversed(ordinals):  # asked for in any order, by a stream that starts anywhere
+        assert PromptStream(prompts, seed).prompt(o).prompt_id == ids[o - start]
+    first_whole_epoch = -start % size
+    epoch = ids[first_whole_epoch : first_whole_epoch + size]
+    assert sorted(epoch, key=int) == [str(i) for i in range(size)]
+
+
+def test_epochs_and_seeds_shuffle_differently() -> None:
+    prompts = [Prompt(prompt_id=str(i), text="", tokens=np.zeros(1, np.int32), task="t") for i in range(50)]
+    stream, other = PromptStream(prompts, 0), PromptStream(prompts, 1)
+    epochs = [[stream.prompt(e * 50 + i).prompt_id for i in range(50)] for e in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [other.prompt(i).prompt_id for i in range(50)] != epochs[0]
+
+
+def test_chat_prompts_render_the_template_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    made = build_prompts(
+        run_config(tasks=spelling(), template="{word}", chat=True, system="Be brief.", num_train=5, num_eval=1),
+        tokenizer,
+    )
+    prompt = made.eval[0]
+    word = prompt.columns["word"]
+    assert prompt.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": word}]
+    assert prompt.text == f"<|system|>Be brief.\n<|user|>{word}\n<|assistant|>"
+    direct = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
+    assert prompt.tokens.tolist() == direct
+
+
+def test_system_without_chat_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        build_prompts(run_config(tasks=spelling(), system="x", num_train=5, num_eval=1), tokenizer)
+
+
+def test_templates() -> None:
+    template = Template("{{{a}}} {b}", field="f")
+    assert template.render({"a": 1, "b": "{x}"}) == "{1} {x}"
+    assert template.columns == {"a", "b"}
+    with pytest.raises(ConfigError, match="did you mean 'word'"):
+        Template("{wrod}", field="f").render({"word": 1})
+    for bad in ("{a.b}", "{a!r}", "{0}", "{", "{a:>3}"):
+        with pytest.raises(ConfigError, match="f "):
+            Template(bad, field="f")
+
+
+def test_datasets_keep_chats_answers_and_columns(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"q": [{"role": "user", "content": f"add 1 to {i}"}], "gold": f"{i + 1}", "level": i, "tags": ["a", "b"]}
+        for i in range(8)
+    ]
+    jsonl, parquet, folder = tmp_path / "d.jsonl", tmp_path / "d.parquet", tmp_path / "d"
+    jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), parquet)
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(folder))
+    for source in (jsonl, parquet, folder):
+        config = run_config(dataset=str(source), prompt_column="q", answer_column="gold", num_eval=2)
+        made = build_prompts(config, tokenizer)
+        prompt = min([*made.train.prompts, *made.eval], key=lambda p: p.columns["level"])
+        assert prompt.messages == rows[0]["q"], source
+        assert prompt.text == "<|user|>add 1 to 0\n<|assistant|>"
+        assert prompt.answer == "1"
+        assert prompt.columns == {"level": 0, "tags": ["a", "b"], "question": "add 1 to 0", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"promt": "x"}', "did you mean 'promt'"),
+        ('{"prompt": 3}', "neither text nor a chat"),
+        ('{"prompt": [{"role": "user"}]}', "malformed"),
+        ('{"prompt": [{"role": "assistant", "content": "x"}]}', "ends with the assistant"),
+    ],
+)
+def test_malformed_records(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        build_prompts(run_config(dataset=str(path), num_eval=1), tokenizer)
+
+
+def test_missing_datasets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    with pytest.raises(ConfigError, match="not found"):
+        build_prompts(run_config(dataset=str(tmp_path / "nothing.jsonl"), num_eval=1), tokenizer)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"(?s)cannot be loaded.*without network"):
+        build_prompts(run_config(dataset="nobody/nothing-here", num_eval=1), tokenizer)
+
+
+def test_json_types() -> None:
+    assert to_json_types({1: (np.int64(2), {"b", "a"})}, where="x") == {"1": [2, ["a", "b"]]}
+    with pytest.raises(ConfigError, match="not JSON"):
+        to_json_types({"a": b"bytes"}, where="x")
+
+
+def test_demonstrations_mix_kinds_by_weight(tokenizer: PreTrainedTokenizerFast) -> None:
+    made = build_prompts(run_config(tasks=spelling(), template="{word}>", num_train=2000, num_eval=10), tokenizer)
+    config = WarmStartConfig(
+        num_demonstrations=1500,
+        demonstrations=[
+            DemonstrationConfig(template="{answer}", weight=1),
+            DemonstrationConfig(template="{word}", weight=3),
+        ],
+    )
+    pairs = demonstrations(config, made.train.prompts, tokenizer, seed=4)
+    again = demonstrations(config, made.train.prompts[::-1], tokenizer, seed=4)
+    assert len(pairs) == 1500
+    by_prompt = {bytes(p): bytes(c) for p, c in again}
+    assert all(by_prompt.get(bytes(p), bytes(c)) == bytes(c) for p, c in pairs)
+    copies = 0
+    for (prompt_tokens, completion), prompt in zip(pairs, made.train.prompts, strict=False):
+        assert prompt_tokens is prompt.tokens
+        assert completion[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(completion[:-1]).replace(" ", "")
+        assert text in (prompt.answer, prompt.columns["word"])
+        copies += text == prompt.columns["word"]
+    assert 0.70 < copies / 1500 < 0.80
