@@ -79,6 +79,6 @@ def test_probe_gives_one_logprob_per_predicted_token():
     tokens = np.array([1, 4, 2, 2], dtype=np.int32)
     table = torch.log_softmax(model.table.weight.detach().double(), -1)
     expected = [table[a, b].item() for a, b in [(1, 4), (4, 2), (2, 2)]]
-    probe = probe_logprobs(model, tokens, lambda layer, q, k, v: v)
+    probe = probe_logprobs(model, tokens)
     assert probe.dtype == np.float32
     np.testing.assert_allclose(probe, expected, atol=1e-6)

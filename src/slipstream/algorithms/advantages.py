@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -42,6 +40,3 @@ def _group_average(values: Tensor, group_ids: Tensor) -> Tensor:
     sums = torch.zeros(num_groups, dtype=torch.float64, device=values.device)
     sums.index_add_(0, dense, (values - origin[dense]).double())
     return (origin.double() + sums / counts).to(values.dtype)[dense]
-
-
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {"group_mean": group_mean, "group_normalised": group_normalised}

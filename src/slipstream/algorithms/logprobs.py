@@ -6,16 +6,15 @@ attention, never of the last softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
-
-AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder(Protocol):
@@ -24,6 +23,8 @@ class Decoder(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Any) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def parameters(self) -> Iterator[Any]: ...
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -94,15 +95,22 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
 
 
 @torch.no_grad()
-def probe_logprobs(model: Decoder, tokens: np.ndarray, attention: AttentionFunction) -> np.ndarray:
+def probe_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     """float32 [T - 1]: the model's logprob of each token of one sequence given those before it, at temperature 1.
 
-    `tokens` int32 [T]; `attention` must be causal over one sequence of T - 1 tokens. Trainer and generator compare
-    these after a weight swap: equal weights give equal numbers up to rounding.
+    `tokens` int32 [T]. Trainer and generator compare these after a weight swap: equal weights give equal numbers up to
+    rounding, in any engine.
     """
-    device = next(iter(model.parameters())).device if isinstance(model, torch.nn.Module) else torch.device("cpu")
+    device = next(iter(model.parameters())).device
     sequence = torch.as_tensor(tokens, dtype=torch.int64, device=device)
     positions = torch.arange(len(sequence) - 1, device=device)
-    hidden = model(sequence[:-1], positions, attention)
+    hidden = model(sequence[:-1], positions, _single_sequence_attention)
     logprobs: np.ndarray = token_logprobs(model.logits(hidden), sequence[1:]).cpu().numpy()
     return logprobs
+
+
+def _single_sequence_attention(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over all rows: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
+    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    mixed = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return mixed.squeeze(0).transpose(0, 1)

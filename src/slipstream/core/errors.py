@@ -11,6 +11,7 @@
       WeightSyncError      a version could not be staged, verified or committed
       ExecutorDied         a process of the run ended or reported an error
       NonFiniteError       NaN or inf in a loss or gradient; weights were not changed
+      CheckpointError      a checkpoint is missing, torn or of another model
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class ExecutorDied(SlipstreamError):
 
 class NonFiniteError(SlipstreamError, ArithmeticError):
     """NaN or inf in a loss or gradient; weights were not changed."""
+
+
+class CheckpointError(SlipstreamError):
+    """A checkpoint is missing, torn or belongs to another model."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

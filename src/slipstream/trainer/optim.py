@@ -1,0 +1,119 @@
+"""AdamW over one flat tensor, and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.core.config import OptimizerConfig
+from slipstream.core.errors import CheckpointError, NonFiniteError
+from slipstream.models.flat import FlatParameters
+
+
+def lr_factor(config: OptimizerConfig, *, update: int, total_updates: int) -> float:
+    """Share of the peak learning rate at 0-indexed `update`: linear warm-up, then the schedule's decay to 0.
+
+    Update 0 of a warm-up of n has 1/n; the first update after the warm-up has 1, and update `total_updates` has 0.
+    """
+    if update < config.warmup_updates:
+        return (update + 1) / config.warmup_updates
+    progress = (update - config.warmup_updates) / max(1, total_updates - config.warmup_updates)
+    progress = min(1.0, progress)
+    return {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[config.schedule]
+
+
+class FlatAdamW:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) over all parameters as one tensor, with gradients alongside.
+
+    Every parameter's `.grad` is a view into one flat tensor: clearing, clipping and updating are one kernel each.
+    Decoupled weight decay is applied to matrices only, not to norms or biases.
+    Identity: equals torch.optim.AdamW with two parameter groups.
+    """
+
+    def __init__(self, model: nn.Module, flat: FlatParameters, config: OptimizerConfig, *, total_updates: int) -> None:
+        self._flat = flat
+        self._config = config
+        self._total_updates = total_updates
+        self._parameter = nn.Parameter(flat.flat.detach())
+        self._parameter.grad = torch.zeros_like(flat.flat)
+        self._adamw = torch.optim.AdamW(
+            [self._parameter], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
+        )
+        grads = flat.views_of(self.grad)
+        self._parameters = [(parameter, grads[name]) for name, parameter in model.named_parameters()]
+        self.num_updates = 0
+
+    @property
+    def grad(self) -> Tensor:
+        """The flat gradient, float32 [num_params]; parameters' `.grad` are views into it."""
+        assert self._parameter.grad is not None
+        return self._parameter.grad
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        factor = lr_factor(self._config, update=self.num_updates, total_updates=self._total_updates)
+        return self._config.lr * factor
+
+    def zero_grad(self) -> None:
+        """Clear the gradient and point every parameter's `.grad` at it (another optimizer may have had them)."""
+        self.grad.zero_()
+        for parameter, grad in self._parameters:
+            parameter.grad = grad
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Clip by global norm and update; the gradient norm before clipping.
+
+        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
+        """
+        grad_norm = float(torch.linalg.vector_norm(self.grad))
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError(
+                "the gradient is not finite; weights were not changed",
+                got=f"gradient norm {grad_norm} at update {self.num_updates}",
+                hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+            )
+        if grad_norm > self._config.max_grad_norm:
+            self.grad.mul_(self._config.max_grad_norm / (grad_norm + 1e-6))
+        lr = self.lr
+        if self._config.weight_decay:
+            for parameter, _ in self._parameters:
+                if parameter.ndim >= 2:
+                    parameter.mul_(1.0 - lr * self._config.weight_decay)
+        self._parameter.data = self._flat.flat
+        self._adamw.param_groups[0]["lr"] = lr
+        self._adamw.step()
+        self.num_updates += 1
+        return grad_norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`exp_avg` and `exp_avg_sq` float32 [num_params] (live, not copies) and `num_updates` int64 []."""
+        state = self._adamw.state[self._parameter]
+        zeros = torch.zeros_like(self._parameter) if not state else None
+        return {
+            "exp_avg": state["exp_avg"] if zeros is None else zeros,
+            "exp_avg_sq": state["exp_avg_sq"] if zeros is None else zeros.clone(),
+            "num_updates": torch.tensor(self.num_updates),
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue exactly where `state_dict` was taken. CheckpointError when the sizes are another model's."""
+        if state["exp_avg"].shape != self._parameter.shape:
+            raise CheckpointError(
+                "the optimizer state belongs to another model",
+                got=f"{state['exp_avg'].numel()} parameters",
+                allowed=self._parameter.numel(),
+            )
+        self.num_updates = int(state["num_updates"])
+        self._adamw.state[self._parameter] = {
+            "step": torch.tensor(float(self.num_updates), device=self._parameter.device),
+            "exp_avg": state["exp_avg"].to(self._parameter.device, copy=True),
+            "exp_avg_sq": state["exp_avg_sq"].to(self._parameter.device, copy=True),
+        }

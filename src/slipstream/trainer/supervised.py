@@ -1,0 +1,95 @@
+"""Supervised fine-tuning: the warm start before RL, over the same packed path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.core.config import WarmStartConfig
+from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
+from slipstream.core.packed import Batching, TrainSequence
+from slipstream.models.flat import FlatParameters
+from slipstream.models.transformer import Transformer
+from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.step import microbatch_logprobs
+
+Demonstration = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS; int32
+
+
+@dataclass(frozen=True)
+class SupervisedUpdate:
+    """What update `index` (0-indexed) did. `loss` is nats per completion token, before the update."""
+
+    index: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+
+
+def supervised_updates(
+    model: Transformer,
+    flat: FlatParameters,
+    demonstrations: Sequence[Demonstration],
+    *,
+    config: WarmStartConfig,
+    microbatch_tokens: int,
+    seed: int,
+    batching: Batching,
+) -> Iterator[SupervisedUpdate]:
+    """Maximise the likelihood of completions given prompts; yields after each of `config.steps` updates.
+
+        L = -(1/num_tokens) * sum over completion tokens of log policy(y_t | x, y_<t)
+
+    Batches of `config.batch_size` come from seeded shuffles of all demonstrations, each used once per pass. Temperature
+    is 1. ConfigError without demonstrations; NonFiniteError before an update that is not finite.
+    """
+    if config.steps and not demonstrations:
+        raise ConfigError("a warm start needs demonstrations", got="none", allowed="at least one")
+    sequences = [_sequence(index, *demonstration) for index, demonstration in enumerate(demonstrations)]
+    optimizer = FlatAdamW(model, flat, config.optimizer, total_updates=config.steps)
+    order = _shuffled(len(sequences), seed)
+    for update in range(config.steps):
+        chosen = [next(order) for _ in range(config.batch_size)]
+        batch = [sequences[index] for index in chosen]
+        num_tokens = sum(sequence.num_targets for sequence in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for microbatch in batching.collate(batch, microbatch_tokens):
+            logprobs, _ = microbatch_logprobs(model, microbatch, temperature=1.0)
+            loss = -logprobs.sum() / num_tokens
+            loss.backward()
+            total += float(loss.detach())
+        if not math.isfinite(total):
+            raise NonFiniteError(
+                "the warm start's loss is not finite; weights were not changed", got=f"loss {total} at update {update}"
+            )
+        lr = optimizer.lr
+        grad_norm = optimizer.step()
+        yield SupervisedUpdate(update, total, grad_norm, lr, num_tokens)
+
+
+def _shuffled(count: int, seed: int) -> Iterator[int]:
+    """Endless: passes over 0..count-1, each in an order of its own."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.permutation(count).tolist()
+
+
+def _sequence(index: int, prompt: np.ndarray, completion: np.ndarray) -> TrainSequence:
+    if not len(prompt) or not len(completion):
+        raise ShapeError(
+            f"demonstration {index} is empty", got=f"{len(prompt)} prompt and {len(completion)} completion tokens"
+        )
+    length = len(prompt) + len(completion)
+    return TrainSequence(
+        key=(index, 0),
+        tokens=np.concatenate([prompt, completion]).astype(np.int32),
+        mask=np.arange(length) >= len(prompt),
+        behaviour_logprobs=np.zeros(length, dtype=np.float32),
+        advantages=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, -1, dtype=np.int32),
+    )

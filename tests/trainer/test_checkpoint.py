@@ -1,0 +1,134 @@
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from training_data import make_groups, run_config, tiny_policy
+
+from slipstream.batching import collate as batching
+from slipstream.core.errors import CheckpointError
+from slipstream.models.flat import FlatParameters
+from slipstream.models.transformer import Transformer
+from slipstream.trainer.checkpoint import (
+    checkpoint_path,
+    load_checkpoint,
+    load_newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.step import train_on_batch
+
+CONFIG = run_config(trainer={"optimizer": {"schedule": "linear", "warmup_updates": 2}})
+
+
+def fresh(seed: int = 0) -> tuple[Transformer, FlatParameters, FlatAdamW]:
+    model, flat = tiny_policy(seed)
+    return model, flat, FlatAdamW(model, flat, CONFIG.trainer.optimizer, total_updates=8)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        train_on_batch(
+            model, optimizer, make_groups(seed=step, version=step), config=CONFIG, step=step, batching=batching
+        )
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
+    model, flat, optimizer = fresh()
+    train(model, optimizer, range(2))
+    save_checkpoint(tmp_path / "step_2", flat, optimizer, step=2, extra={"cursor": 7})
+    draws = torch.rand(3), np.random.rand(3), random.random()
+    train(model, optimizer, range(2, 4))
+
+    other_model, other_flat, other_optimizer = fresh(seed=1)
+    restored = load_checkpoint(tmp_path / "step_2", other_flat, other_optimizer)
+    assert (restored.step, restored.num_updates, restored.extra) == (2, 2, {"cursor": 7})
+    assert torch.equal(torch.rand(3), draws[0])
+    assert np.array_equal(np.random.rand(3), draws[1])
+    assert random.random() == draws[2]
+    train(other_model, other_optimizer, range(2, 4))
+    assert torch.equal(flat.flat, other_flat.flat)
+    for name, tensor in optimizer.state_dict().items():
+        assert torch.equal(tensor, other_optimizer.state_dict()[name])
+
+
+def test_a_checkpoint_before_the_first_update(tmp_path):
+    _, flat, optimizer = fresh()
+    save_checkpoint(tmp_path / "step_0", flat, optimizer, step=0)
+    _, other_flat, other_optimizer = fresh(seed=1)
+    load_checkpoint(tmp_path / "step_0", other_flat, other_optimizer)
+    assert torch.equal(flat.flat, other_flat.flat)
+    assert other_optimizer.num_updates == 0
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "half a manifest", "cut file", "flipped bit", "missing file"])
+def test_a_torn_checkpoint_falls_back_to_the_one_before(tmp_path, caplog, damage):
+    model, flat, optimizer = fresh()
+    save_checkpoint(checkpoint_path(tmp_path, 9), flat, optimizer, step=9)
+    whole = flat.flat.clone()
+    train(model, optimizer, range(1))
+    torn = checkpoint_path(tmp_path, 10)
+    save_checkpoint(torn, flat, optimizer, step=10)
+    weights = torn / "policy.safetensors"
+    if damage == "no manifest":
+        (torn / "manifest.json").unlink()
+    elif damage == "half a manifest":
+        text = (torn / "manifest.json").read_text()
+        (torn / "manifest.json").write_text(text[: len(text) // 2])
+    elif damage == "cut file":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "flipped bit":
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    else:
+        weights.unlink()
+    before = flat.flat.clone()
+    with pytest.raises(CheckpointError, match="torn"):
+        load_checkpoint(torn, flat, optimizer)
+    assert torch.equal(flat.flat, before)
+    with caplog.at_level(logging.WARNING):
+        restored = load_newest_checkpoint(tmp_path, flat, optimizer)
+    assert restored is not None
+    assert restored.step == 9
+    assert torch.equal(flat.flat, whole)
+    assert "step_10" in caplog.text
+
+
+def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    _, flat, optimizer = fresh()
+    path = tmp_path / "step_1"
+    save_checkpoint(path, flat, optimizer, step=1)
+
+    def out_of_space(*_args, **_kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("slipstream.trainer.checkpoint.save_file", out_of_space)
+    with pytest.raises(OSError, match="no space"):
+        save_checkpoint(path, flat, optimizer, step=1)
+    assert load_checkpoint(path, flat, optimizer).step == 1
+
+
+def test_saving_again_replaces_and_old_ones_go(tmp_path):
+    _, flat, optimizer = fresh()
+    for step in (1, 2, 10, 10):
+        save_checkpoint(checkpoint_path(tmp_path, step), flat, optimizer, step=step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_2"]
+    assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "step_2"]
+
+
+def test_another_models_checkpoint_is_refused(tmp_path):
+    _, flat, optimizer = fresh()
+    save_checkpoint(tmp_path / "step_1", flat, optimizer, step=1)
+    model = torch.nn.Linear(2, 2)
+    other = FlatParameters(model)
+    adamw = FlatAdamW(model, other, CONFIG.trainer.optimizer, total_updates=1)
+    with pytest.raises(CheckpointError, match="another model"):
+        load_newest_checkpoint(tmp_path, other, adamw)
+
+
+def test_nothing_to_load(tmp_path):
+    _, flat, optimizer = fresh()
+    assert load_newest_checkpoint(tmp_path / "absent", flat, optimizer) is None

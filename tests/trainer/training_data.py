@@ -1,0 +1,91 @@
+"""A tiny policy and rollouts for it, shared by the trainer's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.core.config import ModelConfig, RunConfig, TaskConfig
+from slipstream.core.types import Completion, FinishReason, Group, Prompt, Rollout, Segment, VersionSpan
+from slipstream.models.flat import FlatParameters
+from slipstream.models.initialise import new_model
+from slipstream.models.transformer import Transformer
+
+VOCAB_SIZE = 19
+TINY = ModelConfig(
+    family="llama",
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_positions=64,
+    tie_embeddings=True,
+)
+
+
+def tiny_policy(seed: int = 0) -> tuple[Transformer, FlatParameters]:
+    """A Llama of two layers whose logits are far from uniform."""
+    model = new_model(TINY, VOCAB_SIZE, seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(8.0)
+    return model, FlatParameters(model)
+
+
+def run_config(**changes: Any) -> RunConfig:
+    sections: dict[str, Any] = {
+        "model": TINY,
+        "prompts": {"tasks": [TaskConfig(name="chain_sum")]},
+        "generator": {"max_new_tokens": 16},
+        "groups_per_step": 4,
+        "completions_per_group": 3,
+    }
+    return RunConfig.model_validate({**sections, **changes})
+
+
+def make_rollout(
+    ordinal: int,
+    sample: int,
+    rng: np.random.Generator,
+    *,
+    version: int = 0,
+    reward: float | None = None,
+    finish_reason: FinishReason = "stop",
+    given: bool = False,
+) -> Rollout:
+    """A rollout of 3..5 prompt and 2..9 sampled tokens; `given` puts three given tokens between two sampled runs."""
+
+    def tokens(count: int) -> np.ndarray:
+        return rng.integers(0, VOCAB_SIZE, count).astype(np.int32)
+
+    def sampled(count: int) -> Segment:
+        return Segment(
+            tokens=tokens(count),
+            behaviour_logprobs=rng.uniform(-4, -0.5, count).astype(np.float32),
+            version_spans=(VersionSpan(start=0, version=version),),
+        )
+
+    segments: tuple[Segment, ...] = (sampled(int(rng.integers(2, 10))),)
+    if given:
+        segments = (*segments, Segment(tokens=tokens(3)), sampled(2))
+    completion = Completion(
+        ordinal=ordinal,
+        sample=sample,
+        prompt=Prompt(prompt_id=str(ordinal), text="?", tokens=tokens(int(rng.integers(3, 6))), task="t"),
+        segments=segments,
+        text="",
+        finish_reason=finish_reason,
+    )
+    return Rollout(completion=completion, reward=float(rng.integers(0, 3)) if reward is None else reward)
+
+
+def make_groups(num_groups: int = 4, num_samples: int = 3, *, seed: int = 0, **rollout: Any) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    return [
+        Group(ordinal=o, rollouts=tuple(make_rollout(o, s, rng, **rollout) for s in range(num_samples)))
+        for o in range(num_groups)
+    ]
