@@ -1,6 +1,5 @@
 """A made-up run directory, complete and small, and the pieces it is built from."""
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -10,6 +9,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import RolloutRecorder
+from slipstream.observe.samples import Sample, write_samples
 from slipstream.observe.summary import (
     Evaluation,
     Evaluations,
@@ -21,7 +21,7 @@ from slipstream.observe.summary import (
     WeightSync,
     write_summary,
 )
-from slipstream.observe.timeline import Timeline, timeline_path
+from slipstream.observe.timeline import Timeline, account_file, timeline_path
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>&\x00\u2028"
 
@@ -109,7 +109,7 @@ def make_run_dir(run_dir: Path) -> Path:
         )  # fmt: skip
     for recorder in (trainer, generator, rollouts, metrics):
         recorder.close()
-    write_summary(make_summary(), run_dir / "summary.json")
-    samples = [{"prompt": "abc>", "answer": "cba", "before": "abc", "after": HOSTILE, "before_reward": 0.0}]
-    (run_dir / "samples.json").write_text(json.dumps(samples))
+    accounting = {t.process: account_file(timeline_path(run_dir, t.process), 50.0, 62.5) for t in (generator, trainer)}
+    write_summary(make_summary(accounting=accounting), run_dir / "summary.json")
+    write_samples([Sample("abc>", "cba", "abc", HOSTILE, before_reward=0.0)], run_dir / "samples.json")
     return run_dir

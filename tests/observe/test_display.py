@@ -7,7 +7,8 @@ from synthetic_run import make_summary
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig
-from slipstream.observe.display import Display, Sample, config_summary, duration, printable, sparkline
+from slipstream.observe.display import Display, config_summary, duration, printable, sparkline
+from slipstream.observe.samples import Sample
 
 CONFIG = RunConfig(recipe="quickstart", prompts=PromptsConfig(tasks=[TaskConfig(name="spell_backward")]))
 

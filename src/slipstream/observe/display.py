@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -22,8 +21,11 @@ from rich.text import Text
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
+from slipstream.observe.samples import Sample
 from slipstream.observe.states import colour, in_words, shares
 from slipstream.observe.summary import Summary
+
+__all__ = ["Display", "Sample", "config_summary", "duration", "printable", "sparkline"]
 
 REFRESHES_PER_S = 4.0
 LINE_EVERY_S = 2.0
@@ -32,17 +34,6 @@ TIME_PREFIX = "time/"  # of the Counters values that carry seconds per state
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _BAR_WIDTH = 40
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """One held-out prompt, answered by the policy before and after training (`samples.json` holds a list of these)."""
-
-    prompt: str
-    answer: str | None
-    before: str | None
-    after: str | None
-    before_reward: float | None = None
-    after_reward: float | None = None
 
 
 def config_summary(config: RunConfig) -> dict[str, str]:
@@ -353,9 +344,11 @@ def _before_after(summary: Summary) -> Table:
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
 
-    def cell(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
-
-    table.add_row("accuracy, greedy", cell(before and before.accuracy), cell(after and after.accuracy))
-    table.add_row("accuracy, sampled", cell(before and before.sampled_accuracy), cell(after and after.sampled_accuracy))
+    pair = (before, after)
+    table.add_row("accuracy, greedy", *(_cell(e.accuracy if e else None) for e in pair))
+    table.add_row("accuracy, sampled", *(_cell(e.sampled_accuracy if e else None) for e in pair))
     return table
+
+
+def _cell(accuracy: float | None) -> str:
+    return "-" if accuracy is None else f"{accuracy:.3f}"

@@ -245,7 +245,8 @@ def account(records: Iterable[Record], start_s: float, end_s: float) -> dict[str
 
 def read_timeline(path: Path) -> Iterator[Record]:
     """The records of one process's file, a torn last line left out."""
-    yield from read_jsonl(path, Record)
+    kinds: Any = Record
+    yield from read_jsonl(path, kinds)
 
 
 def account_file(path: Path, start_s: float, end_s: float) -> dict[str, float]:
@@ -257,12 +258,17 @@ def timeline_path(run_dir: Path, process: str) -> Path:
     return run_dir / "timeline" / f"{process}.jsonl"
 
 
+def process_files(run_dir: Path) -> list[Path]:
+    """The timeline files of a run's processes, in the order of the loop."""
+    return sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: _process_order(path.stem))
+
+
 def merge_timelines(run_dir: Path) -> Path:
     """Write `timeline.json` (Chrome trace event format) from `timeline/*.jsonl`; time 0 is the earliest record.
 
     Slices become complete events (`X`, microseconds), instants `i`, counters `C`. Written line by line, then renamed.
     """
-    files = sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: _process_order(path.stem))
+    files = process_files(run_dir)
     origin_ns = min((_time_ns(record) for path in files for record in read_timeline(path)), default=0)
     target = run_dir / "timeline.json"
     temporary = target.with_suffix(".json.tmp")

@@ -1,0 +1,28 @@
+"""`samples.json`: a few held-out prompts with the policy's answers before and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One held-out prompt, answered greedily by version 0 and by the last version; None where it was not asked."""
+
+    prompt: str
+    answer: str | None
+    before: str | None
+    after: str | None
+    before_reward: float | None = None
+    after_reward: float | None = None
+
+
+def write_samples(samples: Sequence[Sample], path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(samples), indent=2) + b"\n")
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples in `path`; empty for a missing file."""
+    return msgspec.json.decode(path.read_bytes(), type=list[Sample]) if path.exists() else []
