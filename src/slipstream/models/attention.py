@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from slipstream.core.errors import ShapeError
 
-BATCH_OVERHEAD_TOKENS = 128
+BATCH_OVERHEAD_TOKENS = 32
 """What one more batch costs, in padded tokens: a larger value gives fewer batches with more padding."""
 
 
@@ -50,20 +51,23 @@ class _Unpad(torch.autograd.Function):
 
 
 def length_batches(lengths: Sequence[int], overhead: int = BATCH_OVERHEAD_TOKENS) -> list[list[int]]:
-    """Partition sequence indices into batches of similar length, minimising padded tokens + overhead per batch.
+    """Partition sequence indices into batches of similar length, minimising padded tokens + `overhead` per batch.
 
-    Dynamic programming over the sequences sorted by length, where the best batches are contiguous; O(n^2).
+    Dynamic programming over the distinct lengths in ascending order: an optimal batch is a range of them.
     """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    cost, start = [0.0], [0]  # cost[j]: best cost of the j shortest; start[j]: where their last batch starts
-    for j in range(1, len(order) + 1):
-        longest = lengths[order[j - 1]]
-        best = min(range(j), key=lambda i: cost[i] + (j - i) * longest)
-        cost.append(cost[best] + (j - best) * longest + overhead)
+    by_length: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(index)
+    distinct = sorted(by_length)
+    below = [0, *itertools.accumulate(len(by_length[length]) for length in distinct)]  # sequences of shorter lengths
+    cost, start = [0], [0]  # cost[j]: of batching the j smallest lengths; start[j]: where their last batch starts
+    for j, longest in enumerate(distinct, 1):
+        best = min(range(j), key=lambda i: cost[i] - below[i] * longest)
+        cost.append(cost[best] + (below[j] - below[best]) * longest + overhead)
         start.append(best)
-    batches, j = [], len(order)
+    batches, j = [], len(distinct)
     while j:
-        batches.append(order[start[j] : j])
+        batches.append([index for length in distinct[start[j] : j] for index in by_length[length]])
         j = start[j]
     return batches
 
@@ -79,33 +83,38 @@ class PackedAttention:
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         if not lengths or min(lengths) < 1:
             raise ShapeError("every packed sequence needs at least one token", got=list(lengths))
-        begins = [0]
-        for length in lengths:
-            begins.append(begins[-1] + length)
-        self.num_tokens = begins[-1]
+        self.num_tokens = sum(lengths)
         self.shapes: list[tuple[int, int]] = []  # (sequences, padded length) of each batch
-        sources, place, offset = [], torch.empty(self.num_tokens, dtype=torch.int64), 0
+        size = torch.tensor(lengths)
+        begin = size.cumsum(0) - size
+        sources, is_real = [], []
         for batch in length_batches(lengths):
-            longest = max(lengths[i] for i in batch)
-            within = torch.arange(longest)
-            for i in batch:
-                sources.append((begins[i] + within).clamp_(max=begins[i + 1] - 1))
-                place[begins[i] : begins[i + 1]] = offset + within[: lengths[i]]
-                offset += longest
-            self.shapes.append((len(batch), longest))
-        self.source = torch.cat(sources).to(device)  # [M]: the row each padded place shows
+            sizes = size[batch, None]
+            within = torch.arange(int(sizes.max()))
+            sources.append((begin[batch, None] + within.minimum(sizes - 1)).flatten())
+            is_real.append((within < sizes).flatten())
+            self.shapes.append((len(batch), len(within)))
+        source = torch.cat(sources)
+        real_places = torch.cat(is_real).nonzero().squeeze(1)
+        place = torch.empty(self.num_tokens, dtype=torch.int64)
+        place[source[real_places]] = real_places
+        self.source = source.to(device)  # [M]: the row each padded place shows
         self.place = place.to(device)  # [N]: the padded place of each row
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - the Attention protocol
         """q [N, H, D], k and v [N, Hkv, D] -> [N, H, D]."""
         if q.shape[0] != self.num_tokens:
             raise ShapeError("tokens do not match the packed lengths", got=q.shape[0], allowed=self.num_tokens)
-        grouped = q.shape[1] != k.shape[1]
-        q, k, v = (_Pad.apply(x, self.source, self.place) for x in (q, k, v))
-        sizes = [sequences * length for sequences, length in self.shapes]
-        outputs = []
-        for shape, *qkv in zip(self.shapes, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-            batch = [x.unflatten(0, shape).transpose(1, 2) for x in qkv]
-            mixed = F.scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=grouped)
-            outputs.append(mixed.transpose(1, 2).flatten(0, 1))
-        return _Unpad.apply(torch.cat(outputs), self.place)
+        is_grouped = q.shape[1] != k.shape[1]
+        batches = zip(self.shapes, self._pad(q), self._pad(k), self._pad(v), strict=True)
+        mixed = []
+        for shape, *qkv in batches:
+            q_batch, k_batch, v_batch = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in qkv)  # [B, heads, T, D]
+            out = F.scaled_dot_product_attention(q_batch, k_batch, v_batch, is_causal=True, enable_gqa=is_grouped)
+            mixed.append(out.transpose(1, 2).flatten(0, 1))
+        unpadded: Tensor = _Unpad.apply(torch.cat(mixed), self.place)  # type: ignore[no-untyped-call]
+        return unpadded
+
+    def _pad(self, rows: Tensor) -> tuple[Tensor, ...]:
+        padded: Tensor = _Pad.apply(rows, self.source, self.place)  # type: ignore[no-untyped-call]
+        return torch.split(padded, [sequences * length for sequences, length in self.shapes])

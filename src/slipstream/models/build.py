@@ -1,4 +1,4 @@
-"""The policy of a run from its config: the same call gives trainer and generator the same architecture and tokenizer."""
+"""The policy of a run from its config; the same call gives trainer and generator the same model and tokenizer."""
 
 from __future__ import annotations
 

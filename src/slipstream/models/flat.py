@@ -11,8 +11,8 @@ from slipstream.core.errors import ShapeError
 class FlatParameters:
     """Re-homes every parameter of `model` as a view into one contiguous fp32 tensor, `flat` [num_params].
 
-    A tied weight counts once. Parameters lie in `named_parameters` order without gaps. `flatten_grads` does the same for
-    gradients, so that clipping and the optimizer work on one tensor.
+    A tied weight counts once. Parameters lie in `named_parameters` order without gaps. `flatten_grads` does the same
+    for gradients, so that clipping and the optimizer work on one tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,7 +29,7 @@ class FlatParameters:
 
     def views_of(self, flat: Tensor) -> dict[str, Tensor]:
         """Views into any `flat` [num_params] of this layout, by parameter name and in the parameters' shapes."""
-        pieces = flat.split([p.numel() for p in self._parameters.values()])
+        pieces = torch.split(flat, [p.numel() for p in self._parameters.values()])
         return {name: piece.view(p.shape) for (name, p), piece in zip(self._parameters.items(), pieces, strict=True)}
 
     def named_views(self) -> dict[str, Tensor]:

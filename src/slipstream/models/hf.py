@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out: `config.json`, safetensors (one file or sharded), generation config, tokenizer."""
+"""Hugging Face checkpoints in and out: config, safetensors (one file or sharded), generation config, tokenizer."""
 
 from __future__ import annotations
 

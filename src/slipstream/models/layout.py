@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.models.config import TransformerConfig
@@ -52,7 +53,7 @@ def _affine(name: str, module: nn.Module) -> Iterator[LogicalTensor]:
 def _rows(prefix: str, names: list[str], sizes: list[int], linear: nn.Module) -> Iterator[LogicalTensor]:
     """Several linear layers stacked in one: each is a range of rows."""
     for suffix, parameter in linear.named_parameters(recurse=False):
-        for name, piece in zip(names, parameter.detach().split(sizes), strict=True):
+        for name, piece in zip(names, torch.split(parameter.detach(), sizes), strict=True):
             yield _whole(f"{prefix}.{name}.{suffix}", piece)
 
 
@@ -85,7 +86,8 @@ def _gpt_neox(model: Transformer) -> Iterator[LogicalTensor]:
         yield from _affine(f"{prefix}.input_layernorm", layer.attention_norm)
         yield from _affine(f"{prefix}.post_attention_layernorm", layer.mlp_norm)
         for suffix, parameter in layer.qkv.named_parameters(recurse=False):
-            by_head = parameter.detach().unflatten(0, (3, c.num_heads, c.head_dim)).transpose(0, 1)
+            stacked = parameter.detach().view(3, c.num_heads, c.head_dim, *parameter.shape[1:])
+            by_head = stacked.transpose(0, 1)
             yield LogicalTensor(f"{prefix}.attention.query_key_value.{suffix}", by_head, tuple(parameter.shape))
         yield from _affine(f"{prefix}.attention.dense", layer.output)
         yield from _affine(f"{prefix}.mlp.dense_h_to_4h", layer.up)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,13 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 def _linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
     """Uninitialised: weights come from a checkpoint or from `initialise`, and no global random state is touched."""
-    return nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias)
+    linear: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias)  # type: ignore[no-untyped-call]
+    return linear
+
+
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    embedding: nn.Embedding = nn.utils.skip_init(nn.Embedding, rows, width)  # type: ignore[no-untyped-call]
+    return embedding
 
 
 def _norm(config: TransformerConfig, size: int) -> nn.Module:
@@ -114,14 +120,18 @@ class Layer(nn.Module):
         if rope is not None:
             qk = rotate(qk, *rope)
         mixed = attention(self.index, qk[:, :heads], qk[:, heads:], v)
-        return self.output(mixed.reshape(-1, self.config.query_size))
+        out: Tensor = self.output(mixed.reshape(-1, self.config.query_size))
+        return out
 
     def mlp(self, x: Tensor) -> Tensor:
         """Position-wise MLP of normalised x [N, hidden] -> [N, hidden]."""
-        if not self.config.gated_mlp:
-            return self.down(self.activation(self.up(x)))
-        gate, up = self.up(x).chunk(2, -1)
-        return self.down(self.activation(gate) * up)
+        if self.config.gated_mlp:
+            gate, up = self.up(x).chunk(2, -1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(self.up(x))
+        out: Tensor = self.down(inner)
+        return out
 
 
 class Transformer(nn.Module):
@@ -136,10 +146,11 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size)
+        self.embedding = _embedding(config.vocab_size, config.hidden_size)
         if config.rotary_dim == 0:
-            self.position_embedding = nn.utils.skip_init(nn.Embedding, config.max_positions, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+            self.position_embedding = _embedding(config.max_positions, config.hidden_size)
+        layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        self.layers = cast("list[Layer]", layers)
         self.final_norm = _norm(config, config.hidden_size)
         if not config.tie_embeddings:
             self.head = _linear(config.hidden_size, config.vocab_size, bias=False)
@@ -148,7 +159,7 @@ class Transformer(nn.Module):
         self.register_buffer("signed_sin", signed_sin, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Hidden states [N, hidden] after the final norm, of tokens [N] int64 at positions [N] int64 in their sequence."""
+        """Tokens [N] int64 at positions [N] int64 of their sequences -> states [N, hidden] after the final norm."""
         x = self.embedding(tokens)
         if self.config.rotary_dim == 0:
             x = x + self.position_embedding(positions)
@@ -158,7 +169,8 @@ class Transformer(nn.Module):
             rope = cos[:, None].to(x.dtype), signed_sin[:, None].to(x.dtype)
         for layer in self.layers:
             x = layer(x, rope, attention)
-        return self.final_norm(x)
+        out: Tensor = self.final_norm(x)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 whatever the model's precision."""
