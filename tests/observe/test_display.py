@@ -91,6 +91,17 @@ def test_shares_are_those_of_the_recent_window():
     assert display.waits()["trainer"] == [("wait_rewards", 1.0)]
 
 
+def test_forced_colours_do_not_make_a_notebook_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-color")
+    display = Display({"recipe": "q"}, steps=1, max_staleness=0)
+    display.step({"step": 0, "version": 1, "reward": 0.5})
+    display.finish(make_summary(), {})
+    text = capsys.readouterr().out
+    assert "step 1/1  reward 0.500" in text
+    assert "\x1b" not in text
+
+
 def test_odd_output_encodings_lose_nothing_but_beauty():
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), force_jupyter=False)

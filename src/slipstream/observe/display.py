@@ -6,6 +6,7 @@ display never holds up the loop that feeds it.
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -24,13 +25,13 @@ from slipstream.core.config import RunConfig
 from slipstream.observe.samples import Sample
 from slipstream.observe.states import colour, in_words, shares
 from slipstream.observe.summary import Summary
+from slipstream.observe.timeline import TIME_PREFIX, UNLABELLED
 
-__all__ = ["Display", "Sample", "config_summary", "duration", "printable", "sparkline"]
+__all__ = ["TIME_PREFIX", "Display", "Sample", "config_summary", "duration", "printable", "sparkline"]
 
 REFRESHES_PER_S = 4.0
 LINE_EVERY_S = 2.0
 WINDOW_S = 10.0  # who waits for whom: over this many recent seconds
-TIME_PREFIX = "time/"  # of the Counters values that carry seconds per state
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _BAR_WIDTH = 40
@@ -62,7 +63,8 @@ class Display:
         console: Console | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._console = console or Console(force_jupyter=False)
+        # A notebook's kernel asks for colours (FORCE_COLOR), but what it shows is not a terminal.
+        self._console = console or Console(force_jupyter=False, force_terminal=sys.stdout.isatty())
         self._clock = clock or WallClock()
         self.is_live = (
             self._console.is_terminal
@@ -184,7 +186,7 @@ class Display:
             (then_s, then), (now_s, now) = history[0], history[-1]
             if now_s > then_s:
                 seconds = {state: value - then.get(state, 0.0) for state, value in now.items()}
-                seconds["unlabelled"] = max(0.0, now_s - then_s - sum(seconds.values()))
+                seconds[UNLABELLED] = max(0.0, now_s - then_s - sum(seconds.values()))
                 recent[process] = shares(seconds)
         return recent
 

@@ -25,6 +25,8 @@ _COLOURS = {
     "export": "#5b7f95",
     "record": "#9ab0bd",
     "score": "#2a9d9d",
+    "start_up": "#6d7f8f",
+    "shut_down": "#6d7f8f",
     "schedule": "#5b6ee1",
     "idle": "#d6d9dd",
     UNLABELLED: "#a7adb5",

@@ -23,6 +23,7 @@ from slipstream.core.clock import Clock
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 
 UNLABELLED = "unlabelled"
+TIME_PREFIX = "time/"  # of values in `Counters` that are seconds spent in a state (`Timeline.totals`)
 FLUSH_EVERY_S = 1.0
 MERGE_GAP_S = 1e-3  # adjacent slices of one state closer than this become one line of the file ...
 MERGE_LENGTH_S = 0.1  # ... as long as the line stays this short, so that pictures and windows keep their resolution
