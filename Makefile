@@ -1,0 +1,51 @@
+# Every target works on a fresh clone and is the only command needed. `make` lists them.
+
+PYTHON ?= python3
+BIN := .venv/bin
+TRL := .venv-trl
+TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test check bench
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: .venv/dev ## create .venv with everything for development
+
+quickstart: .venv/run ## install, then train the quickstart recipe
+	$(BIN)/slipstream run quickstart
+
+test: .venv/dev ## run the tests: no download, no GPU
+	$(BIN)/python -m pytest -q
+
+check: .venv/dev ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by side
+	$(BIN)/python benchmarks/end_to_end.py
+
+.venv/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Slipstream needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	    echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# The stamps keep repeated calls from installing again. A development environment serves for running, too.
+.venv/run: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/dev: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	$(INSTALL) -e '.[dev]'
+	@touch $@ .venv/run
+
+# TRL in an environment of its own: it shares no package with ours.
+$(TRL)/installed: Makefile
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check $(TRL_PINS)
+	@touch $@

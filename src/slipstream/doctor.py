@@ -1,0 +1,124 @@
+"""`slipstream doctor`: what this machine has, and for each feature whether it works here, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.observe.hardware import Hardware, describe
+from slipstream.observe.summary import Versions, versions
+from slipstream.rewards.sandbox import isolation_report
+
+QUICKSTART_BYTES = 3 * 4 * 4_000_000  # three fp32 copies of 4 M parameters: what its weight segment takes at most
+
+
+class Feature(msgspec.Struct, frozen=True):
+    """One line of the verdict."""
+
+    name: str
+    works: bool
+    why: str
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """`isolation` maps barriers around verifiers to whether they hold; `extras` maps extras to packages they lack."""
+
+    versions: Versions
+    hardware: Hardware
+    isolation: dict[str, bool]
+    extras: dict[str, list[str]]
+    features: tuple[Feature, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        built: dict[str, Any] = msgspec.to_builtins(self)
+        return built
+
+
+def examine() -> Findings:
+    """Look at this machine; tries the sandbox once, changes nothing."""
+    hardware, isolation, extras = describe(), isolation_report(), missing_packages()
+    return Findings(
+        versions=versions(),
+        hardware=hardware,
+        isolation=isolation,
+        extras=extras,
+        features=features(hardware, isolation, extras),
+    )
+
+
+def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[str, list[str]]) -> tuple[Feature, ...]:
+    """The verdict, from what was found."""
+    shm_bytes = hardware.shm_free_bytes or 0
+    open_barriers = [name for name, holds in isolation.items() if not holds]
+    found = [
+        Feature("training on the CPU", True, f"{hardware.num_cores} cores, {hardware.memory_bytes / 2**30:.1f} GiB"),
+        Feature(
+            "overlap of generation and training",
+            hardware.num_cores >= 2,
+            f"{hardware.num_cores} cores; each side needs one of its own",
+        ),
+        Feature(
+            "weight sync through shared memory",
+            shm_bytes >= QUICKSTART_BYTES,
+            f"{shm_bytes / 2**20:.0f} MiB free; three fp32 copies of the model must fit",
+        ),
+        Feature("training on a GPU", False, "generator and trainer compute on the CPU"),
+        Feature(
+            "verifiers that evaluate model text",
+            not open_barriers,
+            f"not isolated here: {', '.join(open_barriers)}; they need rewards.trust_verifier = true"
+            if open_barriers
+            else "the sandbox isolates network, processes, files and user",
+        ),
+    ]
+    for extra, missing in extras.items():
+        why = f"missing: {', '.join(missing)}; pip install 'slipstream[{extra}]'" if missing else "installed"
+        found.append(Feature(f"extra '{extra}'", not missing, why))
+    return tuple(found)
+
+
+def missing_packages() -> dict[str, list[str]]:
+    """For each extra, its packages that are not installed; empty when Slipstream itself runs from a bare folder."""
+    try:
+        requirements = importlib.metadata.requires("slipstream") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    missing: dict[str, list[str]] = {}
+    for requirement in requirements:
+        parsed = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)
+        if parsed:
+            package, extra = parsed.groups()
+            missing.setdefault(extra, [])
+            if not _is_installed(package):
+                missing[extra].append(package)
+    return missing
+
+
+def render(findings: Findings, console: Console) -> None:
+    """The findings as two tables."""
+    facts = Table(box=None, show_header=False)
+    for name, value in msgspec.to_builtins(findings.versions).items():
+        facts.add_row(name, str(value))
+    for name, value in findings.hardware.lines().items():
+        facts.add_row(name, value)
+    for name, holds in findings.isolation.items():
+        facts.add_row(f"isolation: {name}", "yes" if holds else "no")
+    console.print(facts)
+    verdict = Table("feature", "works here", "why", show_edge=False)
+    for feature in findings.features:
+        verdict.add_row(feature.name, "[green]yes[/green]" if feature.works else "[yellow]no[/yellow]", feature.why)
+    console.print(verdict)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,90 @@
+"""The schema: immutable, described, and conflicts that raise before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from slipstream.core.config import PRESETS, RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+
+BASE: dict[str, Any] = {"prompts": {"tasks": [{"name": "spell_backward"}]}}
+
+
+def sections(model: type[BaseModel] = RunConfig) -> Iterator[type[BaseModel]]:
+    yield model
+    for info in model.model_fields.values():
+        for inner in (info.annotation, *get_args(info.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from sections(inner)
+
+
+def test_every_field_says_what_it_does() -> None:
+    for model in sections():
+        assert model.__doc__, model
+        for name, info in model.model_fields.items():
+            assert (info.description or "").endswith("."), f"{model.__name__}.{name}"
+
+
+def test_every_section_is_frozen_and_closed() -> None:
+    for model in sections():
+        assert model.model_config["frozen"], model
+        assert model.model_config["extra"] == "forbid", model
+    with pytest.raises(ValidationError):
+        resolve(BASE).steps = 3  # type: ignore[misc]
+
+
+def test_presets_are_fields_of_the_schema() -> None:
+    for values in PRESETS.values():
+        assert values.keys() <= RunConfig.model_fields.keys()
+    assert {name: resolve(BASE, preset=name).max_staleness for name in PRESETS} == {
+        "sync": 0,
+        "one_step": 1,
+        "bounded": 2,
+        "continuous": 2,
+    }
+
+
+def test_derived_values() -> None:
+    config = resolve(
+        BASE, {"groups_per_step": 4, "completions_per_group": 3, "trainer": {"minibatches": 2, "epochs": 3}}
+    )
+    assert config.updates_per_step == 6
+    assert config.completions_per_step == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"publish_every": 4, "max_staleness": 2}, "publish_every leaves"),
+        ({"reorder_window": 2, "max_staleness": 0}, "reorder_window is too wide"),
+        ({"reorder_window": 34, "groups_per_step": 16, "max_staleness": 2}, r"allowed: 1\.\.33"),
+        ({"generator": {"num_slots": 12}}, "bit-reproducible"),
+        ({"generator": {"segment_tokens": 8}}, "in_flight swaps need no cut"),
+        ({"completions_per_group": 1}, "at least two completions"),
+        ({"groups_per_step": 2, "trainer": {"minibatches": 3}}, "at least one group"),
+        ({"eval": {"num_prompts": 501}, "prompts": {"num_eval": 500}}, "more prompts than are held out"),
+        ({"prompts": {"dataset": "x.jsonl"}}, "exactly one source"),
+        ({"prompts": {"tasks": []}}, "exactly one source"),
+        ({"model": {"hidden_size": 130}}, "head sizes do not divide"),
+        ({"model": {"num_kv_heads": 3}}, "head sizes do not divide"),
+        ({"generator": {"max_new_tokens": 256}, "model": {"max_positions": 256}}, "completions do not fit"),
+    ],
+)
+def test_conflicts_raise(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(BASE, overrides)
+    assert re.search(r"allowed: ", str(caught.value))
+
+
+def test_the_widest_reorder_window_is_accepted() -> None:
+    assert resolve(BASE, {"reorder_window": 33, "groups_per_step": 16, "max_staleness": 2}).reorder_window == 33
+
+
+def test_sizes_of_a_fresh_model_do_not_matter_with_a_checkpoint() -> None:
+    assert resolve(BASE, {"model": {"path": "somewhere", "hidden_size": 130}}).model.path == "somewhere"

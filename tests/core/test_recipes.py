@@ -1,0 +1,204 @@
+"""Layers, conflicts, messages and the way back to TOML."""
+
+from __future__ import annotations
+
+import string
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core import recipes
+from slipstream.core.config import (
+    DemonstrationConfig,
+    GeneratorConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PromptsConfig,
+    RewardsConfig,
+    RewardTerm,
+    RunConfig,
+    TaskConfig,
+    TrainerConfig,
+    WarmStartConfig,
+)
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import list_recipes, load_recipe, resolve, save_config
+
+BASE: dict[str, Any] = {"recipe": "base", "steps": 7, "prompts": {"tasks": [{"name": "spell_backward"}]}}
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of shipped recipes with one in it."""
+    (tmp_path / "small.toml").write_text('# Spells words backward.\nsteps = 3\n[[prompts.tasks]]\nname = "x"\n')
+    monkeypatch.setattr(recipes, "recipes_dir", lambda: tmp_path)
+    return tmp_path
+
+
+def test_every_shipped_recipe_is_valid_and_described() -> None:
+    for recipe in list_recipes():
+        assert recipe.description, f"{recipe.path} needs a first comment line"
+        assert resolve(recipe.name).recipe == recipe.name
+
+
+def test_recipes_are_found_by_name_and_by_path(shelf: Path) -> None:
+    assert [(r.name, r.description) for r in list_recipes()] == [("small", "Spells words backward.")]
+    assert load_recipe("small") == load_recipe(shelf / "small.toml")
+    assert resolve("small").steps == 3
+    assert resolve("small").recipe == "small"
+
+
+def test_unknown_recipe_names_the_nearest_and_all(shelf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)unknown recipe 'smal'.*allowed: small.*did you mean 'small'"):
+        resolve("smal")
+
+
+@pytest.mark.usefixtures("shelf")
+@pytest.mark.parametrize("path", ["nowhere/x.toml", "x.toml"])
+def test_missing_file_is_named(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"no recipe file '{path}'"):
+        load_recipe(path)
+
+
+def test_broken_toml_is_named(shelf: Path) -> None:
+    (shelf / "broken.toml").write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"(?s)broken.toml' is not valid TOML.*line 1"):
+        load_recipe("broken")
+
+
+def test_layers_in_order() -> None:
+    """Schema < recipe < preset < override, and a preset leaves alone what it does not name."""
+    recipe = BASE | {"max_staleness": 5, "weight_update": "in_flight"}
+    assert resolve(BASE).max_staleness == RunConfig.model_fields["max_staleness"].default
+    assert resolve(recipe).max_staleness == 5
+    assert resolve(recipe, preset="one_step").max_staleness == 1
+    assert resolve(recipe, preset="bounded").max_staleness == 5
+    assert resolve(recipe, preset="bounded").weight_update == "between_batches"
+    assert resolve(recipe, {"steps": 9}, preset="sync").steps == 9
+    assert resolve(recipe, {"max_staleness": 3}, preset="bounded").max_staleness == 3
+
+
+def test_sections_merge_and_tables_of_parameters_are_replaced() -> None:
+    recipe = BASE | {"loss": {"name": "aipo", "params": {"max_ratio": 4.0}}, "trainer": {"optimizer": {"lr": 2e-4}}}
+    config = resolve(recipe, {"loss": {"params": {"other": 1.0}}, "trainer": {"optimizer": {"eps": 1e-5}}})
+    assert config.loss == LossConfig(name="aipo", params={"other": 1.0})
+    assert config.trainer.optimizer == OptimizerConfig(lr=2e-4, eps=1e-5)
+
+
+def test_a_partly_given_section_keeps_its_own_defaults() -> None:
+    """`warm_start.optimizer` defaults to another learning rate than `OptimizerConfig`."""
+    default = resolve(BASE).warm_start.optimizer
+    assert default.lr != OptimizerConfig().lr
+    assert resolve(BASE, {"warm_start": {"optimizer": {"eps": 1e-5}}}).warm_start.optimizer.lr == default.lr
+
+
+def test_preset_and_override_that_agree_are_fine_and_that_differ_are_not() -> None:
+    assert resolve(BASE, {"max_staleness": 0}, preset="sync").max_staleness == 0
+    with pytest.raises(ConfigError, match=r"preset 'sync'.*'max_staleness' contradict"):
+        resolve(BASE, {"max_staleness": 2}, preset="sync")
+
+
+def test_preset_that_contradicts_the_recipe_is_an_error_of_the_schema() -> None:
+    with pytest.raises(ConfigError, match="segment_tokens"):
+        resolve(BASE | {"generator": {"segment_tokens": 16}}, preset="continuous")
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)unknown preset 'continous'.*did you mean 'continuous'"):
+        resolve(BASE, preset="continous")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"max_stalness": 0}, r"unknown field 'max_stalness'; did you mean 'max_staleness'\?\n  got:     max_stalness"),
+        ({"trainer": {"optimizer": {"learning": 1}}}, r"(?s)unknown field 'learning'.*trainer\.optimizer\.learning"),
+        ({"lr": 1e-4}, r"unknown field 'lr'; did you mean 'trainer\.optimizer\.lr'\?"),
+        ({"prompts": {"tasks": [{"name": "x", "wieght": 1}]}}, r"(?s)did you mean 'weight'.*prompts\.tasks\.0\.wieght"),
+        (
+            {"steps": 0},
+            r"'steps' has a value that is not allowed\n  got:     0\n  allowed: > 0\n  hint:    Training steps",
+        ),
+        ({"trainer": {"optimizer": {"lr": "fast"}}}, r"(?s)'trainer\.optimizer\.lr'.*'fast'.*a number"),
+        ({"weight_update": "inflight"}, r"(?s)'weight_update'.*'between_batches' or 'in_flight'"),
+        ({"trainer": 3}, r"(?s)'trainer'.*a table"),
+        ({"prompts": {"tasks": [{}]}}, r"(?s)'prompts\.tasks\.0\.name'.*nothing.*no default"),
+        ({"loss": {"params": {"a": "x"}}}, r"(?s)'loss\.params\.a'.*a number"),
+        ({"steps": 0, "seed": -1}, r"also wrong: "),
+        ({"publish_every": 10}, r"publish_every leaves generators no version"),
+    ],
+)
+def test_mistakes_name_path_got_and_allowed(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(BASE, overrides)
+
+
+def test_null_inside_parameters_cannot_be_saved(tmp_path: Path) -> None:
+    config = resolve(BASE, {"prompts": {"tasks": [{"name": "x", "params": {"a": [1, None]}}]}})
+    with pytest.raises(ConfigError, match=r"'prompts\.tasks\.0\.params\.a\.1' cannot be saved"):
+        save_config(config, tmp_path / "config.toml")
+
+
+def test_optional_fields_default_to_none() -> None:
+    """What makes leaving None out of TOML safe."""
+
+    def check(tables: dict[str, Any], model: Any) -> None:
+        for name, info in model.model_fields.items():
+            section = recipes._section_of(model, name)
+            if section is not None:
+                check(tables[name], section)
+            elif type(None) in get_args(info.annotation):
+                assert tables[name] is None, name
+
+    check(recipes.defaults(), RunConfig)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+counts = st.integers(1, 10**6)
+positive = st.floats(1e-9, 1e9)
+params = st.dictionaries(
+    st.text(string.ascii_letters + " .\"'", min_size=1, max_size=8),
+    st.one_of(texts, st.integers(-(10**12), 10**12), st.floats(allow_nan=False), st.booleans(), st.lists(counts)),
+    max_size=3,
+)
+tasks = st.builds(TaskConfig, name=texts, params=params, weight=positive)
+optimizers = st.builds(
+    OptimizerConfig, lr=positive, betas=st.tuples(st.floats(0, 1), st.floats(0, 1)), warmup_updates=st.integers(0, 99)
+)
+configs = st.builds(
+    RunConfig,
+    recipe=texts,
+    seed=st.integers(0, 2**40),
+    max_staleness=st.integers(0, 9),
+    model=st.builds(ModelConfig, path=st.none() | texts, alphabet=st.none() | texts),
+    prompts=st.builds(
+        PromptsConfig, tasks=st.lists(tasks, min_size=1, max_size=3), template=texts, system=st.none() | texts
+    ),
+    generator=st.builds(GeneratorConfig, temperature=positive, stop_token_ids=st.lists(st.integers(0, 9))),
+    rewards=st.builds(
+        RewardsConfig,
+        terms=st.lists(st.builds(RewardTerm, function=texts, weight=st.floats(allow_nan=False), params=params)),
+        failure_reward=st.floats(allow_nan=False),
+    ),
+    trainer=st.builds(TrainerConfig, optimizer=optimizers, microbatch_tokens=counts),
+    warm_start=st.builds(
+        WarmStartConfig,
+        demonstrations=st.lists(st.builds(DemonstrationConfig, template=texts, weight=positive), max_size=2),
+        optimizer=optimizers,
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=configs)
+def test_saved_config_loads_as_the_same(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("saved") / "config.toml"
+    save_config(config, path)
+    assert resolve(path) == config
+    assert tomli_w.dumps(tomllib.loads(path.read_text())) == path.read_text()

@@ -1,0 +1,183 @@
+"""The architecture as a test: who may import whom, and what may not be in the library at all.
+
+core < algorithms, models, observe < the six stages < evals < controller < plan < api, doctor < cli
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
+STAGES = ("prompts", "generator", "rewards", "batching", "trainer", "weight_sync")
+LAYERS = (
+    ("core",),
+    ("algorithms", "models", "observe"),
+    STAGES,
+    ("evals",),
+    ("controller",),
+    ("plan",),
+    ("api", "doctor"),
+    ("cli",),
+)
+HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed file of the package; `unit` is its folder, or its name at the top."""
+
+    path: Path
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        return str(self.path.relative_to(PACKAGE))
+
+    @property
+    def unit(self) -> str:
+        return self.path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def sources() -> list[Source]:
+    return [Source(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+SOURCES = sources()
+
+
+def imports(source: Source) -> Iterator[tuple[str, int]]:
+    """Absolute names of imported modules with their lines, also inside functions; `from a import b` gives a and a.b."""
+    parents = ["slipstream", *source.path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield module, node.lineno
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def imported_units(source: Source) -> Iterator[tuple[str, int]]:
+    for module, line in imports(source):
+        parts = module.split(".")
+        if parts[0] == "slipstream" and len(parts) > 1 and parts[1] in HEIGHT:
+            yield parts[1], line
+
+
+def layer_violations(source: Source) -> list[str]:
+    """What is wrong with the imports of one file, and what to do about it."""
+    if source.unit == "__init__":  # re-exports the public names on first use
+        return []
+    found = []
+    for unit, line in dict.fromkeys(imported_units(source)):
+        where = f"{source.name}:{line}: {source.unit} imports {unit}"
+        if unit == source.unit:
+            continue
+        if unit in STAGES and source.unit in STAGES:
+            found.append(
+                f"{where}. Stages never import each other: move what they share to core, or let controller/build.py "
+                f"hand {source.unit} what it needs."
+            )
+        elif HEIGHT[unit] > HEIGHT[source.unit]:
+            found.append(
+                f"{where}, which lies above it. Move the shared part down to where both may see it, or pass it in "
+                "from above as an argument."
+            )
+        elif HEIGHT[unit] == HEIGHT[source.unit]:
+            found.append(f"{where}, its neighbour. Neighbours share through the layer below (core).")
+    return found
+
+
+def calls_of(tree: ast.Module, name: str) -> list[int]:
+    """Lines that call the builtin `name`."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+
+
+def test_every_folder_has_a_layer() -> None:
+    units = {source.unit for source in SOURCES} - {"__init__", "__main__"}
+    assert units <= HEIGHT.keys(), f"give {units - HEIGHT.keys()} a place in LAYERS, and in ARCHITECTURE.md"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_imports_point_downwards(source: Source) -> None:
+    assert not layer_violations(source), "\n" + "\n".join(layer_violations(source))
+
+
+def test_nothing_is_pickled() -> None:
+    bad = [
+        f"{source.name}:{line}"
+        for source in SOURCES
+        for module, line in imports(source)
+        if module.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")
+    ]
+    assert not bad, (
+        f"{bad}: messages are msgspec structs (core/types.py), tensors safetensors: pickle runs what it reads"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("eval", "the text may be a model's; parse it"),
+        ("exec", "the text may be a model's; parse it"),
+        ("print", "use the rich console that the caller passes in, or record a metric"),
+    ],
+)
+def test_calls_that_have_no_place_here(name: str, instead: str) -> None:
+    bad = [f"{source.name}:{line}" for source in SOURCES for line in calls_of(source.tree, name)]
+    assert not bad, f"{name}() at {bad}: {instead}"
+
+
+def test_core_and_algorithms_know_no_framework_above_them() -> None:
+    """Pure parts stay pure: no processes, sockets, files of models or displays in the maths and the schedule."""
+    forbidden = {"transformers", "datasets", "rich", "zmq", "reasoning_gym"}
+    pure = [s for s in SOURCES if s.unit == "algorithms" or s.name in ("controller/schedule.py", "core/types.py")]
+    bad = [
+        f"{s.name}:{line} {module}" for s in pure for module, line in imports(s) if module.split(".")[0] in forbidden
+    ]
+    assert not bad, f"{bad}: pass in what is needed"
+
+
+def parsed(unit: str, text: str) -> Source:
+    return Source(PACKAGE / unit / "example.py", ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("unit", "text", "lesson"),
+    [
+        ("core", "from slipstream.trainer.step import train", "lies above it"),
+        ("trainer", "import slipstream.generator.engine", "Stages never import each other"),
+        ("trainer", "from slipstream import generator", "Stages never import each other"),
+        ("trainer", "def f():\n    from ..rewards import pool", "Stages never import each other"),
+        ("observe", "from slipstream.models import hf", "its neighbour"),
+        ("generator", "from slipstream import cli", "lies above it"),
+    ],
+)
+def test_the_rules_bite(unit: str, text: str, lesson: str) -> None:
+    [violation] = layer_violations(parsed(unit, text))
+    assert lesson in violation
+
+
+@pytest.mark.parametrize(
+    ("unit", "text"),
+    [
+        (
+            "trainer",
+            "from slipstream.observe.timeline import Timeline\nfrom slipstream.trainer import step\nimport torch",
+        ),
+        ("controller", "from slipstream.weight_sync import publisher"),
+        ("algorithms", "from .losses import aipo"),
+    ],
+)
+def test_what_is_allowed_passes(unit: str, text: str) -> None:
+    assert layer_violations(parsed(unit, text)) == []

@@ -1,0 +1,205 @@
+"""The command line: flags, conflicts, exit codes, and that bad input costs no import of torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import slipstream.api
+from slipstream import cli
+from slipstream.core import recipes
+from slipstream.core.errors import ExecutorDied
+from slipstream.core.recipes import resolve, save_config
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One shipped recipe, `tiny`."""
+    shelf = tmp_path / "recipes"
+    shelf.mkdir()
+    (shelf / "tiny.toml").write_text('# Small enough.\nsteps = 3\n[[prompts.tasks]]\nname = "spell_backward"\n')
+    monkeypatch.setattr(recipes, "recipes_dir", lambda: shelf)
+    return shelf / "tiny.toml"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """Calls that reach `slipstream.api.run`, which then reports success."""
+    seen: list[tuple[Any, dict[str, Any]]] = []
+
+    def run(config: Any, **options: Any) -> SimpleNamespace:
+        seen.append((config, options))
+        return SimpleNamespace(summary={"status": "done"})
+
+    monkeypatch.setattr(slipstream.api, "run", run)
+    return seen
+
+
+def run_cli(*argv: str) -> int:
+    """The exit code, however the command ends."""
+    try:
+        return cli.main(argv)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+@pytest.mark.usefixtures("recipe")
+def test_flags_override_the_recipe(calls: list[Any], tmp_path: Path) -> None:
+    flags = "--max-staleness 0 --trainer.optimizer.lr 1e-3 --loss.params max_ratio 3 --prompts.chat --model.path None"
+    assert run_cli("run", "tiny", *flags.split(), "--out", str(tmp_path / "out")) == 0
+    [(config, options)] = calls
+    assert config == resolve(
+        "tiny",
+        {
+            "max_staleness": 0,
+            "trainer": {"optimizer": {"lr": 1e-3}},
+            "loss": {"params": {"max_ratio": 3.0}},
+            "prompts": {"chat": True},
+        },
+    )
+    assert config.steps == 3
+    assert options == {"out": tmp_path / "out", "resume": None}
+
+
+@pytest.mark.usefixtures("recipe")
+def test_presets_and_lists(calls: list[Any]) -> None:
+    argv = "run tiny --preset bounded --max_staleness 4 --generator.segment-tokens 8 --generator.stop-token-ids 5 6"
+    assert run_cli(*argv.split(), *["--trainer.optimizer.betas", "0.8", "0.9"]) == 0
+    config = calls[0][0]
+    assert (config.weight_update, config.max_staleness) == ("between_batches", 4)
+    assert (config.generator.segment_tokens, config.generator.stop_token_ids) == (8, [5, 6])
+    assert config.trainer.optimizer.betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("rum", "did you mean 'run'?"),
+        ("run", "a recipe is needed"),
+        ("run tinny", "did you mean 'tiny'?"),
+        ("run tiny --max-stalness 0", "--max-staleness"),
+        ("run tiny --steps many", "--steps"),
+        ("run tiny --weight-update inflight", "in_flight"),
+        ("run tiny --steps 0", "'steps' has a value that is not allowed"),
+        ("run tiny --preset sync --max-staleness 1", "contradict"),
+        ("run tiny --preset synch", "did you mean 'sync'?"),
+        ("run tiny --publish-every 9", "publish_every leaves"),
+        ("run tiny --model.path nowhere", "no Hugging Face checkpoint"),
+        ("run --resume nowhere", "'nowhere' is no run"),
+        ("eval", "a model is needed"),
+        ("eval nowhere", "no checkpoint in 'nowhere'"),
+        ("report nowhere", "'nowhere' is no run"),
+    ],
+)
+@pytest.mark.usefixtures("recipe")
+def test_bad_input_is_2_and_explained_on_stderr(
+    argv: str, message: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(*argv.split()) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert "Traceback" not in err
+    assert not out
+    assert not calls
+
+
+def test_resume_takes_the_saved_configuration_and_nothing_else(
+    recipe: Path, calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = resolve(recipe, {"steps": 11})
+    save_config(saved, tmp_path / "config.toml")
+    assert run_cli("run", "--resume", str(tmp_path)) == 0
+    assert calls == [(saved, {"out": None, "resume": tmp_path})]
+    assert run_cli("run", "tiny", "--resume", str(tmp_path), "--steps", "5") == 2
+    assert "got:     recipe, steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        ({"status": "done"}, 0),
+        ({"status": "interrupted"}, 130),
+        ({"status": "failed"}, 1),
+        (KeyboardInterrupt(), 130),
+        (ExecutorDied("trainer died", hint="see its log"), 1),
+    ],
+)
+@pytest.mark.usefixtures("recipe")
+def test_exit_codes(outcome: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: Any, **options: Any) -> SimpleNamespace:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return SimpleNamespace(summary=outcome)
+
+    monkeypatch.setattr(slipstream.api, "run", run)
+    assert run_cli("run", "tiny") == code
+
+
+def test_eval_finds_model_and_configuration_of_a_run(recipe: Path, tmp_path: Path) -> None:
+    save_config(resolve(recipe), tmp_path / "config.toml")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    options = SimpleNamespace(model=tmp_path, recipe=None, overrides={"seed": 4})
+    model, config = cli._eval_config(options)
+    assert model == tmp_path / "model"
+    assert config == resolve(recipe, {"seed": 4, "model": {"path": str(model)}})
+    bare = SimpleNamespace(model=model, recipe="tiny", overrides={})
+    assert cli._eval_config(bare) == (model, resolve(recipe, {"model": {"path": str(model)}}))
+
+
+@pytest.mark.usefixtures("recipe")
+def test_help_shows_the_recipes_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("run", "tiny", "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Training steps. (default: 3)" in shown
+    assert "--trainer.optimizer.lr FLOAT" in shown
+    assert "Peak learning rate. (default: 0.0001)" in shown
+
+
+@pytest.mark.usefixtures("recipe")
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("recipes") == 0
+    assert "Small enough." in capsys.readouterr().out
+    assert run_cli("recipes", "--tasks") == 0
+    assert "spell_backward" in capsys.readouterr().out.split()
+
+
+def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("doctor", "--json") == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["hardware"]["num_cores"] >= 1
+    works = {feature["name"]: feature["works"] for feature in findings["features"]}
+    assert works["training on the CPU"]
+    assert works["overlap of generation and training"] == (findings["hardware"]["num_cores"] >= 2)
+    assert works["verifiers that evaluate model text"] == all(findings["isolation"].values())
+    assert run_cli("doctor") == 0
+    assert "works here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", ["--help", "run --help", "run nothing", "run --resume nowhere", "recipes"])
+def test_no_torch_before_it_is_needed(argv: str) -> None:
+    """Import of torch and transformers takes seconds; help and complaints must not."""
+    program = (
+        "import sys\nfrom slipstream import cli\n"
+        f"try: cli.main({argv.split()})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 20  # a loaded machine; alone it is well below one second
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    command = f"{sys.executable} -m slipstream.cli run --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
