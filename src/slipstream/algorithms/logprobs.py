@@ -111,6 +111,7 @@ def probe_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 
 def _single_sequence_attention(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention over all rows: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
-    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-    mixed = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    is_grouped = q.shape[1] != k.shape[1]
+    mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=is_grouped)
     return mixed.squeeze(0).transpose(0, 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.algorithms.advantages import group_mean, group_normalised
 from slipstream.core.config import LossConfig
@@ -50,11 +51,11 @@ def rollout_advantages(groups: Sequence[Group], config: LossConfig) -> np.ndarra
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = torch.tensor([effective_reward(rollout, config) for rollout in rollouts], dtype=torch.float32)
     group_ids = torch.tensor([rollout.completion.ordinal for rollout in rollouts], dtype=torch.int64)
-    estimator = {
+    estimators: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "group_mean": group_mean,
         "group_normalised": partial(group_normalised, std_eps=config.std_eps),
-    }[config.advantages]
-    advantages: np.ndarray = estimator(rewards, group_ids).numpy()
+    }
+    advantages: np.ndarray = estimators[config.advantages](rewards, group_ids).numpy()
     return advantages
 
 

@@ -46,7 +46,7 @@ def microbatch_logprobs(
     hidden = model(
         torch.from_numpy(microbatch.tokens).to(device),
         torch.from_numpy(microbatch.positions).to(device),
-        PackedAttention(microbatch.lengths),
+        PackedAttention(microbatch.lengths, device),
     )
     predicting = hidden[torch.from_numpy(microbatch.target_index).to(device)]
     targets = torch.from_numpy(microbatch.targets).to(device)
@@ -59,7 +59,9 @@ def microbatch_logprobs(
         return head(predicting, targets)
     chunks = [
         checkpoint(head, rows, chunk_targets, use_reentrant=False)
-        for rows, chunk_targets in zip(predicting.split(rows_at_once), targets.split(rows_at_once), strict=True)
+        for rows, chunk_targets in zip(
+            torch.split(predicting, rows_at_once), torch.split(targets, rows_at_once), strict=True
+        )
     ]
     return torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks])
 
@@ -96,7 +98,7 @@ def train_on_batch(
         if not microbatches:  # every completion of this minibatch is masked
             continue
         loss_value, update_parts = _accumulate(
-            model, optimizer, microbatches, loss=loss, config=config, measured_step=step if update == 0 else None
+            model, optimizer, microbatches, loss=loss, config=config, measured_step=None if losses else step
         )
         lr = optimizer.lr
         grad_norms.append(optimizer.step())
@@ -147,7 +149,7 @@ def _accumulate(
         if config.loss.entropy_coef:
             bonus = sum_over_units(entropies, inputs.mask, num_units=num_tokens)
             microbatch_loss = microbatch_loss - config.loss.entropy_coef * bonus
-        microbatch_loss.backward()
+        torch.autograd.backward(microbatch_loss)
         total += float(microbatch_loss.detach())
         microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
         if measured_step is not None:

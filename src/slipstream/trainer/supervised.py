@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from slipstream.core.config import WarmStartConfig
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
@@ -61,7 +62,7 @@ def supervised_updates(
         for microbatch in batching.collate(batch, microbatch_tokens):
             logprobs, _ = microbatch_logprobs(model, microbatch, temperature=1.0)
             loss = -logprobs.sum() / num_tokens
-            loss.backward()
+            torch.autograd.backward(loss)
             total += float(loss.detach())
         if not math.isfinite(total):
             raise NonFiniteError(
