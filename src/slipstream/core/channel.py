@@ -512,8 +512,8 @@ def wait(
 ) -> bool:
     """Sleep until something can go on; False when `timeout_s` passed first.
 
-    Unblocked by: a message at a receiver, room at a sender that was full, a readable descriptor, a closed end.
-    Meanwhile acknowledgements are read and lost messages sent again.
+    Unblocked by: a message at a receiver, a readable descriptor, a closed end. Meanwhile the senders read their
+    acknowledgements and send again what a broken connection lost.
     """
     receivers, senders, extra_fds = list(receivers), list(senders), list(extra_fds)
     ends: list[Inbox | Outbox] = [*receivers, *senders]
@@ -525,13 +525,10 @@ def wait(
             except ChannelClosed:
                 return True
             stack.callback(end.end_wait)
-        full = [sender for sender in senders if not sender.has_room]
         while True:
             for sender in senders:
                 sender.pump()
             if any(end.is_closed for end in ends) or any(receiver.depth for receiver in receivers):
-                return True
-            if any(sender.has_room for sender in full):
                 return True
             remaining_s = None if deadline_s is None else deadline_s - _CLOCK.now_s()
             if remaining_s is not None and remaining_s <= 0 and timeout_s != 0:

@@ -1,0 +1,255 @@
+"""A generator's end of weight sync: stage in a second buffer while decoding goes on, verify, flip between two steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.core.clock import WallClock
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.executor import FlatWeights, Receiver, Sender, Swap
+from slipstream.core.links import WakeUp
+from slipstream.core.types import WeightsOffered, WeightsReleased
+from slipstream.weight_sync.slots import Slots, Transport, bytes_of, copy_bytes
+
+Probe = Callable[[np.ndarray], np.ndarray]
+
+_CLOCK = WallClock()
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class SubscribeStats:
+    """Cumulative: versions committed, released unread for a newer one, lost in transfer, refused by the probe."""
+
+    num_committed: int = 0
+    num_passed_over: int = 0
+    num_failed_transfers: int = 0
+    num_failed_probes: int = 0
+
+
+class Staging:
+    """One transfer: a slot copied to the shadow buffer and verified. `run` may be another thread's work."""
+
+    def __init__(self, offer: WeightsOffered, shadow: np.ndarray, attach: Callable[[str], Slots]) -> None:
+        self.offer = offer
+        self.error: WeightSyncError | None = WeightSyncError(f"staging version {offer.version} did not finish")
+        self.is_done = threading.Event()
+        self.transfer_s = 0.0
+        self._shadow, self._attach = shadow, attach
+
+    def run(self) -> None:
+        started_s = _CLOCK.now_s()
+        try:
+            self._copy()
+            self.error = None
+        except WeightSyncError as error:
+            self.error = error
+        self.transfer_s = _CLOCK.now_s() - started_s
+
+    def _copy(self) -> None:
+        offer = self.offer
+        slots = self._attach(offer.segment)
+        if not offer.num_bytes == slots.num_bytes == len(self._shadow):
+            raise WeightSyncError(
+                f"version {offer.version} has the wrong size",
+                got=f"{offer.num_bytes} bytes offered, {slots.num_bytes} in the segment",
+                allowed=f"{len(self._shadow)} bytes",
+            )
+        commit = slots.committed(offer.slot)
+        if commit is None or commit.version != offer.version:
+            raise WeightSyncError(f"slot {offer.slot} does not hold version {offer.version}", got=commit)
+        checksum = copy_bytes(self._shadow, slots.data(offer.slot))
+        if checksum != offer.checksum:
+            raise WeightSyncError(
+                f"version {offer.version} is damaged", got=f"checksum {checksum:x}", allowed=f"{offer.checksum:x}"
+            )
+
+
+class Subscriber:
+    """Implements `core.executor.WeightsSubscriber`: offers come in on `offers`, releases go out on `releases`.
+
+    Two buffers: the live one and a shadow. Only staging writes the shadow, and only `commit` exchanges the two, so live
+    weights are never written. Only the newest offer counts: an older one that waits is released unread, and one that is
+    staged but not committed gives way (`pending_version` is None meanwhile). One thread calls everything here; the
+    staging thread touches the shadow buffer alone.
+    """
+
+    def __init__(self, offers: Receiver, releases: Sender, transport: Transport, *, replica: int) -> None:
+        self.stats = SubscribeStats()
+        self.failure: WeightSyncError | None = None
+        self._version = -1
+        self._offers, self._releases, self._transport, self._replica = offers, releases, transport, replica
+        self._attached: dict[str, Slots] = {}
+        self._wake = WakeUp()
+        self._newest_seen = -1
+        self._waiting: WeightsOffered | None = None
+        self._staging: Staging | None = None
+        self._thread: threading.Thread | None = None
+        self._pending: Staging | None = None
+        self._parameters: FlatWeights | None = None
+        self._shadow: torch.Tensor | None = None
+
+    def open(self, parameters: FlatWeights, probe: Probe, tolerance: float, *, is_threaded: bool) -> None:
+        """Commits go to `parameters`; `probe` recomputes the probe text's logprobs with them, `tolerance` in nats.
+
+        `is_threaded` stages in a background thread; else `poll` does, for a host that must be deterministic.
+        """
+        if self._parameters is not None:
+            raise WeightSyncError("this subscriber is open already")
+        self._parameters, self._probe, self._tolerance, self._is_threaded = parameters, probe, tolerance, is_threaded
+        self._shadow = torch.empty_like(parameters.flat, requires_grad=False)
+
+    @property
+    def version(self) -> int:
+        """The last version committed; -1 before the first."""
+        return self._version
+
+    @property
+    def pending_version(self) -> int | None:
+        """A newer version that lies staged and verified, ready to commit."""
+        return None if self._pending is None else self._pending.offer.version
+
+    def poll(self) -> bool:
+        """Take offers, finish a transfer, start staging the newest. True when anything happened.
+
+        A failed transfer is counted, logged and kept in `failure`; the old version keeps running.
+        """
+        self._wake.clear()
+        has_finished = self._finish()
+        has_offer = self._take_offers()
+        # A version that became ready in this call is left for one `commit` before a newer one may overwrite it.
+        has_started = not has_finished and self._start()
+        return has_finished or has_offer or has_started
+
+    def commit(self) -> Swap | None:
+        """Switch to the pending version between two decode steps; None when none is pending.
+
+        Raises WeightSyncError, with the old version back in place, when the probe disagrees.
+        """
+        if self._pending is None or self._parameters is None or self._shadow is None:
+            return None
+        staged, self._pending = self._pending, None
+        offer = staged.offer
+        started_s = _CLOCK.now_s()
+        previous = self._parameters.flat
+        self._parameters.rebind(self._shadow)
+        is_good = False
+        try:
+            probe_error = _largest_difference(self._probe(offer.probe_tokens), offer.probe_logprobs)
+            is_good = probe_error <= self._tolerance  # False for nan
+        finally:
+            if is_good:
+                self._shadow = previous
+            else:
+                self._parameters.rebind(previous)
+                self.stats.num_failed_probes += 1
+        if not is_good:
+            self.failure = WeightSyncError(
+                f"version {offer.version} does not reproduce the trainer's logprobs; version {self._version} runs on",
+                got=f"largest difference {probe_error:.3g} nats",
+                allowed=f"{self._tolerance:.3g} nats",
+            )
+            raise self.failure
+        self._version = offer.version
+        self.stats.num_committed += 1
+        return Swap(
+            version=offer.version,
+            transfer_s=staged.transfer_s,
+            pause_s=_CLOCK.now_s() - started_s,
+            probe_error=probe_error,
+        )
+
+    def wait_fds(self) -> list[int]:
+        """Readable when a transfer has finished and `poll` has work."""
+        return [self._wake.fileno()]
+
+    def close(self) -> None:
+        """Wait for the transfer in hand and let go of the segments. Idempotent."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        for slots in self._attached.values():
+            slots.close()
+        self._attached.clear()
+        self._wake.close()
+
+    def _take_offers(self) -> bool:
+        took = False
+        while (message := self._offers.get_nowait()) is not None:
+            took = True
+            if not isinstance(message, WeightsOffered):
+                raise WeightSyncError("an offer was expected", got=type(message).__name__)
+            if message.version <= self._newest_seen:
+                self._pass_over(message)
+                continue
+            self._newest_seen = message.version
+            if self._waiting is not None:
+                self._pass_over(self._waiting)
+            self._waiting = message
+        return took
+
+    def _start(self) -> bool:
+        if self._waiting is None or self._staging is not None or self._shadow is None:
+            return False
+        offer, self._waiting = self._waiting, None
+        if self._pending is not None:
+            self.stats.num_passed_over += 1
+            self._pending = None
+        self._staging = Staging(offer, bytes_of(self._shadow), self._attach)
+        if self._is_threaded:
+            self._thread = threading.Thread(target=self._stage, args=(self._staging,), name="weight-staging")
+            self._thread.start()
+        else:
+            self._stage(self._staging)
+            self._finish()
+        return True
+
+    def _stage(self, staging: Staging) -> None:
+        try:
+            staging.run()
+        finally:
+            staging.is_done.set()
+            self._wake.set()
+
+    def _finish(self) -> bool:
+        if self._staging is None or not self._staging.is_done.is_set():
+            return False
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        staging, self._staging = self._staging, None
+        self._releases.put(_release(self._replica, staging.offer))
+        if staging.error is None:
+            self._pending = staging
+        else:
+            self.stats.num_failed_transfers += 1
+            self.failure = staging.error
+            _LOG.warning("replica %d keeps version %d: %s", self._replica, self._version, staging.error)
+        return True
+
+    def _attach(self, name: str) -> Slots:
+        if name not in self._attached:
+            self._attached.clear()  # a new publisher has a new segment
+            self._attached[name] = self._transport.attach(name)
+        return self._attached[name]
+
+    def _pass_over(self, offer: WeightsOffered) -> None:
+        self.stats.num_passed_over += 1
+        self._releases.put(_release(self._replica, offer))
+
+
+def _release(replica: int, offer: WeightsOffered) -> WeightsReleased:
+    return WeightsReleased(replica=replica, version=offer.version, slot=offer.slot)
+
+
+def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """max |ours - theirs| in nats; inf when the shapes differ."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0))
