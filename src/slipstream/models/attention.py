@@ -76,11 +76,11 @@ class PackedAttention:
     """Causal attention inside each of the consecutive sequences of `lengths` tokens (sum = N).
 
     Sequences of similar length are gathered into right-padded batches for `scaled_dot_product_attention(is_causal)`,
-    which needs no mask: padding lies after every real query. The index tensors are computed once, here, and serve
-    every layer. Identity: packed equals each sequence alone.
+    which needs no mask: padding lies after every real query. The index tensors are computed once, here, follow the
+    tokens to their device, and serve every layer. Identity: packed equals each sequence alone.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(self, lengths: Sequence[int]) -> None:
         if not lengths or min(lengths) < 1:
             raise ShapeError("every packed sequence needs at least one token", got=list(lengths))
         self.num_tokens = sum(lengths)
@@ -94,17 +94,16 @@ class PackedAttention:
             sources.append((begin[batch, None] + within.minimum(sizes - 1)).flatten())
             is_real.append((within < sizes).flatten())
             self.shapes.append((len(batch), len(within)))
-        source = torch.cat(sources)
+        self._source = torch.cat(sources)  # [M]: the row each padded place shows
         real_places = torch.cat(is_real).nonzero().squeeze(1)
-        place = torch.empty(self.num_tokens, dtype=torch.int64)
-        place[source[real_places]] = real_places
-        self.source = source.to(device)  # [M]: the row each padded place shows
-        self.place = place.to(device)  # [N]: the padded place of each row
+        self._place = torch.empty(self.num_tokens, dtype=torch.int64)  # [N]: the padded place of each row
+        self._place[self._source[real_places]] = real_places
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - the Attention protocol
         """q [N, H, D], k and v [N, Hkv, D] -> [N, H, D]."""
         if q.shape[0] != self.num_tokens:
             raise ShapeError("tokens do not match the packed lengths", got=q.shape[0], allowed=self.num_tokens)
+        self._source, self._place = self._source.to(q.device), self._place.to(q.device)
         is_grouped = q.shape[1] != k.shape[1]
         batches = zip(self.shapes, self._pad(q), self._pad(k), self._pad(v), strict=True)
         mixed = []
@@ -112,9 +111,9 @@ class PackedAttention:
             q_batch, k_batch, v_batch = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in qkv)  # [B, heads, T, D]
             out = F.scaled_dot_product_attention(q_batch, k_batch, v_batch, is_causal=True, enable_gqa=is_grouped)
             mixed.append(out.transpose(1, 2).flatten(0, 1))
-        unpadded: Tensor = _Unpad.apply(torch.cat(mixed), self.place)  # type: ignore[no-untyped-call]
+        unpadded: Tensor = _Unpad.apply(torch.cat(mixed), self._place)  # type: ignore[no-untyped-call]
         return unpadded
 
     def _pad(self, rows: Tensor) -> tuple[Tensor, ...]:
-        padded: Tensor = _Pad.apply(rows, self.source, self.place)  # type: ignore[no-untyped-call]
+        padded: Tensor = _Pad.apply(rows, self._source, self._place)  # type: ignore[no-untyped-call]
         return torch.split(padded, [sequences * length for sequences, length in self.shapes])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ __all__ = ["load_model", "load_tokenizer", "logical_tensors", "new_model", "save
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+IGNORED_SUFFIXES = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 """Constant buffers that old checkpoints carry along."""
 
 
@@ -105,13 +111,14 @@ def _weight_files(path: Path) -> list[Path]:
     raise ConfigError("no weights found", got=str(path), allowed=f"{WEIGHTS_FILE} or {INDEX_FILE}", hint=_GGUF_HINT)
 
 
-def _canonical(name: str, wanted: Iterable[str], tied: bool) -> str | None:
+def _canonical(name: str, wanted: Collection[str], tied: bool) -> str | None:
     """Our name of a stored tensor; None for what carries no information (old buffers, the copy of a tied head)."""
     if name.endswith(IGNORED_SUFFIXES) and name not in wanted:
         return None
     if tied and name in ("lm_head.weight", "embed_out.weight"):
         return None
-    return name
+    prefixed = f"transformer.{name}"  # GPT-2's first checkpoints leave it out
+    return prefixed if prefixed in wanted else name
 
 
 def _write(tensor: LogicalTensor, value: Tensor) -> list[str]:

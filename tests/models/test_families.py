@@ -1,0 +1,128 @@
+"""Every family's logits and gradients against transformers': alone, packed, and padded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hf_cases import CASES, VOCAB_SIZE
+
+from slipstream.core.errors import ConfigError
+from slipstream.models.attention import PackedAttention
+from slipstream.models.config import config_from_hf, config_to_hf
+from slipstream.models.hf import load_model, logical_tensors
+
+LENGTHS = [9, 1, 23, 9, 14]
+TOLERANCE = 1e-4
+
+
+def packed_inputs(lengths, seed=0):
+    # not the padding token 0, whose embedding gets no gradient in transformers
+    tokens = torch.randint(1, VOCAB_SIZE, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    return tokens, torch.cat([torch.arange(length) for length in lengths])
+
+
+def packed_logits(model, tokens, positions, lengths):
+    return model.logits(model(tokens, positions, PackedAttention(lengths)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_logits_equal_transformers_on_each_sequence(case, checkpoint):
+    theirs, folder = checkpoint(case)
+    tokens, positions = packed_inputs(LENGTHS)
+    with torch.no_grad():
+        logits = packed_logits(load_model(folder), tokens, positions, LENGTHS)
+        for ours, sequence in zip(logits.split(LENGTHS), tokens.split(LENGTHS), strict=True):
+            torch.testing.assert_close(ours, theirs(sequence[None]).logits[0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", ["llama_tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2"])
+def test_packed_logits_equal_a_padded_batch_of_transformers(case, side, checkpoint):
+    theirs, folder = checkpoint(case)
+    tokens, positions = packed_inputs(LENGTHS)
+    width = max(LENGTHS)
+    batch, mask = torch.zeros(len(LENGTHS), width, dtype=torch.int64), torch.zeros(len(LENGTHS), width)
+    for row, sequence in enumerate(tokens.split(LENGTHS)):
+        where = slice(0, len(sequence)) if side == "right" else slice(width - len(sequence), width)
+        batch[row, where], mask[row, where] = sequence, 1
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0).long()
+    with torch.no_grad():
+        padded = theirs(batch, attention_mask=mask, position_ids=position_ids).logits[mask.bool()]
+        ours = packed_logits(load_model(folder), tokens, positions, LENGTHS)
+    torch.testing.assert_close(ours, padded, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama_biased", "qwen3", "gpt_neox", "gpt2"])
+def test_gradients_equal_transformers(case, checkpoint):
+    theirs, folder = checkpoint(case)
+    ours = load_model(folder)
+    tokens, positions = packed_inputs(LENGTHS)
+    weights = torch.randn(sum(LENGTHS), VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    (packed_logits(ours, tokens, positions, LENGTHS).log_softmax(-1) * weights).sum().backward()
+    theirs.zero_grad()
+    for sequence, weight in zip(tokens.split(LENGTHS), weights.split(LENGTHS), strict=True):
+        (theirs(sequence[None]).logits[0].log_softmax(-1) * weight).sum().backward()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for parameter in ours.parameters():  # the layout of weights is the layout of gradients
+        parameter.data = parameter.grad
+    got = {name.replace("embed_out.", "lm_head."): grad for name, grad in logical_tensors(ours).items()}
+    assert got.keys() == expected.keys()
+    for name, grad in got.items():
+        torch.testing.assert_close(grad, expected[name], atol=TOLERANCE, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_round_trip(case):
+    config = config_from_hf(CASES[case].to_dict())
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_old_spellings_are_understood():
+    llama = {
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "num_attention_heads": 8,
+        "hidden_size": 64,
+        "eos_token_id": [1, 2],
+    }
+    config = config_from_hf(llama)
+    assert (config.rope_theta, config.num_kv_heads, config.head_dim, config.eos_token_ids) == (5e5, 8, 8, (1, 2))
+    neox = config_from_hf({"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5000})
+    assert (neox.rotary_fraction, neox.rope_theta) == (0.5, 5000)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": "llama", "hidden_act": "tanh"}, "tanh"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ({"model_type": "mistral"}, "sliding_window = 4096"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "sliding_window = 8"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "GPT-2"),
+    ],
+)
+def test_what_we_would_get_wrong_is_refused(raw, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_hf(raw)
+
+
+def test_a_window_longer_than_the_sequences_does_not_matter():
+    config = config_from_hf({"model_type": "mistral"}, max_positions=4096)
+    assert config.max_positions == 4096
+    assert config == dataclasses.replace(
+        config_from_hf({"model_type": "mistral", "sliding_window": None}), max_positions=4096
+    )
+
+
+def test_bf16_model_has_fp32_logits_close_to_fp32(checkpoint):
+    _, folder = checkpoint("qwen3")
+    tokens, positions = packed_inputs(LENGTHS)
+    with torch.no_grad():
+        full = packed_logits(load_model(folder), tokens, positions, LENGTHS)
+        half = packed_logits(load_model(folder, dtype=torch.bfloat16), tokens, positions, LENGTHS)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, full, atol=0.15, rtol=0)
