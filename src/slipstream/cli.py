@@ -23,7 +23,7 @@ from rich.text import Text
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
-from slipstream.core.recipes import defaults, list_recipes, load_recipe, merge, resolve
+from slipstream.core.recipes import defaults, list_recipes, load_recipe, merge, recipes_dir, resolve
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -99,11 +99,11 @@ def recipes_command(argv: Sequence[str]) -> int:
 
         _console.print("\n".join(task_names()), highlight=False)
         return EXIT_DONE
-    table = Table("recipe", "what it does", "file", show_edge=False)
+    table = Table("recipe", "what it does", show_edge=False)
     for recipe in list_recipes():
-        table.add_row(recipe.name, recipe.description, str(recipe.path))
+        table.add_row(recipe.name, recipe.description)
     _console.print(table)
-    _console.print("Start one with `slipstream run RECIPE`.")
+    _console.print(f"\nStart one with `slipstream run RECIPE`. Files: {recipes_dir()}", soft_wrap=True)
     return EXIT_DONE
 
 
@@ -217,9 +217,10 @@ def _options(name: str, shown: Mapping[str, Any], *own: tuple[str, str, type, bo
     """A dataclass of the command's own flags (name, help, type, is positional), all optional, plus all overrides."""
     fields: list[Any] = []
     annotated: Any = Annotated  # the types are built at run time
+    positional: Any = tyro.conf.Positional
     for field, text, kind, is_positional in own:
         annotation = annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=field.upper())]
-        fields.append((field, tyro.conf.Positional[annotation] if is_positional else annotation, None))
+        fields.append((field, positional[annotation] if is_positional else annotation, None))
     flags = annotated[override_flags(RunConfig, shown), tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
 
