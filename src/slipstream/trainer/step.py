@@ -46,7 +46,7 @@ def microbatch_logprobs(
     hidden = model(
         torch.from_numpy(microbatch.tokens).to(device),
         torch.from_numpy(microbatch.positions).to(device),
-        PackedAttention(microbatch.lengths, device),
+        PackedAttention(microbatch.lengths),
     )
     predicting = hidden[torch.from_numpy(microbatch.target_index).to(device)]
     targets = torch.from_numpy(microbatch.targets).to(device)
@@ -91,7 +91,8 @@ def train_on_batch(
         for part in batching.split_minibatches(groups, config.trainer.minibatches)
     ]
     parts: Metrics = {}
-    losses, grad_norms = [], []
+    losses: list[float] = []
+    grad_norms: list[float] = []
     staleness_updates_max = 0
     for update in range(config.updates_per_step):
         microbatches = minibatches[update % len(minibatches)]
