@@ -145,6 +145,8 @@ class Stream:
             self.arrived = self.taken = data.base - 1
             self._resend_after, self._is_new = None, False
         self.peer = peer
+        if data.base > self.arrived + 1:  # an acknowledgement to a receiver that died: nobody keeps what is in between
+            self.arrived = self.taken = data.base - 1
         if data.sequence <= self.arrived:
             return Verdict.DUPLICATE
         if data.sequence > self.arrived + 1:

@@ -1,0 +1,247 @@
+"""One behaviour of channels, over queues and over ZeroMQ."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, connect_local, make_transport_dir, wait
+from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout
+from slipstream.core.types import Admit, CheckpointSaved, Exported, Message, Prompt, Stop
+
+Connector = Callable[[Sequence[ChannelSpec]], dict[str, Ports]]
+
+
+@pytest.fixture(params=["queue", "zmq"])
+def connector(request: pytest.FixtureRequest) -> Iterator[Connector]:
+    directory = make_transport_dir()
+    opened: list[Ports] = []
+
+    def make(specs: Sequence[ChannelSpec]) -> dict[str, Ports]:
+        if request.param == "queue":
+            ports = connect_local(specs, is_threaded=True)
+        else:
+            executors = {port.split(".")[0] for spec in specs for port in (spec.source, spec.target)}
+            ports = {name: connect(specs, name, directory, incarnation=1) for name in executors}
+        opened.extend(ports.values())
+        return ports
+
+    yield make
+    for ports in opened:
+        ports.close()
+    shutil.rmtree(directory)
+
+
+def spec(name: str = "c", kind: Kind = Kind.BROADCAST, source: str = "a.out", target: str = "b.in", **kw: object):
+    return ChannelSpec(name, kind, source, target, **{"capacity": 8, "deadline_s": 5.0, **kw})  # type: ignore[arg-type]
+
+
+def item(step: int) -> CheckpointSaved:
+    return CheckpointSaved(step=step, path="p")
+
+
+def take(ports: Ports, count: int, port: str = "in") -> list[Message]:
+    taken: list[Message] = []
+    while len(taken) < count:
+        assert wait([ports.inputs[port]], timeout_s=5), f"only {len(taken)} of {count} arrived"
+        while len(taken) < count and (message := ports.inputs[port].get_nowait()) is not None:
+            taken.append(message)
+    return taken
+
+
+def put_often(ports: Ports, count: int) -> None:
+    for step in range(count):
+        ports.outputs["out"].put(item(step))
+
+
+def steps(messages: Sequence[Message]) -> list[int]:
+    return [m.step for m in messages if isinstance(m, CheckpointSaved)]
+
+
+def test_order_is_kept_and_counted(connector: Connector) -> None:
+    ports = connector([spec()])
+    got = []
+    for start in range(0, 40, 8):
+        for step in range(start, start + 8):
+            ports["a"].outputs["out"].put(item(step))
+        got += take(ports["b"], 8)
+    assert steps(got) == list(range(40))
+    assert ports["b"].inputs["in"].get_nowait() is None
+    ports["a"].outputs["out"].flush(5)
+    assert ports["a"].outputs["out"].depth == 0
+    assert (ports["a"].outputs["out"].stats.sent, ports["b"].inputs["in"].stats.received) == (40, 40)
+
+
+def test_broadcast_reaches_all_and_gather_joins_all(connector: Connector) -> None:
+    ports = connector(
+        [spec("to_b"), spec("to_c", target="c.in")]
+        + [spec(f"from_{n}", Kind.GATHER, f"{n}.out", "a.in") for n in ("b", "c")]
+    )
+    ports["a"].outputs["out"].put(item(1))
+    for name in ("b", "c"):
+        assert steps(take(ports[name], 1)) == [1]
+        ports[name].outputs["out"].put(Exported(path=name))
+    assert {m.path for m in take(ports["a"], 2) if isinstance(m, Exported)} == {"b", "c"}
+
+
+def test_scatter_follows_the_route(connector: Connector) -> None:
+    ports = connector([spec(f"to_{i}", Kind.SCATTER, target=f"g{i}.in") for i in range(3)])
+    prompt = Prompt(prompt_id="p", text="", tokens=np.zeros(2, np.int32), task="t")
+    for ordinal, replica in enumerate((2, 0, 1, 2)):
+        ports["a"].outputs["out"].put(Admit(ordinal=ordinal, replica=replica, prompt=prompt, num_samples=1))
+    ports["a"].outputs["out"].put(Stop())
+    for replica, ordinals in ((0, [1]), (1, [2]), (2, [0, 3])):
+        *admits, last = take(ports[f"g{replica}"], len(ordinals) + 1)
+        assert [m.ordinal for m in admits if isinstance(m, Admit)] == ordinals
+        assert last == Stop()
+    with pytest.raises(ChannelError, match="no such target"):
+        ports["a"].outputs["out"].put(Admit(ordinal=0, replica=3, prompt=prompt, num_samples=1))
+
+
+def test_a_full_channel_times_out_and_names_itself(connector: Connector) -> None:
+    ports = connector([spec(capacity=3, deadline_s=0.05)])
+    for step in range(3):
+        ports["a"].outputs["out"].put(item(step))
+    assert not ports["a"].outputs["out"].has_room
+    with pytest.raises(ChannelTimeout, match=r"'c' \(a.out -> b.in\)[\s\S]*3 messages wait[\s\S]*capacity 3"):
+        ports["a"].outputs["out"].put(item(3))
+    assert steps(take(ports["b"], 3)) == [0, 1, 2], "the refused message must not arrive"
+    assert ports["a"].outputs["out"].stats.wait_s >= 0.05
+
+
+def test_a_broadcast_that_times_out_reaches_nobody(connector: Connector) -> None:
+    ports = connector([spec("to_b", capacity=1, deadline_s=0.05), spec("to_c", target="c.in", capacity=2)])
+    ports["a"].outputs["out"].put(item(0))
+    take(ports["c"], 1)
+    with pytest.raises(ChannelTimeout, match="to_b"):
+        ports["a"].outputs["out"].put(item(1))
+    assert ports["c"].inputs["in"].get_nowait() is None
+
+
+def test_back_pressure_yields_when_a_thread_drains(connector: Connector) -> None:
+    ports = connector([spec(capacity=2)])
+    got: list[Message] = []
+    reader = threading.Thread(target=lambda: got.extend(take(ports["b"], 200)))
+    reader.start()
+    for step in range(200):
+        ports["a"].outputs["out"].put(item(step))
+        assert ports["a"].outputs["out"].depth <= 2
+    reader.join()
+    assert steps(got) == list(range(200))
+
+
+def test_close_wakes_a_blocked_put(connector: Connector) -> None:
+    ports = connector([spec(capacity=1, deadline_s=30.0)])
+    ports["a"].outputs["out"].put(item(0))
+    errors: list[ChannelError] = []
+    started = threading.Event()
+
+    def blocked() -> None:
+        started.set()
+        try:
+            ports["a"].outputs["out"].put(item(1))
+        except ChannelClosed as error:
+            errors.append(error)
+
+    writer = threading.Thread(target=blocked)
+    writer.start()
+    started.wait()
+    ports["a"].outputs["out"].close()
+    writer.join(5)
+    assert len(errors) == 1
+    with pytest.raises(ChannelClosed):
+        ports["a"].outputs["out"].put(item(2))
+
+
+def test_the_receivers_end_closes_the_senders(connector: Connector) -> None:
+    ports = connector([spec(capacity=1, deadline_s=30.0)])
+    ports["a"].outputs["out"].put(item(0))
+    take(ports["b"], 1)
+    ports["b"].inputs["in"].close()
+    with pytest.raises(ChannelClosed):
+        put_often(ports["a"], 3)  # over a socket the news takes a moment; then the capacity blocks until it is here
+    with pytest.raises(ChannelClosed):
+        ports["b"].inputs["in"].get_nowait()
+
+
+def test_close_wakes_a_waiting_reader(connector: Connector) -> None:
+    ports = connector([spec()])
+    inbox = ports["b"].inputs["in"]
+    woken: list[bool] = []
+    reader = threading.Thread(target=lambda: woken.append(wait([inbox], timeout_s=30)))
+    reader.start()
+    inbox.close()
+    reader.join(5)
+    assert woken == [True]
+
+
+def test_wait_sees_messages_descriptors_and_time(connector: Connector) -> None:
+    ports = connector([spec(capacity=1), spec("back", source="b.out", target="a.in")])
+    outbox, inbox = ports["a"].outputs["out"], ports["b"].inputs["in"]
+    assert not wait([inbox], [outbox], timeout_s=0)
+    assert not wait([inbox], [outbox], timeout_s=0.01)
+    outbox.put(item(0))
+    assert wait([inbox], [outbox], timeout_s=5)
+    assert not outbox.has_room
+    inbox.get_nowait()
+    outbox.flush(5)
+    assert outbox.has_room
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, b"x")
+    assert wait([inbox], [outbox], [read_fd], timeout_s=5)
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_a_dead_target_is_passed_by(connector: Connector) -> None:
+    ports = connector([spec("to_b", capacity=1), spec("to_c", target="c.in", capacity=4)])
+    outbox = ports["a"].outputs["out"]
+    outbox.put(item(0))
+    outbox.disconnect("b")
+    outbox.put(item(1))
+    assert steps(take(ports["c"], 2)) == [0, 1]
+    outbox.disconnect("c")
+    with pytest.raises(ChannelClosed, match="disconnected"):
+        outbox.put(item(2))
+
+
+def test_only_the_declared_types_pass(connector: Connector) -> None:
+    ports = connector([spec(accepts=("Stop", "Exported"))])
+    ports["a"].outputs["out"].put(Stop())
+    with pytest.raises(ChannelError, match="CheckpointSaved"):
+        ports["a"].outputs["out"].put(item(0))
+    assert take(ports["b"], 1) == [Stop()]
+
+
+def test_a_single_thread_cannot_wait_for_itself() -> None:
+    ports = connect_local([spec(capacity=2, deadline_s=60.0)])
+    for step in range(2):
+        ports["a"].outputs["out"].put(item(step))
+    with pytest.raises(ChannelTimeout, match="share a thread"):
+        ports["a"].outputs["out"].put(item(2))
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [spec(), spec()],
+        [spec("x", Kind.GATHER), spec("y", Kind.GATHER, target="c.in")],
+        [spec("x", Kind.SCATTER), spec("y", Kind.BROADCAST, target="c.in")],
+        [spec("x", Kind.SCATTER, route="replika")],
+        [spec(accepts=("Stopp",))],
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(specs: list[ChannelSpec]) -> None:
+    with pytest.raises(ChannelError):
+        connect_local(specs)
+
+
+@pytest.mark.parametrize("bad", [{"source": "a"}, {"target": "a.b.c"}, {"capacity": 0}, {"name": ""}])
+def test_a_bad_spec_is_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ChannelError):
+        spec(**bad)  # type: ignore[arg-type]

@@ -1,0 +1,258 @@
+"""What only channels between processes can meet: lost connections, restarts, stale incarnations, junk on the socket."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from slipstream.core import links, wire
+from slipstream.core.channel import (
+    ChannelSpec,
+    Inbox,
+    Kind,
+    Ports,
+    connect,
+    connect_hosted,
+    connect_local,
+    make_transport_dir,
+    wait,
+)
+from slipstream.core.errors import ChannelClosed, ChannelError
+from slipstream.core.types import CheckpointSaved, Message, Stop
+
+SPECS = [ChannelSpec("c", Kind.BROADCAST, "a.out", "b.in", capacity=64, deadline_s=5.0)]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = make_transport_dir()
+    yield path
+    shutil.rmtree(path)
+
+
+def item(step: int) -> CheckpointSaved:
+    return CheckpointSaved(step=step, path="p")
+
+
+def take(inbox: Inbox, count: int) -> list[int]:
+    taken: list[Message] = []
+    while len(taken) < count:
+        assert wait([inbox], timeout_s=5), f"only {len(taken)} of {count} arrived"
+        while len(taken) < count and (message := inbox.get_nowait()) is not None:
+            taken.append(message)
+    return [m.step for m in taken if isinstance(m, CheckpointSaved)]
+
+
+def put_until_told(source: Ports, target: Ports) -> None:
+    while not wait([target.inputs["in"]], [source.outputs["out"]], timeout_s=0.01):
+        source.outputs["out"].put(item(2))
+
+
+def test_a_sender_may_come_first_and_a_restarted_receiver_gets_what_was_not_taken(directory: Path) -> None:
+    a = connect(SPECS, "a", directory, 1)
+    out = a.outputs["out"]
+    for step in range(10):
+        out.put(item(step))
+    b = connect(SPECS, "b", directory, 1)
+    inbox = b.inputs["in"]
+    assert take(inbox, 4) == [0, 1, 2, 3]
+    socket = inbox.pollables()[1]
+    assert not isinstance(socket, int)
+    socket.close()  # as a killed process would: nothing is said to the sender
+
+    restarted = connect(SPECS, "b", directory, 2)
+    got: list[int] = []
+    while not got or got[-1] != 9:
+        assert wait(list(restarted.inputs.values()), [out], timeout_s=5)
+        while isinstance(message := restarted.inputs["in"].get_nowait(), CheckpointSaved):
+            got.append(message.step)
+    assert got == list(range(got[0], 10))
+    assert got[0] <= 4, "nothing untaken may be lost; what was taken comes again if its acknowledgement was lost"
+    out.flush(5)
+    a.close()
+    restarted.close()
+
+
+def test_a_lower_incarnation_is_refused_and_told(directory: Path) -> None:
+    b = connect(SPECS, "b", directory, 1)
+    inbox = b.inputs["in"]
+    old, new = connect(SPECS, "a", directory, 1), connect(SPECS, "a", directory, 2)
+    old.outputs["out"].put(item(0))
+    assert take(inbox, 1) == [0]
+    new.outputs["out"].put(item(10))
+    assert take(inbox, 1) == [10]
+    old.outputs["out"].put(item(1))
+    with pytest.raises(ChannelClosed, match="replaced by 2"):
+        put_until_told(old, b)
+    assert inbox.stats.refused >= 1
+    assert inbox.get_nowait() is None
+    for ports in (old, new, b):
+        ports.close()
+
+
+def test_a_fence_holds_before_the_new_incarnation_arrives(directory: Path) -> None:
+    a, b = connect(SPECS, "a", directory, 1), connect(SPECS, "b", directory, 1)
+    b.inputs["in"].fence("a", 5)
+    a.outputs["out"].put(item(0))
+    with pytest.raises(ChannelClosed, match="replaced by 5"):
+        put_until_told(a, b)
+    a.close()
+    b.close()
+
+
+@pytest.fixture
+def raw(directory: Path) -> Iterator[tuple[Inbox, zmq.Socket[bytes]]]:
+    b = connect(SPECS, "b", directory, 1)
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(f"ipc://{directory}/0.sock")
+    yield b.inputs["in"], socket
+    socket.close(linger=0)
+    b.close()
+
+
+def test_junk_is_refused_counted_and_harmless(raw: tuple[Inbox, zmq.Socket[bytes]]) -> None:
+    inbox, socket = raw
+    good = wire.encode(item(1))
+    junk = [
+        [b""],
+        [b"x" * 40],
+        [b"a", b"b"],
+        [links.pack_data(b"nobody", 1, 1, 1, good)],
+        [links.pack_data(b"\xff", 1, 1, 1, good)],
+        [links.pack_data(b"c", 1, 2, 1, good)],  # base beyond sequence
+        [links.pack_data(b"c", 1, 1, 1, b"\xc1 not msgpack")],
+        [links.pack_data(b"c", 1, 1, 2, good)[:20]],
+    ]
+    for frames in junk:
+        socket.send_multipart(frames)
+    socket.send(links.pack_data(b"c", 1, 1, 2, good))
+    assert take(inbox, 1) == [1]
+    assert inbox.stats.refused == len(junk)
+
+
+def test_duplicates_are_dropped_and_gaps_asked_for(raw: tuple[Inbox, zmq.Socket[bytes]]) -> None:
+    inbox, socket = raw
+    for sequence in (1, 2, 1, 2, 4, 5):
+        socket.send(links.pack_data(b"c", 1, 1, sequence, wire.encode(item(sequence))))
+    assert take(inbox, 2) == [1, 2]
+    assert inbox.get_nowait() is None
+    replies = []
+    while socket.poll(200):
+        replies.append(socket.recv())
+    assert replies.count(links.pack_reply(links.Reply.RESEND, 1, 2)) == 1, "a gap is asked for once"
+    assert links.pack_reply(links.Reply.TAKEN, 1, 2) in replies
+    assert inbox.stats.duplicates == 2
+    for sequence in (3, 4, 5):
+        socket.send(links.pack_data(b"c", 1, 3, sequence, wire.encode(item(sequence))))
+    assert take(inbox, 3) == [3, 4, 5]
+
+
+def test_a_late_acknowledgement_to_a_dead_receiver_leaves_no_gap(raw: tuple[Inbox, zmq.Socket[bytes]]) -> None:
+    inbox, socket = raw
+    socket.send(links.pack_data(b"c", 1, 1, 9, wire.encode(item(9))))  # sent before 1..8 were known to be taken
+    socket.send(links.pack_data(b"c", 1, 9, 9, wire.encode(item(9))))  # sent again after
+    assert take(inbox, 1) == [9]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from slipstream.core.channel import ChannelSpec, Kind, connect, wait
+from slipstream.core.types import CheckpointSaved, Stop
+specs = [
+    ChannelSpec("to", Kind.BROADCAST, "a.out", "b.in", capacity=16, deadline_s=10.0),
+    ChannelSpec("back", Kind.GATHER, "b.out", "a.in", capacity=16, deadline_s=10.0),
+]
+ports = connect(specs, "b", Path(sys.argv[1]), int(sys.argv[2]))
+while True:
+    if not wait(ports.inputs.values(), ports.outputs.values(), timeout_s=15):
+        sys.exit(1)
+    while (message := ports.inputs["in"].get_nowait()) is not None:
+        ports.outputs["out"].put(message)
+        if message == Stop():
+            ports.outputs["out"].flush(5)
+            ports.close()
+            sys.exit(0)
+"""
+
+
+def test_a_killed_process_is_restarted_and_nothing_waits_forever(directory: Path) -> None:
+    specs = [
+        ChannelSpec("to", Kind.BROADCAST, "a.out", "b.in", capacity=16, deadline_s=10.0),
+        ChannelSpec("back", Kind.GATHER, "b.out", "a.in", capacity=16, deadline_s=10.0),
+    ]
+    a = connect(specs, "a", directory, 1)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(directory), "1"])
+    for step in range(8):
+        a.outputs["out"].put(item(step))
+    assert take(a.inputs["in"], 8) == list(range(8))
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    for step in range(8, 16):
+        a.outputs["out"].put(item(step))
+    again = subprocess.Popen([sys.executable, "-c", CHILD, str(directory), "2"])
+    a.outputs["out"].put(Stop())
+    seen: list[int] = []
+    while True:
+        assert wait(a.inputs.values(), a.outputs.values(), timeout_s=10)
+        message = a.inputs["in"].get_nowait()
+        if message == Stop():
+            break
+        if isinstance(message, CheckpointSaved):
+            seen.append(message.step)
+    assert again.wait(10) == 0
+    assert [step for step in seen if step >= 8] == list(range(8, 16))
+    a.close()
+
+
+def test_one_process_may_host_several_executors(directory: Path) -> None:
+    specs = [
+        ChannelSpec("ab", Kind.BROADCAST, "a.out", "b.in", capacity=4, deadline_s=5.0),
+        ChannelSpec("ac", Kind.BROADCAST, "a.out", "c.in", capacity=4, deadline_s=5.0),
+        ChannelSpec("cb", Kind.GATHER, "c.out", "b.in", capacity=4, deadline_s=5.0),
+    ]
+    here = connect_hosted(specs, ["a", "b"], directory, 1)
+    there = connect(specs, "c", directory, 1)
+    here["a"].outputs["out"].put(item(1))
+    assert take(there.inputs["in"], 1) == [1]
+    there.outputs["out"].put(item(2))
+    assert take(here["b"].inputs["in"], 2) == [1, 2]
+    for ports in (*here.values(), there):
+        ports.close()
+
+
+def test_sockets_need_a_private_directory_with_a_short_path(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir(mode=0o700)
+    with pytest.raises(ChannelError, match="too long"):
+        connect(SPECS, "b", deep, 1)
+    shared = make_transport_dir()
+    shared.chmod(0o755)
+    with pytest.raises(ChannelError, match="other users"):
+        connect(SPECS, "b", shared, 1)
+    shared.rmdir()
+
+
+def test_twenty_thousand_messages_are_cheap(directory: Path) -> None:
+    """A guard against a round trip per message (which takes seconds here), not a benchmark."""
+    a, b = connect(SPECS, "a", directory, 1), connect(SPECS, "b", directory, 1)
+    out, inbox = a.outputs["out"], b.inputs["in"]
+    num_taken = 0
+    for start in range(0, 20_000, 50):
+        for step in range(start, start + 50):
+            out.put(item(step))
+        num_taken += len(take(inbox, 50))
+    assert num_taken == 20_000
+    a.close()
+    b.close()
+
+
+def test_local_ports_need_no_directory() -> None:
+    assert set(connect_local(SPECS)) == {"a", "b"}
