@@ -5,9 +5,9 @@ No clock, no I/O, no tensors: the controller feeds it real events, tests random 
 The bound
 ---------
 Notation: P groups per step, k = `max_staleness`, W = `reorder_window`, groups numbered by *ordinal* o in admission
-order. Step n trains P groups and starts from policy version n. Let d be the number of groups below o that are known to be
-dropped (without signal, or failed) when o is admitted; dropped groups take no place in a step, so the *place* of o is
-o - d: at most o - d undropped groups have lower ordinals.
+order. Step n trains P groups and starts from policy version n. Let d be the number of groups below o that are known to
+be dropped (without signal, or failed) when o is admitted; dropped groups take no place in a step, so the *place* of o
+is o - d: at most o - d undropped groups have lower ordinals.
 
     Training rule:   a group is trained in a step no later than every undropped group with an ordinal >= o + W
                      (equivalently: while o is unfinished, nothing with an ordinal >= o + W is trained).
@@ -55,7 +55,7 @@ WaitReason = Literal["generation", "rewards", "straggler", "nothing"]
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The dials. `capacity` is how many unfinished completions a replica may hold: its slots and one group in reserve."""
+    """The dials. `capacity`: unfinished completions a replica may hold, that is its slots and one group in reserve."""
 
     groups_per_step: int
     completions_per_group: int
@@ -138,7 +138,8 @@ class Schedule:
             case GroupScored():
                 commands += self._scored(event)
             case StepDone():
-                assert event.step == self.steps_done and self.training, f"step {event.step} was not being trained"
+                assert self.training
+                assert event.step == self.steps_done, f"step {event.step} was not being trained"
                 self.steps_done += 1
                 self.training = ()
             case ReplicaLost():
@@ -162,8 +163,8 @@ class Schedule:
                 "the reward gives no signal: every completion of a group gets the same reward",
                 got=f"{self.dropped_in_a_row} such groups in a row, the last with mean reward {event.mean_reward:.3g}",
                 allowed=f"at most {self.config.max_dropped_in_a_row}",
-                hint="look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per group "
-                "help; loss.skip_no_signal = false trains on them anyway",
+                hint="look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per "
+                "group help; loss.skip_no_signal = false trains on them anyway",
             )
         return [Skip(ordinals=(event.ordinal,))]
 
@@ -222,7 +223,7 @@ class Schedule:
     # Saving
 
     def snapshot(self) -> Snapshot:
-        """State at a step's end. Whatever is in flight or ready is regenerated after `restore`: payloads are disposable."""
+        """State between two steps. Whatever is in flight or ready is regenerated after `restore`."""
         assert not self.training, "a snapshot is taken between two steps"
         return Snapshot(
             next_ordinal=self.next_ordinal,

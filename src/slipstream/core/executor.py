@@ -8,14 +8,18 @@ torchrun.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slipstream.core.clock import Clock
 from slipstream.core.types import Message
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 
 class Sender(Protocol):
@@ -44,6 +48,72 @@ class Spans(Protocol):
     def set_idle_state(self, state: str) -> None: ...
 
 
+@dataclass(frozen=True)
+class Swap:
+    """A committed version: seconds of staging while decoding went on, seconds decoding stood still, probe error."""
+
+    version: int
+    transfer_s: float
+    pause_s: float
+    probe_error: float
+
+
+class WeightsPublisher(Protocol):
+    """The trainer's end of a WEIGHTS channel."""
+
+    def open(self, flat: torch.Tensor) -> None:
+        """`flat` [num_params] holds the live weights from now on; they are only read inside `publish`."""
+        ...
+
+    def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
+        """Copy the weights to a staging slot and offer them; False when every slot is still being read."""
+        ...
+
+    def poll(self) -> bool:
+        """Take releases; offer the newest skipped version when a slot came free. True when anything happened."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightsSubscriber(Protocol):
+    """A generator's end of a WEIGHTS channel."""
+
+    def open(
+        self, parameters: FlatWeights, probe: Callable[[np.ndarray], np.ndarray], tolerance: float, *, is_threaded: bool
+    ) -> None:
+        """Commits go to `parameters`; `probe` recomputes the probe text's logprobs with them, `tolerance` in nats."""
+        ...
+
+    def poll(self) -> bool:
+        """Take offers and start staging the newest. True when anything happened."""
+        ...
+
+    @property
+    def pending_version(self) -> int | None:
+        """A newer version that lies staged and verified, ready to commit."""
+        ...
+
+    def commit(self) -> Swap | None:
+        """Switch to the pending version between two decode steps; None when none is pending.
+
+        Raises WeightSyncError, leaving the old version in place, when the probe disagrees.
+        """
+        ...
+
+    def wait_fds(self) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+class FlatWeights(Protocol):
+    """Parameters as views into one tensor, which can be exchanged (`models.flat.FlatParameters`)."""
+
+    flat: torch.Tensor
+
+    def rebind(self, flat: torch.Tensor) -> None: ...
+
+
 @dataclass
 class Context:
     """What a host hands to `Executor.init`."""
@@ -55,7 +125,9 @@ class Context:
     spans: Spans
     clock: Clock
     num_threads: int = 1
-    extra: dict[str, Any] = field(default_factory=dict)
+    num_threads_alone: int = 1  # while no other executor has work: warm start, evaluation at the ends
+    publisher: WeightsPublisher | None = None
+    subscriber: WeightsSubscriber | None = None
 
 
 class Executor(abc.ABC):

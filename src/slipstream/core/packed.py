@@ -5,13 +5,13 @@ Legend: N input tokens and M predicted tokens (targets) of a microbatch, S its s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from slipstream.core.types import Group
+from slipstream.core.types import Group, Rollout
 
 
 @dataclass(frozen=True)
@@ -88,3 +88,11 @@ class Batching(Protocol):
     def padding_frac(self, microbatches: Sequence[PackedMicrobatch]) -> float: ...
 
     def padded_layout_frac(self, microbatches: Sequence[PackedMicrobatch]) -> float: ...
+
+
+class GroupCollector(Protocol):
+    """What the trainer needs of the group buffer; `batching.buffer.GroupBuffer` provides it."""
+
+    def add(self, rollout: Rollout) -> Group | None: ...
+
+    def take(self, ordinals: Iterable[int]) -> list[Group]: ...

@@ -145,6 +145,14 @@ class Evaluate(Message):
 # Controller -> trainer
 
 
+class WarmStart(Message):
+    """Demonstrations for the supervised warm start: prompt and completion tokens, one pair after the other."""
+
+    tokens: np.ndarray  # int32 [sum of all lengths]
+    prompt_lengths: np.ndarray  # int32 [N]
+    completion_lengths: np.ndarray  # int32 [N]
+
+
 class TrainStep(Message):
     """Train step `step` on exactly these groups."""
 
@@ -165,10 +173,14 @@ class Waiting(Message):
 
 
 class Checkpoint(Message):
-    """Save policy, optimizer and random state of `step` under `path`; answer with `CheckpointSaved`."""
+    """Save policy, optimizer and random state of `step` under `path`; answer with `CheckpointSaved`.
+
+    `schedule` is the schedule's state at the same instant (JSON types), saved with them: one consistent cut.
+    """
 
     step: int
     path: str
+    schedule: dict[str, Any]
 
 
 class Export(Message):

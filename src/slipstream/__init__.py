@@ -1,0 +1,31 @@
+"""Slipstream: asynchronous, off-policy reinforcement learning for language models, in native PyTorch.
+
+`slipstream.run` trains (see `slipstream/api.py`); everything is imported on first use, so that the command line
+answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.api import Result, run
+    from slipstream.core.config import RunConfig
+    from slipstream.core.recipes import resolve
+
+__version__ = "0.1.0"
+__all__ = ["Result", "RunConfig", "resolve", "run"]
+
+_HOMES = {
+    "run": "slipstream.api",
+    "Result": "slipstream.api",
+    "RunConfig": "slipstream.core.config",
+    "resolve": "slipstream.core.recipes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

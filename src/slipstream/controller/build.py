@@ -1,0 +1,124 @@
+"""From a config to a pipeline: the only place that knows all stages and hands each what it needs of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.batching import collate
+from slipstream.batching.buffer import GroupBuffer
+from slipstream.controller.controller import Work
+from slipstream.controller.pipeline import Node, Pipeline, gather, weights
+from slipstream.controller.placement import num_cores, place
+from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
+from slipstream.core.config import RunConfig
+from slipstream.core.types import WarmStart
+from slipstream.generator.executor import Generator
+from slipstream.models.build import build_tokenizer
+from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
+from slipstream.rewards.executor import Rewards
+from slipstream.trainer.executor import Trainer
+
+DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
+
+
+def make_generator(config: RunConfig, replica: int = 0) -> Generator:
+    """The generator executor of the default pipeline."""
+    return Generator(config=config, replica=replica)
+
+
+def make_trainer(config: RunConfig, resume: str | None = None) -> Trainer:
+    """The trainer executor, with the group buffer and collation beside it."""
+    in_flight = (config.max_staleness + 1) * config.groups_per_step + config.reorder_window
+    buffer = GroupBuffer(config.completions_per_group, max_groups=16 * in_flight + 1024)
+    return Trainer(config=config, buffer=buffer, batching=collate, resume=resume)
+
+
+def make_rewards(config: RunConfig, reward: Callable[..., Any] | None = None) -> Rewards:
+    """The reward executor: the config's terms in sandboxed workers, or the caller's function in this process."""
+    return Rewards(config=config.rewards, tasks=task_table(config.prompts.tasks), function=reward)
+
+
+def nodes(
+    config: RunConfig, *, reward: Callable[..., Any] | None = None, resume: Path | None = None
+) -> tuple[Node, ...]:
+    """The executors of the default pipeline, with threads placed."""
+    threads = place(config, num_cores())
+    generators = tuple(
+        Node(
+            name=f"generator-{replica}",
+            factory=make_generator,
+            kwargs={"config": config, "replica": replica},
+            host=config.host,
+            num_threads=threads["generator"].together,
+            num_threads_alone=threads["generator"].alone,
+        )
+        for replica in range(config.generator.replicas)
+    )
+    rewards = Node(
+        name="rewards",
+        factory=make_rewards,
+        kwargs={"config": config} | ({} if reward is None else {"reward": reward}),
+        host=config.host if reward is None else "inline",  # a function of the caller's lives in the caller's process
+    )
+    trainer = Node(
+        name="trainer",
+        factory=make_trainer,
+        kwargs={"config": config, "resume": None if resume is None else str(resume)},
+        host=config.host,
+        num_threads=threads["trainer"].together,
+        num_threads_alone=threads["trainer"].alone,
+    )
+    return (*generators, rewards, trainer)
+
+
+def default_pipeline(
+    config: RunConfig, *, reward: Callable[..., Any] | None = None, resume: Path | None = None
+) -> Pipeline:
+    """generators -> rewards -> trainer -> weights -> generators."""
+    replicas = [f"generator-{replica}" for replica in range(config.generator.replicas)]
+    deadline_s = config.deadline_s
+    channels = [
+        *(
+            gather(f"completions/{name}", f"{name}.completions", "rewards.completions", deadline_s=deadline_s)
+            for name in replicas
+        ),
+        gather("rollouts", "rewards.rollouts", "trainer.rollouts", deadline_s=deadline_s),
+        *(weights(f"weights/{name}", "trainer.weights", f"{name}.weights", deadline_s=deadline_s) for name in replicas),
+    ]
+    return Pipeline(nodes(config, reward=reward, resume=resume), tuple(channels), deadline_s=deadline_s)
+
+
+def build_schedule(config: RunConfig, snapshot: Snapshot | None = None) -> Schedule:
+    """The schedule of a run, from its start or from a checkpoint's snapshot."""
+    group = config.completions_per_group
+    schedule_config = ScheduleConfig(
+        groups_per_step=config.groups_per_step,
+        completions_per_group=group,
+        max_staleness=config.max_staleness,
+        reorder_window=config.reorder_window,
+        steps=config.steps,
+        # One group in reserve keeps the slots full while an admission is on its way.
+        capacity=max(config.generator.num_slots, group) + group,
+        skip_no_signal=config.loss.skip_no_signal,
+        max_dropped_in_a_row=DROPPED_PER_GROUP * config.groups_per_step,
+    )
+    return Schedule(schedule_config) if snapshot is None else Schedule.restore(schedule_config, snapshot)
+
+
+def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[Work, PromptSet]:
+    """Prompts, held-out prompts and the demonstrations of the warm start."""
+    tokenizer = build_tokenizer(config.model)
+    prompts = build_prompts(config, tokenizer)
+    warm_start = None
+    if config.warm_start.steps and not is_resumed:
+        pairs = demonstrations(config.warm_start, prompts.train.prompts, tokenizer, seed=config.seed)
+        warm_start = WarmStart(
+            tokens=np.concatenate([part for pair in pairs for part in pair]).astype(np.int32),
+            prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
+            completion_lengths=np.array([len(completion) for _, completion in pairs], dtype=np.int32),
+        )
+    return Work(prompt_of=prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start), prompts

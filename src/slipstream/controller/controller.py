@@ -1,0 +1,433 @@
+"""The spine: one process that launches the executors, runs the schedule, keeps the ledger, evaluates, and ends the run.
+
+    consumes      events of all executors (and the deaths of their processes)
+    produces      commands: admissions, training steps, evaluations, checkpoints, the end
+    waits for     any event, at most `deadline_s` without one
+    ends when     the last step is trained and swapped in, evaluated and exported; or on Ctrl-C; or with an error
+
+Decisions are the schedule's (`controller/schedule.py`); payloads never come here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import numpy as np
+
+from slipstream.controller.host import Child, Host
+from slipstream.controller.ledger import Ledger
+from slipstream.controller.pipeline import CONTROLLER, Pipeline
+from slipstream.controller.schedule import Command, Event, Schedule, Snapshot
+from slipstream.controller.tally import Tally
+from slipstream.controller.watch import Observer
+from slipstream.core.channel import connect_hosted, make_transport_dir, wait
+from slipstream.core.clock import Clock, WallClock
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ExecutorDied, SlipstreamError
+from slipstream.core.types import (
+    Admit,
+    Checkpoint,
+    CheckpointSaved,
+    CompletionFinished,
+    Counters,
+    EvalScored,
+    Evaluate,
+    Export,
+    Exported,
+    Failed,
+    GroupScored,
+    Message,
+    Progress,
+    Prompt,
+    Published,
+    Ready,
+    Skip,
+    StartGroup,
+    StepDone,
+    Stop,
+    Swapped,
+    TrainStep,
+    Waiting,
+    WarmStart,
+)
+from slipstream.observe.metrics import MetricsWriter
+from slipstream.observe.recorder import EventRecorder
+from slipstream.observe.timeline import Timeline, timeline_path
+from slipstream.weight_sync.segment import cleanup
+
+WAKE_EVERY_S = 1.0  # how often a silent run looks at its deadline; decisions never wait for it
+STOP_DEADLINE_S = 10.0
+GREEDY, SAMPLED = 0.0, 1.0
+
+
+@dataclass
+class Evaluation:
+    """An evaluation under way: greedy and sampled answers of one replica's version."""
+
+    eval_id: int
+    temperature: float
+    num_prompts: int
+    scores: list[EvalScored]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run trains on, handed in by `controller/build.py`: prompts by ordinal, held-out ones, demonstrations."""
+
+    prompt_of: Callable[[int], Prompt]
+    held_out: tuple[Prompt, ...]
+    warm_start: WarmStart | None
+
+
+class Controller:
+    """Runs a pipeline once. `run` returns the tally; the caller writes summary and report from it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        work: Work,
+        *,
+        run_dir: Path,
+        tally: Tally,
+        observer: Observer,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.pipeline = pipeline
+        self.schedule = schedule
+        self.work = work
+        self.run_dir = run_dir
+        self.tally = tally
+        self.observer = observer
+        self.clock = WallClock() if clock is None else clock
+        self.timeline = Timeline(CONTROLLER, timeline_path(run_dir, CONTROLLER), self.clock)
+        self.ledger = Ledger(run_dir / "ledger.jsonl")
+        self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
+        self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
+        self.hosts: list[Host] = []
+        self.children: list[Child] = []
+        self.ready: set[str] = set()
+        self.evaluations: dict[int, Evaluation] = {}
+        self.num_evaluations = 0
+        self.waiting_reason = ""
+        self.checkpointed: int | None = None
+        self.is_exported = False
+        self.is_interrupted = False
+        self.heard_s = self.clock.now_s()
+
+    # The run
+
+    def run(self) -> Tally:
+        """Launch, train, end. Raises ExecutorDied or SlipstreamError; whatever happens, no process survives it."""
+        transport_dir = make_transport_dir()
+        run_id = transport_dir.name
+        try:
+            with self._catch_interrupts():
+                self._launch(transport_dir, run_id)
+                self._train()
+                self._finish()
+        finally:
+            self._shut_down()
+            shutil.rmtree(transport_dir, ignore_errors=True)
+            cleanup(run_id)
+        return self.tally
+
+    def _launch(self, transport_dir: Path, run_id: str) -> None:
+        with self.timeline.span("start_up"):
+            channels = self.pipeline.all_channels
+            inline = [node for node in self.pipeline.nodes if node.host == "inline"]
+            for node in self.pipeline.nodes:
+                if node.host == "process":
+                    self.children.append(
+                        Child.start(
+                            node,
+                            channels,
+                            run_dir=self.run_dir,
+                            transport_dir=transport_dir,
+                            run_id=run_id,
+                            incarnation=1,
+                        )
+                    )
+            hosted = [CONTROLLER, *(node.name for node in inline)]
+            ports = connect_hosted(channels, hosted, transport_dir, incarnation=1)
+            self.ports = ports[CONTROLLER]
+            self.hosts = [Host(node, ports[node.name], channels, self.run_dir, run_id=run_id) for node in inline]
+            for host in self.hosts:
+                host.init()
+            if self.work.warm_start is not None:
+                self._send("trainer", self.work.warm_start)
+        self._run_until(lambda: len(self.ready) == len(self.pipeline.nodes), "all executors to be ready")
+
+    def _train(self) -> None:
+        first = self.schedule.steps_done
+        replicas = [node.name for node in self.pipeline.nodes if node.name.startswith("generator")]
+        self._run_until(lambda: len(self.schedule.versions) == len(replicas), "generators to hold the first version")
+        if first == 0:
+            self._evaluate()
+        self._run_until(lambda: self.schedule.is_finished or self.is_interrupted, "training")
+        if self.is_interrupted:
+            self._run_until(lambda: not self.schedule.training, "the current step")
+
+    def _finish(self) -> None:
+        last = self.schedule.steps_done
+        if not self.is_interrupted:
+            self._run_until(lambda: min(self.schedule.versions.values()) >= last, "generators to hold the last version")
+            self._evaluate()
+            self._run_until(lambda: not self.evaluations, "the last evaluation")
+        self._checkpoint()
+        self._send("trainer", Export(path=str(self.run_dir / "model")))
+        self._run_until(lambda: self.checkpointed == last and self.is_exported, "checkpoint and export")
+        self.tally.status = "interrupted" if self.is_interrupted else "done"
+
+    # The loop
+
+    def _run_until(self, is_done: Callable[[], bool], what: str) -> None:
+        """Handle events until `is_done`.
+
+        Waits for: events. Unblocked by: any executor. Ends when: `is_done`, a death, or `deadline_s` without news.
+        """
+        self.heard_s = self.clock.now_s()
+        while not is_done():
+            has_worked = self._step()
+            for host in self.hosts:
+                has_worked |= host.step()
+            if not has_worked and not is_done():
+                self._sleep()
+                self._check_deadline(what)
+
+    def _step(self) -> bool:
+        has_worked = False
+        inbox = self.ports.inputs["events"]
+        while (message := inbox.get_nowait()) is not None:
+            has_worked = True
+            if not isinstance(message, Counters):
+                self.heard_s = self.clock.now_s()
+            with self.timeline.span("schedule"):
+                self._handle(message)
+        return has_worked
+
+    def _sleep(self) -> None:
+        with self.timeline.idle():
+            inboxes = [*self.ports.inputs.values(), *(i for host in self.hosts for i in host.ports.inputs.values())]
+            fds = [child.pidfd for child in self.children]
+            fds += [fd for host in self.hosts for fd in host.executor.wait_fds()]
+            deadlines = [s for host in self.hosts if (s := host.executor.wait_s()) is not None]
+            wait(inboxes, self.ports.outputs.values(), fds, min([WAKE_EVERY_S, *deadlines]))
+        self._check_children()
+
+    def _check_children(self) -> None:
+        dead = next((child for child in self.children if child.has_ended), None)
+        if dead is not None:
+            self._step()  # it may have said why
+            raise dead.death()
+
+    def _check_deadline(self, what: str) -> None:
+        silent_s = self.clock.now_s() - self.heard_s
+        if silent_s > self.config.deadline_s:
+            missing = sorted({node.name for node in self.pipeline.nodes} - self.ready)
+            raise SlipstreamError(
+                f"nothing happened for {silent_s:.0f} s while waiting for {what}",
+                got=f"not ready: {', '.join(missing)}" if missing else f"the trainer waits for {self.waiting_reason}",
+                allowed=f"deadline_s = {self.config.deadline_s:g}",
+                hint=f"see {self.run_dir / 'logs'}; raise deadline_s if a single step takes longer",
+            )
+
+    @contextlib.contextmanager
+    def _catch_interrupts(self) -> Iterator[None]:
+        """The first Ctrl-C ends the run after the current step with a checkpoint; the second one at once."""
+
+        def interrupt(_number: int, _frame: FrameType | None) -> None:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            self.is_interrupted = True
+
+        try:
+            previous = signal.signal(signal.SIGINT, interrupt)
+        except ValueError:  # not the main thread: somebody else handles signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    # Events
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Swapped() | CompletionFinished() | GroupScored() | StepDone():
+                if isinstance(message, Swapped):
+                    self.tally.swapped(message)
+                    self.observer.swapped(message)
+                if isinstance(message, StepDone):
+                    self._stepped(message)
+                self._decide(message)
+            case Ready():
+                self.ready.add(message.executor)
+                self.tally.num_params = max(self.tally.num_params, message.num_params)
+            case Published():
+                self.tally.published(message)
+            case EvalScored():
+                self._evaluated(message)
+            case Counters():
+                self.tally.counted(message, self.clock.now_s())
+                self.observer.counted(message)
+            case Progress():
+                self.observer.progress(message)
+            case CheckpointSaved():
+                self.checkpointed = message.step
+            case Exported():
+                self.is_exported = True
+            case Failed():
+                raise ExecutorDied(
+                    f"'{message.executor}' failed", got=message.error, hint=f"see logs/{message.executor}.log"
+                )
+            case _:
+                raise TypeError(f"the controller does not take {type(message).__name__}")
+
+    def _decide(self, event: Event) -> None:
+        """Let the schedule decide; carry it out; tell the trainer what it is waiting for when that changed."""
+        commands = self.schedule.apply(event) if not self.is_interrupted else self._only_take(event)
+        self.events.record(event, commands)
+        for command in commands:
+            self._carry_out(command, event)
+        reason = self.schedule.waits_for()
+        if reason != self.waiting_reason:
+            self.waiting_reason = reason
+            self._send("trainer", Waiting(reason=reason))
+        if isinstance(event, StepDone):
+            self._after_step()
+
+    def _only_take(self, event: Event) -> list[Command]:
+        """While ending: the schedule learns what happened, but nothing new starts."""
+        return [command for command in self.schedule.apply(event) if isinstance(command, Skip)]
+
+    def _carry_out(self, command: Command, event: Event) -> None:
+        match command:
+            case StartGroup():
+                self.tally.started(self.clock.now_s())
+                self.ledger.admit(command.ordinal)
+                admit = Admit(
+                    ordinal=command.ordinal,
+                    replica=command.replica,
+                    prompt=self.work.prompt_of(command.ordinal),
+                    num_samples=self.config.completions_per_group,
+                )
+                self._send(f"generator-{command.replica}", admit)
+            case TrainStep():
+                self._send("trainer", command)
+            case Skip():
+                assert isinstance(event, GroupScored)
+                has_failed = event.num_failed >= self.config.completions_per_group
+                for ordinal in command.ordinals:
+                    self.ledger.dropped(ordinal, has_failed=has_failed)
+                self._send("trainer", command)
+
+    def _stepped(self, message: StepDone) -> None:
+        now_s = self.clock.now_s()
+        ordinals = self.schedule.training
+        self.ledger.trained(ordinals, step=message.step)
+        metrics = self.tally.stepped(message, now_s)
+        wall_s = now_s - self.tally.started_s
+        self.metrics.write(step=message.step, version=message.version, wall_s=wall_s, metrics=metrics)
+        self.observer.stepped({"step": message.step, "version": message.version, "wall_s": wall_s} | metrics)
+
+    def _after_step(self) -> None:
+        done, config = self.schedule.steps_done, self.config
+        if config.trainer.checkpoint_every and done % config.trainer.checkpoint_every == 0 and not self.is_interrupted:
+            self._checkpoint()
+        if config.eval.every and done % config.eval.every == 0 and done < config.steps:
+            self._evaluate(with_samples=False)
+
+    def _checkpoint(self) -> None:
+        """Save one consistent cut: policy and optimizer by the trainer, the schedule's state beside them."""
+        if self.schedule.training or self.checkpointed == self.schedule.steps_done:
+            return
+        path = self.run_dir / "checkpoints" / f"step_{self.schedule.steps_done}"
+        snapshot = msgspec.to_builtins(self.schedule.snapshot())
+        self._send("trainer", Checkpoint(step=self.schedule.steps_done, path=str(path), schedule=snapshot))
+
+    # Evaluation
+
+    def _evaluate(self, *, with_samples: bool = True) -> None:
+        """Ask the replica with the newest version for greedy answers, and at the ends for sampled ones too."""
+        prompts = self.work.held_out[: self.config.eval.num_prompts]
+        if not prompts:
+            return
+        replica = max(self.schedule.versions, key=lambda r: (self.schedule.versions[r], -r))
+        for temperature in (GREEDY, SAMPLED) if with_samples else (GREEDY,):
+            evaluation = Evaluation(self.num_evaluations, temperature, len(prompts), [])
+            self.evaluations[evaluation.eval_id] = evaluation
+            self.num_evaluations += 1
+            self._send(
+                f"generator-{replica}",
+                Evaluate(eval_id=evaluation.eval_id, prompts=prompts, temperature=temperature),
+            )
+
+    def _evaluated(self, message: EvalScored) -> None:
+        evaluation = self.evaluations[message.eval_id]
+        evaluation.scores.append(message)
+        if len(evaluation.scores) < evaluation.num_prompts:
+            return
+        del self.evaluations[message.eval_id]
+        accuracy = float(np.mean([score.reward >= 1 - 1e-6 for score in evaluation.scores]))
+        is_greedy = evaluation.temperature == GREEDY
+        self.tally.evaluated(message.version, accuracy, evaluation.scores, is_greedy=is_greedy)
+        self.metrics.write(
+            step=message.version,
+            version=message.version,
+            wall_s=self.clock.now_s() - self.tally.started_s,
+            metrics={"eval_accuracy" if is_greedy else "eval_sampled_accuracy": accuracy},
+        )
+        self.observer.evaluated(self.tally, message.version)
+
+    # Ends
+
+    def _send(self, executor: str, message: Message) -> None:
+        self.ports.outputs[f"to-{executor}"].put(message)
+
+    def _shut_down(self) -> None:
+        """Stop what still listens, wait for it, kill what does not end; close everything. Runs after errors too."""
+        with self.timeline.span("shut_down"):
+            for child in self.children:
+                if not child.has_ended and child.name in self.ready:
+                    with contextlib.suppress(SlipstreamError):
+                        self._send(child.name, Stop())
+            for child in self.children:
+                self._await_end(child)
+            for host in self.hosts:
+                host.close()
+        self.tally.ended_s = self.clock.now_s()
+        self.timeline.close()
+        self.ledger.close()
+        self.events.close()
+        self.metrics.close()
+        self.tally.prompts = self.ledger.counts()
+        for ends in [host.ports for host in self.hosts] + ([self.ports] if self.children or self.hosts else []):
+            ends.close()
+
+    def _await_end(self, child: Child) -> None:
+        """Give a child its time to end by itself, taking its last words meanwhile; then close its lifeline."""
+        deadline_s = self.clock.now_s() + STOP_DEADLINE_S
+        is_stopping = child.name in self.ready
+        while is_stopping and not child.has_ended and self.clock.now_s() < deadline_s:
+            wait(self.ports.inputs.values(), self.ports.outputs.values(), [child.pidfd], WAKE_EVERY_S)
+            while (message := self.ports.inputs["events"].get_nowait()) is not None:
+                if isinstance(message, Counters):
+                    self.tally.counted(message, self.clock.now_s())
+        child.end(deadline_s=2.0)
+
+
+def read_snapshot(checkpoint: Path) -> Snapshot:
+    """The schedule's state in a checkpoint."""
+    extra = msgspec.json.decode((checkpoint / "state.json").read_bytes())["extra"]
+    return msgspec.convert(extra["schedule"], Snapshot)

@@ -1,0 +1,238 @@
+"""Where an executor runs: inside the controller's process, or in a process of its own with the same code around it.
+
+`python -m slipstream.controller.host SPEC` is such a process. It ends when its executor is finished, when it fails, or
+when its standard input closes: the other end of that pipe is the controller, so no child outlives it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.controller.pipeline import Node, decode_node, encode_node, weight_readers
+from slipstream.controller.placement import thread_environment
+from slipstream.core.channel import ChannelSpec, Ports, connect, wait
+from slipstream.core.clock import WallClock
+from slipstream.core.errors import ChannelError, ExecutorDied
+from slipstream.core.executor import Context
+from slipstream.core.types import Counters, Failed
+from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
+from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.segment import SharedMemory
+from slipstream.weight_sync.subscriber import Subscriber
+
+CHECK_LIFELINE_EVERY_S = 0.5
+COUNTERS_EVERY_S = 1.0
+LOG_TAIL_CHARS = 2000
+
+
+class Host:
+    """An executor with its ports and timeline, in this process.
+
+    `step` runs it once; `wait` sleeps until it may have work. Both hosts, inline and process, are made of these.
+    """
+
+    def __init__(
+        self, node: Node, ports: Ports, channels: tuple[ChannelSpec, ...], run_dir: Path, *, run_id: str
+    ) -> None:
+        clock = WallClock()
+        self.name = node.name
+        self.ports = ports
+        self.executor = node.build()
+        self.timeline = Timeline(node.name, timeline_path(run_dir, node.name), clock)
+        publisher = subscriber = None
+        readers = weight_readers(channels)
+        if "weights" in ports.outputs:
+            publisher = Publisher(
+                ports.outputs["weights"],
+                ports.inputs["weights-released"],
+                SharedMemory(run_id),
+                num_readers=len(readers),
+            )
+        if "weights" in ports.inputs:
+            subscriber = Subscriber(
+                ports.inputs["weights"],
+                ports.outputs["weights-released"],
+                SharedMemory(run_id),
+                replica=readers.index(node.name),
+            )
+        self.counted_s = clock.now_s()
+        self.context = Context(
+            name=node.name,
+            run_dir=run_dir,
+            inputs=ports.inputs,
+            outputs=ports.outputs,
+            spans=self.timeline,
+            clock=clock,
+            num_threads=node.num_threads,
+            num_threads_alone=node.num_threads_alone,
+            publisher=publisher,
+            subscriber=subscriber,
+        )
+
+    def init(self) -> None:
+        with self.timeline.span("start_up"):
+            self.executor.init(self.context)
+
+    def step(self) -> bool:
+        """One step of the executor; about once a second, its time per state goes to the controller."""
+        now_s = self.context.clock.now_s()
+        if now_s - self.counted_s >= COUNTERS_EVERY_S:
+            self.counted_s = now_s
+            totals = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
+            self.ports.outputs["events"].put(Counters(executor=self.name, values=totals))
+        return not self.executor.is_finished and self.executor.step()
+
+    def wait(self, extra_fds: list[int], timeout_s: float) -> None:
+        """Sleep until a message, a descriptor or the executor's own deadline; at most `timeout_s`."""
+        own = self.executor.wait_s()
+        with self.timeline.idle():
+            wait(
+                self.ports.inputs.values(),
+                self.ports.outputs.values(),
+                [*extra_fds, *self.executor.wait_fds()],
+                timeout_s if own is None else min(own, timeout_s),
+            )
+
+    def close(self) -> None:
+        self.executor.close()
+        for end in (self.context.publisher, self.context.subscriber):
+            if end is not None:
+                end.close()
+        self.timeline.close()
+
+
+# In the child
+
+
+def main(spec_path: str) -> int:
+    """Host one executor until it is finished, fails, or the controller is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    spec = json.loads(Path(spec_path).read_text())
+    channels = tuple(ChannelSpec(**channel) for channel in spec["channels"])
+    lifeline = sys.stdin.fileno()
+    ports = connect(channels, spec["node"]["name"], Path(spec["transport_dir"]), spec["incarnation"])
+    host: Host | None = None
+    try:
+        host = Host(decode_node(spec["node"]), ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"])
+        host.init()
+        return _serve(host, lifeline)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
+        return _report(ports, spec["node"]["name"], error)
+    finally:
+        if host is not None:
+            host.close()
+        ports.close()
+
+
+def _serve(host: Host, lifeline: int) -> int:
+    """Consumes: its executor's ports. Unblocked by: a message or descriptor. Ends when: finished, or orphaned."""
+    clock = host.context.clock
+    checked_s = clock.now_s()
+    while not host.executor.is_finished:
+        if not host.step() and not host.executor.is_finished:
+            host.wait([lifeline], CHECK_LIFELINE_EVERY_S)
+            checked_s = 0.0
+        if clock.now_s() - checked_s >= CHECK_LIFELINE_EVERY_S:
+            checked_s = clock.now_s()
+            if select.select([lifeline], [], [], 0)[0]:
+                return 1
+    for outbox in host.ports.outputs.values():
+        outbox.flush(deadline_s=10.0)
+    return 0
+
+
+def _report(ports: Ports, name: str, error: Exception) -> int:
+    text = traceback.format_exc()
+    sys.stderr.write(text)
+    try:
+        ports.outputs["events"].put(Failed(executor=name, error=f"{type(error).__name__}: {error}", traceback=text))
+        ports.outputs["events"].flush(deadline_s=2.0)
+    except ChannelError:
+        return 1  # the controller is gone, or will learn of it from our exit code
+    return 1
+
+
+# In the controller
+
+
+@dataclass
+class Child:
+    """A process that hosts an executor; `pidfd` is readable once it has ended."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    log_path: Path
+
+    @classmethod
+    def start(
+        cls,
+        node: Node,
+        channels: tuple[ChannelSpec, ...],
+        *,
+        run_dir: Path,
+        transport_dir: Path,
+        run_id: str,
+        incarnation: int,
+    ) -> Child:
+        spec: dict[str, Any] = {
+            "node": encode_node(node),
+            "channels": [asdict(channel) for channel in channels],
+            "run_dir": str(run_dir.resolve()),
+            "transport_dir": str(transport_dir),
+            "run_id": run_id,
+            "incarnation": incarnation,
+        }
+        spec_path = transport_dir / f"{node.name}.json"
+        spec_path.write_text(json.dumps(spec))
+        log_path = run_dir / "logs" / f"{node.name}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
+        environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path}
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream.controller.host", str(spec_path)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C at the terminal reaches the controller only
+            )
+        return cls(node.name, process, os.pidfd_open(process.pid), log_path)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def death(self) -> ExecutorDied:
+        """Who died and why, with the end of its log."""
+        code = self.process.wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        tail = self.log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
+        return ExecutorDied(
+            f"the process of '{self.name}' ended", got=how, hint=tail or f"nothing in {self.log_path.name}"
+        )
+
+    def end(self, deadline_s: float) -> None:
+        """Close the lifeline and wait; kill what does not end in time."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.pidfd)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

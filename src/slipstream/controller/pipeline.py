@@ -1,0 +1,191 @@
+"""A pipeline is a list of executors and a list of channels (L1, L2); the controller adds its own two to each executor.
+
+A `Node` says how to make an executor, so that any process can: a class or function by import path, and keyword
+arguments that JSON can carry (a RunConfig counts). Nodes are what users compose; see examples/custom_pipeline.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.core.channel import ChannelSpec, Kind
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.executor import Executor
+
+CONTROLLER = "controller"
+
+
+@dataclass(frozen=True)
+class Node:
+    """An executor of the pipeline: its name, what makes it, and where it runs.
+
+    `factory` returns the executor when called with `kwargs`. `host = "inline"` runs it inside the controller's process.
+    Thread counts are those of `controller/placement.py`.
+    """
+
+    name: str
+    factory: Callable[..., Executor]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    host: Literal["process", "inline"] = "process"
+    num_threads: int = 1
+    num_threads_alone: int = 1
+
+    def build(self) -> Executor:
+        return self.factory(**self.kwargs)
+
+
+def encode_node(node: Node) -> dict[str, Any]:
+    """The node in JSON types, for the process that will host it."""
+    kwargs = {
+        key: {"$config": value.model_dump(mode="json")} if isinstance(value, RunConfig) else value
+        for key, value in node.kwargs.items()
+    }
+    return {
+        "name": node.name,
+        "factory": import_path(node.factory),
+        "kwargs": kwargs,
+        "num_threads": node.num_threads,
+        "num_threads_alone": node.num_threads_alone,
+    }
+
+
+def decode_node(data: Mapping[str, Any]) -> Node:
+    """Inverse of `encode_node`: imports the factory."""
+    kwargs = {
+        key: RunConfig.model_validate(value["$config"]) if isinstance(value, dict) and "$config" in value else value
+        for key, value in data["kwargs"].items()
+    }
+    return Node(
+        name=data["name"],
+        factory=resolve_import(data["factory"]),
+        kwargs=kwargs,
+        num_threads=data["num_threads"],
+        num_threads_alone=data["num_threads_alone"],
+    )
+
+
+def import_path(factory: Callable[..., Any]) -> str:
+    """'module:name' of a class or function; 'file.py:name' when it was defined in the script being run."""
+    name = factory.__qualname__
+    if "." in name or "<" in name:
+        raise ConfigError(
+            "an executor in a process of its own needs a factory that can be imported",
+            got=f"{factory.__module__}:{name}",
+            allowed="a class or function at the top level of a module",
+            hint="move it there, or use host = 'inline'",
+        )
+    if factory.__module__ != "__main__":
+        return f"{factory.__module__}:{name}"
+    path = sys.modules["__main__"].__dict__.get("__file__")
+    if path is None:
+        raise ConfigError(
+            "an executor defined in a notebook cell cannot be imported by another process",
+            got=name,
+            allowed="a class or function of a module or script",
+            hint="move it to a file, or use host = 'inline'",
+        )
+    return f"{Path(path).resolve()}:{name}"
+
+
+def resolve_import(path: str) -> Callable[..., Any]:
+    """What 'module:name' or 'file.py:name' stands for; ConfigError when there is no such thing."""
+    module_name, _, name = path.rpartition(":")
+    if not module_name:
+        raise ConfigError("not an import path", got=path, allowed="'module:name' or 'path/to/file.py:name'")
+    if module_name.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(f"slipstream_user_{Path(module_name).stem}", module_name)
+        if spec is None or spec.loader is None or not Path(module_name).exists():
+            raise ConfigError("no such file", got=module_name)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(module_name)
+    if name not in vars(module):
+        raise ConfigError(f"'{module_name}' has no '{name}'", hint=did_you_mean(name, vars(module)))
+    found: Callable[..., Any] = vars(module)[name]
+    return found
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Executors and the channels between them; `all_channels` includes the controller's own."""
+
+    nodes: tuple[Node, ...]
+    channels: tuple[ChannelSpec, ...]
+    deadline_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        if len(set(names)) != len(names) or CONTROLLER in names:
+            raise ConfigError("executors need distinct names", got=", ".join(names), allowed=f"not '{CONTROLLER}'")
+        for channel in self.channels:
+            for port in (channel.source, channel.target):
+                executor = port.split(".")[0]
+                if executor not in names:
+                    raise ConfigError(
+                        f"channel '{channel.name}' names an executor that is not in the pipeline",
+                        got=port,
+                        allowed=", ".join(names),
+                        hint=did_you_mean(executor, names),
+                    )
+
+    @property
+    def all_channels(self) -> tuple[ChannelSpec, ...]:
+        own: list[ChannelSpec] = []
+        for node in self.nodes:
+            own.append(
+                ChannelSpec(
+                    name=f"commands/{node.name}",
+                    kind=Kind.GATHER,
+                    source=f"{CONTROLLER}.to-{node.name}",
+                    target=f"{node.name}.commands",
+                    deadline_s=self.deadline_s,
+                )
+            )
+            own.append(
+                ChannelSpec(
+                    name=f"events/{node.name}",
+                    kind=Kind.GATHER,
+                    source=f"{node.name}.events",
+                    target=f"{CONTROLLER}.events",
+                    capacity=8192,
+                    deadline_s=self.deadline_s,
+                )
+            )
+        return (*self.channels, *(release for c in self.channels if (release := _release_of(c))), *own)
+
+
+def _release_of(channel: ChannelSpec) -> ChannelSpec | None:
+    """The way back of a WEIGHTS channel, on which generators release the slots they have read."""
+    if channel.kind is not Kind.WEIGHTS:
+        return None
+    return ChannelSpec(
+        name=f"{channel.name}/released",
+        kind=Kind.GATHER,
+        source=f"{channel.target}-released",
+        target=f"{channel.source}-released",
+        deadline_s=channel.deadline_s,
+    )
+
+
+def gather(name: str, source: str, target: str, *, capacity: int = 1024, deadline_s: float = 120.0) -> ChannelSpec:
+    """A channel into one target, which several sources may share."""
+    return ChannelSpec(name, Kind.GATHER, source, target, capacity=capacity, deadline_s=deadline_s)
+
+
+def weights(name: str, source: str, target: str, *, deadline_s: float = 120.0) -> ChannelSpec:
+    """A weight-sync link from the trainer to one generator."""
+    return ChannelSpec(name, Kind.WEIGHTS, source, target, capacity=64, deadline_s=deadline_s)
+
+
+def weight_readers(channels: Sequence[ChannelSpec]) -> list[str]:
+    """The executors that take weights, in the order of their channels: replica i is the i-th."""
+    return [channel.target.split(".")[0] for channel in channels if channel.kind is Kind.WEIGHTS]

@@ -1,0 +1,166 @@
+"""What the run has come to so far: the numbers behind the display, the metrics and `summary.json`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from slipstream.core.config import RunConfig
+from slipstream.core.types import Counters, EvalScored, Published, StepDone, Swapped
+from slipstream.observe import summary as s
+from slipstream.observe.timeline import account_file, process_files
+
+
+@dataclass
+class Evaluated:
+    """Held-out accuracies of one version, and the answers for the samples shown."""
+
+    accuracy: float | None = None
+    sampled_accuracy: float | None = None
+    scores: list[EvalScored] = field(default_factory=list)
+
+
+@dataclass
+class Tally:
+    """Counts and sums; times are seconds on the run's clock."""
+
+    config: RunConfig
+    started_s: float
+    status: s.Status = "running"
+    ended_s: float = 0.0
+    steps_done: int = 0
+    num_params: int = 0
+    rl_started_s: float | None = None
+    last_step_s: float | None = None
+    trained_tokens: int = 0
+    trained_completions: int = 0
+    padded_tokens: float = 0.0
+    padding_weight: float = 0.0
+    staleness: Counter[int] = field(default_factory=Counter)
+    staleness_updates_max: int = 0
+    counters: dict[str, dict[str, float]] = field(default_factory=dict)
+    generated: list[tuple[float, float]] = field(default_factory=list)  # (time, tokens so far), recent
+    evaluations: dict[int, Evaluated] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)  # replica -> version
+    swaps: list[Swapped] = field(default_factory=list)
+    publishes_skipped: int = 0
+    payload_bytes: int = 0
+    prompts: dict[str, int] = field(default_factory=dict)
+
+    # Fed by the controller
+
+    def started(self, now_s: float) -> None:
+        """The first admission begins the RL phase."""
+        if self.rl_started_s is None:
+            self.rl_started_s = self.last_step_s = now_s
+
+    def swapped(self, message: Swapped) -> None:
+        self.versions[message.replica] = message.version
+        self.swaps.append(message)
+
+    def published(self, message: Published) -> None:
+        self.publishes_skipped += message.skipped
+        self.payload_bytes = message.payload_bytes
+
+    def counted(self, message: Counters, now_s: float) -> None:
+        self.counters.setdefault(message.executor, {}).update(message.values)
+        if "generated_tokens" in message.values:
+            self.generated = [*self.generated[-9:], (now_s, self.generated_tokens)]
+
+    def stepped(self, message: StepDone, now_s: float) -> dict[str, float]:
+        """Take a step's metrics; returns them with the run's own added."""
+        metrics = dict(message.metrics)
+        self.steps_done = message.step + 1
+        self.trained_tokens += int(metrics["tokens_trained"])
+        self.trained_completions += self.config.completions_per_step
+        self.padding_weight += metrics["tokens_read"]
+        self.padded_tokens += metrics["padding_frac"] * metrics["tokens_read"]
+        self.staleness_updates_max = max(self.staleness_updates_max, int(metrics["staleness_updates_max"]))
+        for name in [name for name in metrics if name.startswith("staleness_tokens/")]:
+            self.staleness[int(name.rpartition("_")[2])] += int(metrics[name])
+        metrics["reward"] = metrics["reward_mean"]
+        assert self.last_step_s is not None
+        metrics["step_s"] = now_s - self.last_step_s
+        self.last_step_s = now_s
+        metrics["trained_tokens_per_s"] = metrics["tokens_trained"] / max(metrics["step_s"], 1e-9)
+        metrics["generated_tokens_per_s"] = self.generated_tokens_per_s
+        return metrics
+
+    def evaluated(self, version: int, accuracy: float, scores: list[EvalScored], *, is_greedy: bool) -> None:
+        evaluation = self.evaluations.setdefault(version, Evaluated())
+        if is_greedy:
+            evaluation.accuracy = accuracy
+            evaluation.scores = sorted(scores, key=lambda score: score.ordinal)
+        else:
+            evaluation.sampled_accuracy = accuracy
+
+    # Asked by display and summary
+
+    @property
+    def generated_tokens(self) -> float:
+        return sum(values.get("generated_tokens", 0.0) for values in self.counters.values())
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Over the last few reports of the generators."""
+        if len(self.generated) < 2:
+            return 0.0
+        (first_s, first), (last_s, last) = self.generated[0], self.generated[-1]
+        return (last - first) / max(last_s - first_s, 1e-9)
+
+    @property
+    def staleness_mean(self) -> float:
+        total = sum(self.staleness.values())
+        return sum(steps * tokens for steps, tokens in self.staleness.items()) / total if total else 0.0
+
+    def evaluation(self, version: int) -> s.Evaluation | None:
+        found = self.evaluations.get(version)
+        if found is None:
+            return None
+        return s.Evaluation(found.accuracy, found.sampled_accuracy, self.config.eval.num_prompts)
+
+    def summary(self, run_dir: Path) -> s.Summary:
+        """`summary.json` of the run; accounting is read back from the timelines, so a killed process is in it too."""
+        rl_start_s = self.started_s if self.rl_started_s is None else self.rl_started_s
+        rl_s = max((self.last_step_s or rl_start_s) - rl_start_s, 1e-9)
+        swaps = [swap for swap in self.swaps if swap.version > 0]
+        pauses = [swap.pause_s for swap in swaps]
+        accounting = {
+            path.stem: account_file(path, self.started_s, self.ended_s) for path in process_files(run_dir)
+        }
+        return s.Summary(
+            recipe=self.config.recipe,
+            seed=self.config.seed,
+            status=self.status,
+            steps=self.steps_done,
+            wall_s=self.ended_s - self.started_s,
+            policy_version=self.steps_done,
+            model_params=self.num_params,
+            eval=s.Evaluations(before=self.evaluation(0), after=self.evaluation(self.steps_done)),
+            throughput=s.Throughput(
+                generated_tokens_per_s=self.generated_tokens / rl_s,
+                trained_tokens_per_s=self.trained_tokens / rl_s,
+                completions_per_s=self.trained_completions / rl_s,
+            ),
+            staleness=s.Staleness(
+                max=max(self.staleness, default=0),
+                mean=self.staleness_mean,
+                bound=self.config.max_staleness,
+                histogram=dict(sorted(self.staleness.items())),
+                updates_max=self.staleness_updates_max,
+            ),
+            accounting=accounting,
+            prompts=s.Prompts(**self.prompts, regenerated_tokens=0),
+            weight_sync=s.WeightSync(
+                count=len(swaps),
+                skipped=self.publishes_skipped,
+                bytes=self.payload_bytes * len(swaps),
+                transfer_s_p50=median([swap.transfer_s for swap in swaps]) if swaps else None,
+                pause_s_p50=median(pauses) if pauses else None,
+                pause_s_max=max(pauses, default=None),
+            ),
+            padding_frac=self.padded_tokens / self.padding_weight if self.padding_weight else 0.0,
+            versions=s.versions(),
+        )

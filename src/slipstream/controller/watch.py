@@ -1,0 +1,125 @@
+"""Between the run and whoever watches it: feeds the display of `observe/` from the controller's tally, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.controller.tally import Tally
+from slipstream.core.config import RunConfig
+from slipstream.core.types import Counters, Progress, Swapped
+from slipstream.observe import samples as samples_module
+from slipstream.observe.display import Display, config_summary
+from slipstream.observe.samples import Sample
+from slipstream.observe.summary import Summary
+from slipstream.prompts import PromptReport
+
+NUM_SAMPLES = 6
+FILES = ("summary.json", "report.html", "metrics.jsonl", "rollouts.jsonl", "timeline.json", "model")
+
+
+class Observer(Protocol):
+    """Told of everything worth showing; must return at once."""
+
+    def started(self, report: PromptReport) -> None: ...
+
+    def progress(self, message: Progress) -> None: ...
+
+    def counted(self, message: Counters) -> None: ...
+
+    def swapped(self, message: Swapped) -> None: ...
+
+    def stepped(self, metrics: dict[str, float]) -> None: ...
+
+    def evaluated(self, tally: Tally, version: int) -> None: ...
+
+    def finished(self, tally: Tally, summary: Summary) -> None: ...
+
+
+class SilentObserver:
+    """Shows nothing; still leaves `samples.json` for the report."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def started(self, report: PromptReport) -> None:
+        pass
+
+    def progress(self, message: Progress) -> None:
+        pass
+
+    def counted(self, message: Counters) -> None:
+        pass
+
+    def swapped(self, message: Swapped) -> None:
+        pass
+
+    def stepped(self, metrics: dict[str, float]) -> None:
+        pass
+
+    def evaluated(self, tally: Tally, version: int) -> None:
+        pass
+
+    def finished(self, tally: Tally, summary: Summary) -> None:  # noqa: ARG002
+        write_samples(tally, self.run_dir)
+
+
+class ConsoleObserver:
+    """The live display on a terminal, plain lines elsewhere."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.config = config
+        self.display = Display(config_summary(config), steps=config.steps, max_staleness=config.max_staleness)
+
+    def started(self, report: PromptReport) -> None:
+        self.display.note(
+            f"prompts: {report.num_train} to train on, {report.num_eval} held out, overlap {report.overlap}"
+            + (f", {report.num_too_long} dropped as too long" if report.num_too_long else "")
+        )
+
+    def progress(self, message: Progress) -> None:
+        self.display.phase(message.phase, message.done, message.total, message.metrics)
+
+    def counted(self, message: Counters) -> None:
+        self.display.counters(message.executor, message.values)
+
+    def swapped(self, message: Swapped) -> None:
+        self.display.swapped(message.replica, message.version)
+
+    def stepped(self, metrics: dict[str, float]) -> None:
+        self.display.step(metrics)
+
+    def evaluated(self, tally: Tally, version: int) -> None:
+        found = tally.evaluations[version]
+        label = {0: "before", self.config.steps: "after"}.get(version, f"at step {version}")
+        if found.sampled_accuracy is None and found.accuracy is not None:
+            self.display.evaluation(label, found.accuracy)
+        elif found.sampled_accuracy is not None:
+            self.display.note(f"  sampled at temperature 1: {found.sampled_accuracy:.3f}")
+
+    def finished(self, tally: Tally, summary: Summary) -> None:
+        self.display.samples(write_samples(tally, self.run_dir))
+        files = {name: self.run_dir / name for name in FILES if (self.run_dir / name).exists()}
+        self.display.finish(summary, files)
+
+
+def write_samples(tally: Tally, run_dir: Path) -> list[Sample]:
+    """The first few held-out prompts with their greedy answers before and after, also into `samples.json`."""
+    before = tally.evaluations.get(0)
+    after = tally.evaluations.get(tally.steps_done) if tally.steps_done else None
+    samples = []
+    for i, first in enumerate((before.scores if before else [])[:NUM_SAMPLES]):
+        last = after.scores[i] if after and i < len(after.scores) else None
+        samples.append(
+            Sample(
+                prompt=first.prompt_text,
+                answer=first.answer,
+                before=first.completion_text,
+                after=None if last is None else last.completion_text,
+                before_reward=first.reward,
+                after_reward=None if last is None else last.reward,
+            )
+        )
+    samples_module.write_samples(samples, run_dir / "samples.json")
+    return samples

@@ -1,0 +1,305 @@
+"""The generator node: admitted prompts in, completions out, weights swapped between two decode steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.algorithms.logprobs import probe_logprobs
+from slipstream.core.config import RunConfig
+from slipstream.core.executor import Context, Executor, Spans
+from slipstream.core.types import (
+    Admit,
+    Completion,
+    CompletionFinished,
+    Counters,
+    Evaluate,
+    Message,
+    Prompt,
+    Purpose,
+    Ready,
+    Segment,
+    Stop,
+    Swapped,
+)
+from slipstream.generator.engine import Engine, Finished, Request
+from slipstream.models.build import build_policy, stop_token_ids
+from slipstream.models.flat import FlatParameters
+from slipstream.models.transformer import Transformer
+
+COUNTERS_EVERY_S = 1.0
+TRAIN_STREAM, EVAL_STREAM = 0, 1  # their ordinals are counted apart, so their noise is keyed apart
+
+
+@dataclass
+class EvalJob:
+    """One evaluation: its prompts and the weights it is pinned to."""
+
+    request: Evaluate
+    version: int
+    weights: torch.Tensor  # fp32 [num_params], shared by the jobs of one version
+
+
+class Labelled:
+    """Spans under one label instead of the engine's own (prefill, decode) while `state` is set."""
+
+    def __init__(self, spans: Spans, state: str | None = None) -> None:
+        self.state = state
+        self._spans = spans
+
+    def span(self, state: str) -> AbstractContextManager[None]:
+        return self._spans.span(self.state or state)
+
+
+class Generator(Executor):
+    """Continuous batching over fixed slots; never waits for the trainer except where the schedule admits nothing.
+
+    Consumes: `Admit`, `Evaluate`, `Stop` (commands), versions (its WEIGHTS channel). Produces: `Completion`
+    (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission or a version.
+    Ends when: told to stop; what is in its slots then belongs to no step and is dropped.
+    """
+
+    outputs = ("completions",)
+
+    def __init__(self, *, config: RunConfig, replica: int = 0) -> None:
+        self.config = config
+        self.replica = replica
+        self._is_finished = False
+
+    def init(self, context: Context) -> None:
+        self.context = context
+        config = self.config
+        torch.set_num_threads(context.num_threads)
+        model, self.tokenizer = build_policy(config.model, seed=config.seed)
+        self.model = model
+        self.parameters = FlatParameters(model)
+        longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
+        self.max_len = min(model.config.max_positions, longest)
+        self.stop_ids = stop_token_ids(self.tokenizer, config.generator.stop_token_ids)
+        self.spans = Labelled(context.spans)
+        self.engine = self._new_engine(model, config.generator.num_slots, self.spans)
+        assert context.subscriber is not None, "a generator needs a WEIGHTS channel"
+        self.weights = context.subscriber
+        self.weights.open(
+            self.parameters,
+            lambda tokens: probe_logprobs(model, tokens),
+            config.generator.probe_tolerance,
+            is_threaded=config.host == "process",
+        )
+        self.prompts: dict[int, tuple[Prompt, int]] = {}  # ordinal -> prompt, completions still to come
+        self.jobs: deque[EvalJob] = deque()
+        self.eval_engine: Engine | None = None
+        self.drain_steps = 0
+        self.generated_tokens = 0
+        self.counted_s = context.clock.now_s()
+        context.spans.set_idle_state("wait_trainer")
+        context.outputs["events"].put(Ready(executor=context.name))
+
+    def _new_engine(self, model: Transformer, num_slots: int, spans: Labelled) -> Engine:
+        return Engine(
+            model,
+            num_slots=num_slots,
+            max_len=self.max_len,
+            seed=self.config.seed,
+            stop_token_ids=self.stop_ids,
+            prefill_tokens=self.config.generator.prefill_tokens,
+            spans=spans,
+            clock=self.context.clock,
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    def wait_fds(self) -> list[int]:
+        return self.weights.wait_fds()
+
+    def step(self) -> bool:
+        """Take messages, swap if a version is staged, then one decode step of evaluation and one of training."""
+        has_news = self._receive()
+        has_swapped = self._swap()
+        has_evaluated = self._evaluate()
+        has_decoded = self._decode()
+        self._count()
+        return has_news or has_swapped or has_evaluated or has_decoded
+
+    def _receive(self) -> bool:
+        has_news = False
+        while (message := self.context.inputs["commands"].get_nowait()) is not None:
+            has_news = True
+            self._obey(message)
+        return self.weights.poll() or has_news
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Admit():
+                self.prompts[message.ordinal] = (message.prompt, message.num_samples)
+                self.engine.submit(
+                    [
+                        self._request(message.ordinal, sample, message.prompt, self.config.generator.temperature)
+                        for sample in range(message.num_samples)
+                    ]
+                )
+            case Evaluate():
+                same = next((job.weights for job in self.jobs if job.version == self.engine.version), None)
+                weights = self.parameters.flat.clone() if same is None else same
+                self.jobs.append(EvalJob(message, self.engine.version, weights))
+            case Stop():
+                self._count(is_last=True)
+                self._is_finished = True
+            case _:
+                raise TypeError(f"a generator does not take {type(message).__name__}")
+
+    def _request(
+        self, ordinal: int, sample: int, prompt: Prompt, temperature: float, *, stream: int = TRAIN_STREAM
+    ) -> Request:
+        room = self.max_len - len(prompt.tokens)
+        return Request(
+            ordinal=ordinal,
+            sample=sample,
+            prompt_tokens=prompt.tokens,
+            max_new_tokens=min(self.config.generator.max_new_tokens, room),
+            temperature=temperature,
+            stream=stream,
+        )
+
+    # Weights
+
+    def _swap(self) -> bool:
+        """Commit a staged version where the mode allows it: at once in flight, or when no completion would span it."""
+        version = self.weights.pending_version
+        if version is None:
+            return False
+        resumed: list[Request] = []
+        if self.config.weight_update == "between_batches" and self.engine.num_live:
+            self.engine.pause_admission(True)
+            self.spans.state = "drain"
+            limit = self.config.generator.segment_tokens
+            if limit is None or self.drain_steps < limit:
+                return False
+            resumed = self.engine.export_live()
+        with self.context.spans.span("swap", version=version):
+            swap = self.weights.commit()  # a version that fails its probe ends the run, the old one still in place
+            if swap is not None:
+                self.engine.set_version(
+                    swap.version, recompute_kv=self.config.generator.kv_on_update == "recompute" and swap.version > 0
+                )
+        self._resume(resumed)
+        if swap is None:
+            return False
+        self.context.spans.instant("swapped", version=swap.version)
+        self.context.outputs["events"].put(
+            Swapped(
+                replica=self.replica,
+                version=swap.version,
+                transfer_s=swap.transfer_s,
+                pause_s=swap.pause_s,
+                probe_error=swap.probe_error,
+            )
+        )
+        return True
+
+    def _resume(self, requests: list[Request]) -> None:
+        self.engine.pause_admission(False)
+        self.spans.state = None
+        self.drain_steps = 0
+        if requests:
+            self.engine.submit(requests)
+
+    # Decoding
+
+    def _decode(self) -> bool:
+        is_draining = self.spans.state is not None
+        if self.engine.is_idle or (is_draining and not self.engine.num_live):
+            return False
+        self.drain_steps += is_draining
+        finished = self.engine.step()
+        for item in finished:
+            prompt, remaining = self.prompts.pop(item.ordinal)
+            if remaining > 1:
+                self.prompts[item.ordinal] = (prompt, remaining - 1)
+            completion = self._completion(item, prompt, "train")
+            self.generated_tokens += completion.num_tokens
+            self.context.outputs["completions"].put(completion)
+            self.context.outputs["events"].put(
+                CompletionFinished(
+                    ordinal=item.ordinal,
+                    sample=item.sample,
+                    replica=self.replica,
+                    num_tokens=completion.num_tokens,
+                    min_version=completion.min_version,
+                    max_version=completion.max_version,
+                )
+            )
+        return True
+
+    def _completion(self, item: Finished, prompt: Prompt, purpose: Purpose, eval_id: int = -1) -> Completion:
+        segment = Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans)
+        return Completion(
+            ordinal=item.ordinal,
+            sample=item.sample,
+            prompt=prompt,
+            segments=(segment,),
+            text=decode_text(self.tokenizer, item.tokens, self.stop_ids),
+            finish_reason=item.finish_reason,
+            replica=self.replica,
+            purpose=purpose,
+            eval_id=eval_id,
+            started_s=item.started_s,
+            finished_s=item.finished_s,
+        )
+
+    # Evaluation
+
+    def _evaluate(self) -> bool:
+        """One decode step of the oldest evaluation, in slots and on weights of its own."""
+        if not self.jobs:
+            return False
+        job = self.jobs[0]
+        if self.eval_engine is None:
+            with self.context.spans.span("evaluate"):
+                self.eval_engine = self._start_evaluation(job)
+        for item in self.eval_engine.step():
+            prompt = job.request.prompts[item.ordinal]
+            completion = self._completion(item, prompt, "eval", job.request.eval_id)
+            self.context.outputs["completions"].put(completion)
+        if self.eval_engine.is_idle:
+            self.jobs.popleft()
+            self.eval_engine = None
+        return True
+
+    def _start_evaluation(self, job: EvalJob) -> Engine:
+        model, _ = build_policy(self.config.model, seed=self.config.seed, tokenizer=self.tokenizer)
+        FlatParameters(model).rebind(job.weights)
+        engine = self._new_engine(model, self.config.eval.num_slots, Labelled(self.context.spans, "evaluate"))
+        engine.set_version(job.version)
+        engine.submit(
+            [
+                self._request(i, 0, prompt, job.request.temperature, stream=EVAL_STREAM)
+                for i, prompt in enumerate(job.request.prompts)
+            ]
+        )
+        return engine
+
+    def _count(self, *, is_last: bool = False) -> None:
+        now_s = self.context.clock.now_s()
+        if is_last or now_s - self.counted_s >= COUNTERS_EVERY_S:
+            self.counted_s = now_s
+            values = {"generated_tokens": float(self.generated_tokens), "live": float(self.engine.num_live)}
+            self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
+
+    def close(self) -> None:
+        self.weights.close()
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: list[int]) -> str:
+    """The completion as text, without its stop token and other special tokens."""
+    ids = tokens.tolist()
+    if ids and ids[-1] in stop_ids:
+        ids = ids[:-1]
+    return tokenizer.decode(ids, skip_special_tokens=True)
