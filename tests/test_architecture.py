@@ -129,7 +129,6 @@ def test_nothing_is_pickled() -> None:
     ("name", "instead"),
     [
         ("eval", "the text may be a model's; parse it"),
-        ("exec", "the text may be a model's; parse it"),
         ("print", "use the rich console that the caller passes in, or record a metric"),
     ],
 )

@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.observe.hardware import Hardware, describe
 from slipstream.observe.summary import Versions, versions
+from slipstream.rewards.isolation import REQUIRED_FOR_UNSAFE
 from slipstream.rewards.sandbox import isolation_report
 
 QUICKSTART_BYTES = 3 * 4 * 4_000_000  # three fp32 copies of 4 M parameters: what its weight segment takes at most
@@ -55,7 +57,7 @@ def examine() -> Findings:
 def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[str, list[str]]) -> tuple[Feature, ...]:
     """The verdict, from what was found."""
     shm_bytes = hardware.shm_free_bytes or 0
-    open_barriers = [name for name, holds in isolation.items() if not holds]
+    open_barriers = sorted(name for name in REQUIRED_FOR_UNSAFE if not isolation[name])
     found = [
         Feature("training on the CPU", True, f"{hardware.num_cores} cores, {hardware.memory_bytes / 2**30:.1f} GiB"),
         Feature(
@@ -74,11 +76,11 @@ def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[
             not open_barriers,
             f"not isolated here: {', '.join(open_barriers)}; they need rewards.trust_verifier = true"
             if open_barriers
-            else "the sandbox isolates network, processes, files and user",
+            else f"the sandbox holds: {', '.join(sorted(REQUIRED_FOR_UNSAFE))}",
         ),
     ]
     for extra, missing in extras.items():
-        why = f"missing: {', '.join(missing)}; pip install 'slipstream[{extra}]'" if missing else "installed"
+        why = f"missing: {', '.join(missing)}; pip install -e '.[{extra}]'" if missing else "installed"
         found.append(Feature(f"extra '{extra}'", not missing, why))
     return tuple(found)
 
@@ -112,7 +114,8 @@ def render(findings: Findings, console: Console) -> None:
     console.print(facts)
     verdict = Table("feature", "works here", "why", show_edge=False)
     for feature in findings.features:
-        verdict.add_row(feature.name, "[green]yes[/green]" if feature.works else "[yellow]no[/yellow]", feature.why)
+        answer = Text("yes", "green") if feature.works else Text("no", "yellow")
+        verdict.add_row(feature.name, answer, Text(feature.why))  # Text: brackets in it are no markup
     console.print(verdict)
 
 

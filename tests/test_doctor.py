@@ -1,0 +1,45 @@
+"""The verdict follows from what was found."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from slipstream.doctor import Findings, features, render
+from slipstream.observe.hardware import Hardware
+from slipstream.observe.summary import versions
+from slipstream.rewards.isolation import BARRIERS
+
+HARDWARE = Hardware(
+    cpu="some",
+    num_cores=2,
+    num_cores_machine=4,
+    memory_bytes=8 << 30,
+    shm_free_bytes=1 << 30,
+    gpus=(),
+    torch_threads=2,
+    platform="Linux",
+)
+
+
+def test_a_good_machine_and_a_poor_one() -> None:
+    holds = dict.fromkeys(BARRIERS, True)
+    good = {f.name: f for f in features(HARDWARE, holds, {"dev": []})}
+    assert [name for name, feature in good.items() if not feature.works] == ["training on a GPU"]
+    poor_hardware = Hardware(**HARDWARE.to_dict() | {"num_cores": 1, "shm_free_bytes": None, "gpus": ()})
+    poor = {f.name: f for f in features(poor_hardware, holds | {"network": False}, {"dev": ["pytest"]})}
+    assert [name for name, feature in poor.items() if feature.works] == ["training on the CPU"]
+    assert "not isolated here: network" in poor["verifiers that evaluate model text"].why
+    assert poor["extra 'dev'"].why == "missing: pytest; pip install -e '.[dev]'"
+
+
+def test_text_in_brackets_is_shown() -> None:
+    console = Console(record=True, width=200)
+    isolation = dict.fromkeys(BARRIERS, True)
+    found = features(HARDWARE, isolation, {"dev": ["pytest"]})
+    render(
+        Findings(
+            versions=versions(), hardware=HARDWARE, isolation=isolation, extras={"dev": ["pytest"]}, features=found
+        ),
+        console,
+    )
+    assert "pip install -e '.[dev]'" in console.export_text()
