@@ -27,7 +27,6 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.types import VersionSpan
 from slipstream.generator.kv_cache import (
-    LENGTH_MULTIPLE,
     ROW_MULTIPLE,
     DecodeAttention,
     PrefillAttention,
@@ -146,8 +145,8 @@ def check_request(request: Request, *, max_len: int) -> None:
 class Engine:
     """Decodes up to `num_slots` completions at a time with `model` (see the module's docstring).
 
-    `max_len` bounds prompt + completion in tokens; `prefill_tokens` bounds the padded prompt tokens of one step, so that
-    admission never stalls decoding for long (a longer prompt is prefilled alone). `seed` is the run's.
+    `max_len` bounds prompt + completion in tokens; `prefill_tokens` bounds the padded prompt tokens of one step, so
+    that admission never stalls decoding for long (a longer prompt is prefilled alone). `seed` is the run's.
 
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
     `pause_admission` or `export_live`.
@@ -309,7 +308,7 @@ class Engine:
         self._temperatures[slot] = 1.0
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, lowest slot and oldest request first, and fill their keys and values."""
+        """Move waiting requests into free slots, lowest slot and oldest request first."""
         if self._is_paused or not self._waiting:
             return
         placements: list[tuple[int, _Waiting]] = []
@@ -432,7 +431,7 @@ class Engine:
         live_slots = np.flatnonzero(self._is_live)
         num_rows = round_up(int(live_slots[-1]) + 1, ROW_MULTIPLE)
         positions = self._positions_tensor[:num_rows]
-        self._attention.prepare(positions, round_up(int(self._positions.max()) + 1, LENGTH_MULTIPLE))
+        self._attention.prepare(positions, self._attention.bucket(int(self._positions.max()) + 1))
         hidden = self._model(self._input_tokens_tensor[:num_rows], positions, self._attention)
         uniforms = uniform(self._noise_keys[:num_rows], self._num_new[:num_rows])
         sampled = sample_tokens(self._model.logits(hidden), self._temperatures[:num_rows], uniforms)

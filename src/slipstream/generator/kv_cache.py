@@ -5,8 +5,11 @@ Everything here obeys two shape rules that make a sequence's bits independent of
 
 - A row of a GEMM has the same bits for every number of rows that is a multiple of 8 (`ROW_MULTIPLE`); it differs at
   1-3, 5-7 and 9 rows. So decode runs on a multiple of 8 slots, and every prefilled prompt is padded to a multiple of 8.
-- Masked positions at the end of a row are bit-neutral in scores, softmax and weighted sum when the number of positions is a
-  multiple of 32 (`LENGTH_MULTIPLE`); 8, 16 and 24 do differ. So one length bucket serves all rows of a decode step.
+- Masked positions at the end of a row are bit-neutral in scores, softmax and weighted sum when the number of positions
+  is a multiple of 32 (`LENGTH_MULTIPLE`); 8, 16 and 24 do differ. So one length bucket serves all rows of a step. Two
+  exceptions were found: a GEMM over 160 positions and more may split its sum at a place that depends on their number,
+  so the weighted sum goes in blocks of 128 (`POSITION_BLOCK`); and heads narrower than 16 differ between buckets when
+  they are not grouped, so such models always use the whole length (`MIN_BUCKETED_HEAD_DIM`).
 
 Shapes: L layers, S slots, Tmax positions, H query heads, Hkv key-value heads, D head size, g = H / Hkv.
 """
@@ -23,6 +26,8 @@ from torch import Tensor
 
 ROW_MULTIPLE = 8
 LENGTH_MULTIPLE = 32
+POSITION_BLOCK = 128
+MIN_BUCKETED_HEAD_DIM = 16
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -104,6 +109,12 @@ class DecodeAttention:
         self._mask_by_slot[slot, :, :length] = 0.0
         self._mask_by_slot[slot, :, length:] = -torch.inf
 
+    def bucket(self, num_positions: int) -> int:
+        """How many positions a step computes over when its longest sequence has `num_positions`."""
+        if self._kv.head_dim < MIN_BUCKETED_HEAD_DIM:
+            return self._kv.max_len
+        return round_up(num_positions, LENGTH_MULTIPLE)
+
     def prepare(self, positions: Tensor, bucket: int) -> None:
         """The next forward puts the token of slot i at `positions[i]` (int64 [B]); all positions are < `bucket`."""
         num_slots = len(positions)
@@ -126,7 +137,11 @@ class DecodeAttention:
         queries = q.reshape(rows, self._group, head_dim)
         torch.baddbmm(self._step_mask, queries, keys.transpose(1, 2), alpha=self._scale, out=self._step_scores)
         torch.softmax(self._step_scores, dim=-1, out=self._step_weights)
-        return torch.bmm(self._step_weights, values).view(self._num_slots, -1, head_dim)
+        out = torch.bmm(self._step_weights[..., :POSITION_BLOCK], values[:, :POSITION_BLOCK])
+        for start in range(POSITION_BLOCK, self._bucket, POSITION_BLOCK):
+            block = slice(start, start + POSITION_BLOCK)
+            out.baddbmm_(self._step_weights[..., block], values[:, block])
+        return out.view(self._num_slots, -1, head_dim)
 
 
 class PrefillAttention:

@@ -20,7 +20,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     """The output function of splitmix64: a bijection of uint64 whose every output bit depends on every input bit."""
     x = (x ^ (x >> _SHIFT_30)) * _MUL_1
     x = (x ^ (x >> _SHIFT_27)) * _MUL_2
-    return x ^ (x >> _SHIFT_31)
+    mixed: np.ndarray = x ^ (x >> _SHIFT_31)
+    return mixed
 
 
 def noise_key(seed: int, stream: int, ordinal: int, sample: int) -> int:
@@ -38,8 +39,8 @@ def noise_key(seed: int, stream: int, ordinal: int, sample: int) -> int:
 def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """float64 [N] in the open interval (0, 1): the number of each (key, position).
 
-    `keys` uint64 [N] from `noise_key`; `positions` int64 [N], 0 for a completion's first token. Values are the midpoints
-    of 2^52 equal cells, so neither 0 nor 1 occurs and no tail of the inverse CDF is ever cut.
+    `keys` uint64 [N] from `noise_key`; `positions` int64 [N], 0 for a completion's first token. Values are the
+    midpoints of 2^52 equal cells, so neither 0 nor 1 occurs and no tail of the inverse CDF is ever cut.
     """
     bits = _mix(keys + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))) >> _SHIFT_12
     return (bits.astype(np.float64) + 0.5) * 2.0**-52

@@ -1,0 +1,83 @@
+"""Small random models and request builders for the generator's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.generator.engine import Engine, Finished, Request
+from slipstream.models.config import TransformerConfig
+from slipstream.models.transformer import Transformer
+
+VOCAB = 48
+STOP = 1
+
+
+def random_model(seed: int = 0, *, num_kv_heads: int = 2, scale: float = 0.15) -> Transformer:
+    """A two-layer Llama with weights large enough that its distributions are far from uniform."""
+    config = TransformerConfig(
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        max_positions=160,
+        tie_embeddings=False,
+    )
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=scale, generator=generator)
+    return model
+
+
+def random_prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, VOCAB, length).astype(np.int32)
+
+
+def requests(
+    num_groups: int, group_size: int = 1, *, max_new_tokens: int = 40, temperature: float = 1.0
+) -> list[Request]:
+    """Groups with prompts of different lengths (3, 8, 13, ... modulo 29)."""
+    return [
+        Request(
+            ordinal=ordinal,
+            sample=sample,
+            prompt_tokens=random_prompt(3 + 5 * ordinal % 29, seed=ordinal),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+        )
+        for ordinal in range(num_groups)
+        for sample in range(group_size)
+    ]
+
+
+def new_engine(model: Transformer, **options: object) -> Engine:
+    defaults: dict[str, object] = {"num_slots": 16, "max_len": 128, "seed": 7, "stop_token_ids": [STOP]}
+    return Engine(model, **(defaults | options))  # type: ignore[arg-type]
+
+
+def run(engine: Engine, batch: list[Request]) -> dict[tuple[int, int], Finished]:
+    engine.submit(batch)
+    return drain(engine)
+
+
+def drain(engine: Engine) -> dict[tuple[int, int], Finished]:
+    finished: dict[tuple[int, int], Finished] = {}
+    while not engine.is_idle:
+        for completion in engine.step():
+            finished[completion.ordinal, completion.sample] = completion
+    return finished
+
+
+def assert_same_bits(left: Finished, right: Finished) -> None:
+    assert np.array_equal(left.tokens, right.tokens)
+    assert left.logprobs.tobytes() == right.logprobs.tobytes()
+    assert left.finish_reason == right.finish_reason

@@ -1,0 +1,80 @@
+"""A completion's bits depend on its request and the weights only, with one thread and with two."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_kit import assert_same_bits, drain, new_engine, random_model, requests, run
+
+from slipstream.generator.kv_cache import DecodeAttention, SlotKV
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_alone_crowd_and_any_number_of_slots(num_threads: int, num_kv_heads: int) -> None:
+    model = random_model(num_kv_heads=num_kv_heads)
+    batch = requests(6, 4)
+    crowd = run(new_engine(model, num_slots=24), batch)
+    for num_slots, prefill_tokens in ((1, 8), (5, 2048), (8, 40), (13, 64)):
+        other = run(new_engine(model, num_slots=num_slots, prefill_tokens=prefill_tokens), batch)
+        for key, completion in crowd.items():
+            assert_same_bits(other[key], completion)
+    for request in batch[::7]:
+        alone = run(new_engine(model), [request])
+        assert_same_bits(alone[request.ordinal, request.sample], crowd[request.ordinal, request.sample])
+
+
+def test_others_joining_and_leaving_change_nothing(num_threads: int) -> None:
+    model = random_model()
+    batch = requests(8, 2, max_new_tokens=60)
+    lengths = [3, 60, 9, 33, 1, 20, 60, 5]
+    batch = [dataclasses.replace(request, max_new_tokens=lengths[request.ordinal]) for request in batch]
+    alone = {(r.ordinal, r.sample): run(new_engine(model), [r])[r.ordinal, r.sample] for r in batch}
+    engine = new_engine(model, num_slots=11)
+    joined = {}
+    for start in range(0, len(batch), 3):
+        engine.submit(batch[start : start + 3])
+        for _ in range(4):
+            joined.update({(f.ordinal, f.sample): f for f in engine.step()})
+    joined.update(drain(engine))
+    assert joined.keys() == alone.keys()
+    for key, completion in alone.items():
+        assert_same_bits(joined[key], completion)
+
+
+def test_gemm_rows_are_stable_at_multiples_of_eight(num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for out_features, in_features in ((768, 256), (256, 704), (72, 256), (50, 48)):
+        weight = torch.randn(out_features, in_features, generator=generator)
+        rows = torch.randn(512, in_features, generator=generator)
+        whole = F.linear(rows, weight)
+        for num_rows in (8, 16, 24, 40, 64, 136, 320):
+            assert torch.equal(F.linear(rows[:num_rows], weight), whole[:num_rows])
+            assert torch.equal(F.linear(rows[-num_rows:], weight), whole[-num_rows:])
+
+
+@pytest.mark.parametrize("longest", [32, 250, 400])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 64), (4, 1, 32), (6, 2, 16), (8, 2, 16)])
+def test_length_buckets_and_batch_sizes_are_bit_neutral(
+    num_threads: int, num_heads: int, num_kv_heads: int, head_dim: int, longest: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.tensor(np.random.default_rng(0).integers(0, longest, 16))
+    kv = SlotKV(num_layers=1, num_slots=16, num_kv_heads=num_kv_heads, max_len=1024, head_dim=head_dim)
+    kv.keys.normal_(generator=generator)
+    kv.values.normal_(generator=generator)
+    q, k, v = (
+        torch.randn(16, heads, head_dim, generator=generator) for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    attention = DecodeAttention(kv, num_heads=num_heads)
+    for slot in range(16):
+        attention.open_slot(slot, int(positions[slot]))
+    attention.prepare(positions, attention.bucket(longest))
+    reference = attention(0, q, k, v).clone()
+    for num_slots in (8, 16):
+        for bucket in (attention.bucket(longest), 416, 512, 768, 1024):
+            attention.prepare(positions[:num_slots], bucket)
+            assert torch.equal(attention(0, q[:num_slots], k[:num_slots], v[:num_slots]), reference[:num_slots])
