@@ -360,7 +360,7 @@ def is_readable(socket: zmq.Socket[bytes]) -> bool:
 
 def bind(address: str) -> zmq.Socket[bytes]:
     """A ROUTER at `address`; its queues are bounded by the capacities of the senders."""
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, _LINGER_MS)

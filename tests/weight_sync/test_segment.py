@@ -1,0 +1,101 @@
+"""Segments between real processes: another process reads them, a killed publisher's are cleaned up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.core.errors import WeightSyncError
+from slipstream.weight_sync.segment import SharedMemory, cleanup, segment_directories
+from slipstream.weight_sync.slots import Commit, copy_bytes
+
+READER = """
+import sys, numpy as np
+from slipstream.weight_sync.segment import SharedMemory
+from slipstream.weight_sync.slots import copy_bytes
+slots = SharedMemory(sys.argv[1]).attach(sys.argv[2])
+copy = np.empty(slots.num_bytes, np.uint8)
+commit = slots.committed(1)
+print(commit.version, commit.checksum == copy_bytes(copy, slots.data(1)), int(copy.sum(dtype=np.int64)))
+"""
+
+OWNER = """
+import sys, time
+from slipstream.weight_sync.segment import SharedMemory
+print(SharedMemory(sys.argv[1]).create(10_000, 2).name, flush=True)
+if sys.argv[2] == "hang":
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test-{os.getpid()}"
+
+
+def test_another_process_reads_a_slot_and_leaves_the_segment_alone(run_id: str) -> None:
+    slots = SharedMemory(run_id).create(10_000, 2)
+    source = np.random.default_rng(0).integers(0, 256, 10_000, dtype=np.uint8)
+    slots.commit(1, Commit(7, copy_bytes(slots.data(1), source)))
+    for _ in range(2):  # Python 3.11's SharedMemory would have unlinked it after the first
+        out = subprocess.run(
+            [sys.executable, "-c", READER, run_id, slots.name], capture_output=True, text=True, check=True
+        ).stdout
+        assert out.split() == ["7", "True", str(int(source.sum(dtype=np.int64)))]
+    assert slots.committed(0) is None
+    assert Path(slots.name).stat().st_mode & 0o777 == 0o600
+    slots.close()
+    assert not Path(slots.name).exists()
+
+
+def test_the_owner_unlinks_on_exit_and_cleanup_does_after_a_kill(run_id: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", OWNER, run_id, "end"], capture_output=True, text=True, check=True)
+    assert not Path(ended.stdout.strip()).exists()
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, run_id, "hang"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        assert path.exists()
+        owner.send_signal(signal.SIGKILL)
+    assert path.exists()
+    assert cleanup(run_id + "x") == []
+    assert cleanup(run_id) == [path]
+    assert not path.exists()
+
+
+def test_files_that_are_no_segments_are_refused(tmp_path: Path, run_id: str) -> None:
+    transport = SharedMemory(run_id, (tmp_path,))
+    slots = transport.create(100, 2)
+    for name in (str(tmp_path / "other"), str(tmp_path / f"slipstream.{run_id}.none")):
+        with pytest.raises(WeightSyncError):
+            transport.attach(name)
+    bad = tmp_path / f"slipstream.{run_id}.bad"
+    bad.write_bytes(b"x" * 8192)
+    with pytest.raises(WeightSyncError, match="not a weight segment"):
+        transport.attach(str(bad))
+    with pytest.raises(WeightSyncError, match="no such slot"):
+        slots.committed(2)
+    slots.close()
+
+
+def test_a_full_directory_is_passed_by(tmp_path: Path, run_id: str) -> None:
+    missing = tmp_path / "missing"
+    slots = SharedMemory(run_id, (missing, tmp_path)).create(100, 1)
+    assert Path(slots.name).parent == tmp_path
+    slots.close()
+    with pytest.raises(WeightSyncError, match="no room"):
+        SharedMemory(run_id, (missing,)).create(100, 1)
+    assert segment_directories()
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "a.b", "*"])
+def test_a_run_id_that_could_name_other_files_is_refused(bad: str) -> None:
+    with pytest.raises(WeightSyncError):
+        cleanup(bad)

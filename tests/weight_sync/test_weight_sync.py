@@ -1,0 +1,289 @@
+"""Publisher and subscriber together, over both transports: order, skips, damage, probes, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
+from slipstream.core.errors import WeightSyncError
+from slipstream.weight_sync.publisher import Publisher, SlotLedger
+from slipstream.weight_sync.segment import SharedMemory
+from slipstream.weight_sync.slots import InProcess, Transport
+from slipstream.weight_sync.subscriber import Subscriber
+
+TOKENS = np.arange(4, dtype=np.int32)
+NUM_PARAMS = 5000
+
+
+class Parameters:
+    """Stands for `models.flat.FlatParameters`: one tensor and a pointer flip."""
+
+    def __init__(self, num_params: int = NUM_PARAMS) -> None:
+        self.flat = torch.zeros(num_params)
+
+    def rebind(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+
+
+class Rig:
+    """One publisher, `num_readers` subscribers, and weights whose every element is the version."""
+
+    def __init__(self, transport: Transport, num_readers: int = 1, *, is_threaded: bool = False) -> None:
+        specs = [
+            spec
+            for replica in range(num_readers)
+            for spec in (
+                ChannelSpec(f"offers_{replica}", Kind.WEIGHTS, "t.offers", f"g{replica}.offers"),
+                ChannelSpec(f"releases_{replica}", Kind.GATHER, f"g{replica}.releases", "t.releases"),
+            )
+        ]
+        self.ports = connect_local(specs)
+        trainer = self.ports["t"]
+        self.live = torch.zeros(NUM_PARAMS)
+        self.publisher = Publisher(
+            trainer.outputs["offers"], trainer.inputs["releases"], transport, num_readers=num_readers
+        )
+        self.publisher.open(self.live)
+        self.parameters = [Parameters() for _ in range(num_readers)]
+        self.subscribers = []
+        for replica, parameters in enumerate(self.parameters):
+            ports = self.ports[f"g{replica}"]
+            subscriber = Subscriber(ports.inputs["offers"], ports.outputs["releases"], transport, replica=replica)
+
+            def probe(tokens: np.ndarray, parameters: Parameters = parameters) -> np.ndarray:
+                return parameters.flat[: len(tokens) - 1].numpy()
+
+            subscriber.open(parameters, probe, 1e-3, is_threaded=is_threaded)
+            self.subscribers.append(subscriber)
+
+    def publish(self, version: int, probe_offset: float = 0.0) -> bool:
+        self.live.fill_(float(version))
+        return self.publisher.publish(version, TOKENS, np.full(3, version + probe_offset, np.float32))
+
+    def close(self) -> None:
+        self.publisher.close()
+        for subscriber in self.subscribers:
+            subscriber.close()
+        for ports in self.ports.values():
+            ports.close()
+
+
+@pytest.fixture(params=["process", "memory"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    return SharedMemory("test", (tmp_path,)) if request.param == "process" else InProcess()
+
+
+@pytest.fixture
+def rig(transport: Transport) -> Iterator[Rig]:
+    rig = Rig(transport)
+    yield rig
+    rig.close()
+
+
+def test_a_version_arrives_bit_for_bit_and_only_at_commit(rig: Rig) -> None:
+    rig.live.copy_(torch.randn(NUM_PARAMS))
+    sent = rig.live.clone()
+    assert rig.publisher.publish(0, TOKENS, sent[:3].numpy().copy())
+    rig.live.zero_()  # the optimizer goes on at once
+    (subscriber,), (parameters,) = rig.subscribers, rig.parameters
+    assert subscriber.pending_version is None
+    assert subscriber.commit() is None
+    assert subscriber.poll()
+    assert subscriber.pending_version == 0
+    assert not parameters.flat.any(), "staging must not touch live weights"
+    swap = subscriber.commit()
+    assert swap is not None
+    assert (swap.version, swap.probe_error) == (0, 0.0)
+    assert swap.transfer_s > 0 < swap.pause_s
+    assert torch.equal(parameters.flat, sent)
+    assert (subscriber.version, subscriber.pending_version) == (0, None)
+
+
+def test_the_flip_exchanges_two_buffers_and_copies_nothing(rig: Rig) -> None:
+    (subscriber,), (parameters,) = rig.subscribers, rig.parameters
+    first = parameters.flat.data_ptr()
+    pointers = []
+    for version in range(4):
+        assert rig.publish(version)
+        subscriber.poll()
+        subscriber.commit()
+        rig.publisher.poll()
+        pointers.append(parameters.flat.data_ptr())
+    assert pointers[0] == pointers[2] != pointers[1] == pointers[3] == first
+
+
+def test_only_the_newest_counts_and_older_offers_are_released_unread(rig: Rig) -> None:
+    (subscriber,) = rig.subscribers
+    assert rig.publish(0)
+    assert rig.publish(1)
+    subscriber.poll()
+    assert subscriber.pending_version == 1
+    assert rig.publisher.poll(), "both slots were released"
+    assert rig.publish(2)
+    assert rig.publish(3)
+    subscriber.poll()
+    assert subscriber.pending_version == 3
+    swap = subscriber.commit()
+    assert swap is not None
+    assert swap.version == 3
+    assert subscriber.stats.num_passed_over == 3
+    with pytest.raises(WeightSyncError, match="ascending"):
+        rig.publish(3)
+
+
+def test_a_slow_reader_costs_skips_never_waiting(transport: Transport) -> None:
+    rig = Rig(transport, num_readers=2)
+    fast, slow = rig.subscribers
+    results = []
+    for version in range(5):
+        results.append(rig.publish(version))
+        fast.poll()
+        fast.commit()
+    assert results == [True, True, False, False, False]
+    assert (rig.publisher.stats.num_published, rig.publisher.stats.num_skipped) == (2, 3)
+    assert fast.version == 1
+    rig.live.fill_(-1.0)  # what was skipped must not be read from the live weights later
+    slow.poll()
+    assert rig.publisher.poll(), "the newest skipped version is offered on release"
+    for subscriber, parameters in zip(rig.subscribers, rig.parameters, strict=True):
+        while subscriber.poll():
+            pass
+        subscriber.commit()
+        assert subscriber.version == 4
+        assert bool((parameters.flat == 4.0).all())
+    rig.close()
+
+
+def test_a_dropped_reader_frees_its_slots(transport: Transport) -> None:
+    rig = Rig(transport, num_readers=2)
+    for version in range(2):
+        assert rig.publish(version)
+        rig.subscribers[0].poll()
+    rig.subscribers[0].poll()
+    assert not rig.publish(2)
+    rig.publisher.drop_reader(1)
+    rig.publisher.poll()
+    rig.subscribers[0].poll()
+    rig.subscribers[0].poll()
+    assert rig.subscribers[0].pending_version == 2
+    rig.close()
+
+
+def test_a_damaged_or_torn_slot_is_refused_and_the_old_version_runs_on(rig: Rig) -> None:
+    (subscriber,), (parameters,) = rig.subscribers, rig.parameters
+    assert rig.publish(0)
+    subscriber.poll()
+    subscriber.commit()
+    slots = rig.publisher._slots
+    assert slots is not None
+    for version, message in ((1, "damaged"), (2, "does not hold version 2")):
+        assert rig.publish(version)
+        for slot in range(slots.num_slots):
+            commit = slots.committed(slot)
+            if commit is not None and commit.version == version:
+                if version == 1:
+                    slots.data(slot)[1234] ^= 1
+                else:
+                    slots.invalidate(slot)
+        subscriber.poll()
+        assert subscriber.pending_version is None
+        assert message in str(subscriber.failure)
+        assert bool((parameters.flat == 0.0).all())
+    assert subscriber.stats.num_failed_transfers == 2
+    assert rig.publish(3), "failed transfers release their slots too"
+    subscriber.poll()
+    assert subscriber.commit() is not None
+
+
+@pytest.mark.parametrize("offset", [0.5, float("nan")])
+def test_a_failed_probe_rolls_back(rig: Rig, offset: float) -> None:
+    (subscriber,), (parameters,) = rig.subscribers, rig.parameters
+    assert rig.publish(0)
+    subscriber.poll()
+    subscriber.commit()
+    before = parameters.flat
+    assert rig.publish(1, probe_offset=offset)
+    subscriber.poll()
+    with pytest.raises(WeightSyncError, match=r"version 1 does not reproduce[\s\S]*version 0 runs on"):
+        subscriber.commit()
+    assert parameters.flat is before
+    assert bool((before == 0.0).all())
+    assert (subscriber.version, subscriber.pending_version, subscriber.stats.num_failed_probes) == (0, None, 1)
+    assert rig.publish(2)
+    subscriber.poll()
+    assert subscriber.commit() is not None
+
+
+def test_staging_in_a_thread_wakes_the_host(transport: Transport) -> None:
+    rig = Rig(transport, is_threaded=True)
+    (subscriber,), (parameters,) = rig.subscribers, rig.parameters
+    for version in range(20):
+        assert rig.publish(version)
+        while subscriber.pending_version is None:
+            if not subscriber.poll():
+                assert wait([], [], subscriber.wait_fds(), timeout_s=5)
+        swap = subscriber.commit()
+        assert swap is not None
+        assert swap.version == version
+        assert bool((parameters.flat == version).all())
+    rig.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["publish", "trainer", "poll0", "poll1", "commit0", "commit1"]), max_size=60))
+def test_any_interleaving_keeps_versions_whole_and_ascending(actions: list[str]) -> None:
+    rig = Rig(InProcess(), num_readers=2)
+    version, seen = 0, [[-1], [-1]]
+    for action in [*actions, *["trainer", "poll0", "poll1", "commit0", "commit1"] * 4]:
+        if action == "publish":
+            rig.publish(version)
+            version += 1
+        elif action == "trainer":
+            rig.publisher.poll()
+        else:
+            replica = int(action[-1])
+            subscriber, flat = rig.subscribers[replica], rig.parameters[replica].flat
+            if action.startswith("poll"):
+                before = flat.clone()
+                subscriber.poll()
+                assert torch.equal(flat, before), "live weights changed without a commit"
+            elif (swap := subscriber.commit()) is not None:
+                seen[replica].append(swap.version)
+                assert bool((rig.parameters[replica].flat == swap.version).all())
+    for history in seen:
+        assert history == sorted(set(history))
+        assert history[-1] == version - 1, "the newest version always arrives in the end"
+    rig.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_slot_is_rewritten_only_when_every_living_reader_released_it(data: st.DataObject) -> None:
+    num_slots, readers = data.draw(st.integers(1, 3)), set(range(3))
+    ledger = SlotLedger(num_slots, readers)
+    reading: dict[int, tuple[int, set[int]]] = {slot: (-1, set()) for slot in range(num_slots)}  # an independent model
+    for version in range(data.draw(st.integers(0, 20))):
+        slot = ledger.free_slot()
+        assert (slot is None) == all(users for _, users in reading.values())
+        if slot is not None:
+            assert not reading[slot][1]
+            ledger.offer(slot, version)
+            reading[slot] = (version, set(readers))
+        replica, target = data.draw(st.integers(0, 3)), data.draw(st.integers(0, num_slots - 1))
+        held, users = reading[target]
+        claimed = data.draw(st.sampled_from([held, held - 1]))
+        assert ledger.release(replica, claimed, target) == (claimed == held and replica in users)
+        if claimed == held:
+            users.discard(replica)
+        if data.draw(st.booleans()) and len(readers) > 1:
+            gone = readers.pop()
+            ledger.drop_reader(gone)
+            for _, others in reading.values():
+                others.discard(gone)
