@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/generator.py [--threads N] [--repeats R] [--model small|tiny]
 
 Workload: `--groups` prompts x 8 completions; random weights, so lengths are geometric, stopping with probability near
-1 / V per token and `--new-tokens` at most. The floor is the matmul work of all decoded and prefilled tokens at the GEMM rate
-measured on this machine in the same run.
+1 / V per token and `--new-tokens` at most. The floor is the matmul work of all decoded and prefilled tokens at the GEMM
+rate measured on this machine in the same run.
 """
 
 from __future__ import annotations
@@ -121,14 +121,10 @@ def main() -> None:
     floor_s = 2 * matmul_params * (num_tokens + args.groups * (PROMPT_TOKENS - 1)) / flops_per_s
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(
-        f"hardware       {platform.processor() or platform.machine()}, {args.threads} threads, torch {torch.__version__}"
-    )
+    print(f"hardware       {platform.machine()}, {args.threads} threads, torch {torch.__version__}")
     print(f"commit         {commit.stdout.strip() or 'unknown'}")
     print(f"model          {num_params / 1e6:.2f} M parameters, vocabulary {VOCAB}")
-    print(
-        f"workload       {len(requests)} completions, {num_tokens} tokens (mean {np.mean(lengths):.1f}), {num_steps} steps"
-    )
+    print(f"workload       {len(requests)} completions, {num_tokens} tokens, {num_steps} steps")
     print(f"wall           {wall_s:.3f} s median of {args.repeats} (min {walls[0]:.3f}, max {walls[-1]:.3f})")
     print(f"tokens/s       {num_tokens / wall_s:,.0f}")
     print(f"ms/step        {1e3 * decode_s / num_steps:.2f} decode; prefill {1e3 * prefill_s:.2f} ms in all")
