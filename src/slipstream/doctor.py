@@ -14,8 +14,8 @@ from rich.text import Text
 
 from slipstream.observe.hardware import Hardware, describe
 from slipstream.observe.summary import Versions, versions
+from slipstream.rewards.checks import isolation_report
 from slipstream.rewards.isolation import REQUIRED_FOR_UNSAFE
-from slipstream.rewards.sandbox import isolation_report
 
 QUICKSTART_BYTES = 3 * 4 * 4_000_000  # three fp32 copies of 4 M parameters: what its weight segment takes at most
 
