@@ -274,13 +274,13 @@ class ZmqLink:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_connections = 0
         self._closed_because: str | None = None
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.set(zmq.SNDHWM, 0)  # bounded by `capacity`
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, _LINGER_MS)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED)
         self._socket.connect(address)
 
     @property
