@@ -45,7 +45,7 @@ class PromptStream:
         if ordinal < 0:
             raise IndexError(f"ordinals start at 0, got {ordinal}")
         epoch, index = divmod(ordinal, len(self._prompts))
-        return self._prompts[self._permutation(epoch)[index]]
+        return self._prompts[int(self._permutation(epoch)[index])]
 
     def _permutation(self, epoch: int) -> np.ndarray:
         """int64 [n]; the last few epochs are kept, as ordinals in flight straddle a boundary."""

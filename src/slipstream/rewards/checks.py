@@ -1,0 +1,72 @@
+"""What has to hold before a run starts: reward functions that exist, and barriers where verifiers evaluate text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+
+from slipstream.core.config import RewardsConfig, TaskConfig
+from slipstream.core.errors import ConfigError
+from slipstream.rewards.functions import UNSAFE_VERIFIERS, make_term
+from slipstream.rewards.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
+from slipstream.rewards.pool import ScoringPool
+from slipstream.rewards.protocol import Setup, Task
+
+
+@lru_cache(maxsize=1)
+def isolation_report() -> dict[str, bool]:
+    """Which barriers of `isolation.BARRIERS` hold on this machine, found by starting one worker (a quarter second)."""
+    pool = ScoringPool(Setup(terms=[], tasks={}, memory_bytes=1 << 30, timeout_s=1.0), num_workers=1)
+    try:
+        pool.wait_ready()
+        return {barrier: barrier in pool.isolation for barrier in BARRIERS}
+    finally:
+        pool.close()
+
+
+def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
+    """The workers' setup; ConfigError for unknown functions or parameters."""
+    terms = [make_term(term.function, term.params) for term in config.terms]
+    if not terms:
+        raise ConfigError("a run needs at least one reward function", hint="see rewards.terms")
+    if any(term.function == "task" for term in terms) and not tasks:
+        raise ConfigError(
+            "reward 'task' needs reasoning-gym tasks",
+            got="prompts from a dataset",
+            allowed="'exact_match', 'math', 'regex', 'length', or your own function",
+        )
+    return Setup(
+        terms=terms,
+        tasks={key: Task(name=task.name, params=task.params) for key, task in tasks.items()},
+        memory_bytes=config.memory_mb << 20,
+        timeout_s=config.timeout_s,
+    )
+
+
+def unsafe_verifiers(setup: Setup) -> list[str]:
+    """Names in UNSAFE_VERIFIERS that this setup would run."""
+    functions = {term.function for term in setup.terms}
+    tasks = {task.name for task in setup.tasks.values()} if "task" in functions else set()
+    return sorted((functions | tasks) & UNSAFE_VERIFIERS.keys())
+
+
+def check_isolation(setup: Setup, held: Collection[str], *, trust_verifier: bool) -> None:
+    """ConfigError when a verifier evaluates model text and a barrier it needs is missing, unless it is trusted."""
+    missing = sorted(REQUIRED_FOR_UNSAFE - set(held))
+    unsafe = unsafe_verifiers(setup)
+    if unsafe and missing and not trust_verifier:
+        raise ConfigError(
+            f"the verifier of '{unsafe[0]}' evaluates model text with {UNSAFE_VERIFIERS[unsafe[0]]}, "
+            "and this platform cannot isolate it",
+            got=f"no isolation of: {', '.join(missing)}",
+            allowed="run as root or where user namespaces are permitted, or rewards.trust_verifier = true",
+            hint="a completion could run commands as you; trust it only in a disposable machine",
+        )
+
+
+def check_rewards(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> None:
+    """Everything that can be refused before a run starts. Starts a worker only when a verifier is known as unsafe."""
+    setup = setup_of(config, tasks)
+    if unsafe_verifiers(setup) and not config.trust_verifier:
+        held = [barrier for barrier, holds in isolation_report().items() if holds]
+        check_isolation(setup, held, trust_verifier=False)

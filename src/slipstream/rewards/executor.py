@@ -1,0 +1,189 @@
+"""The reward node: completions in, rollouts out, one at a time and as soon as each is finished (M2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from slipstream.core.config import RewardsConfig, TaskConfig
+from slipstream.core.executor import Context, Executor
+from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop, Stopped
+from slipstream.rewards.checks import check_isolation, setup_of
+from slipstream.rewards.functions import term_names, weighted_sum
+from slipstream.rewards.inline import CallableScorer
+from slipstream.rewards.pool import Scored, ScoringPool
+from slipstream.rewards.protocol import Job
+
+_MAX_PENDING = 1024  # completions taken from the channel and not yet scored; beyond, the channel holds them back
+_COUNTERS_EVERY_S = 1.0
+
+
+class _Pool(Protocol):
+    """What `ScoringPool` and `CallableScorer` have in common."""
+
+    num_restarts: int
+    isolation: frozenset[str]
+
+    def wait_ready(self) -> None: ...
+
+    def submit(self, job: Job) -> None: ...
+
+    def poll(self) -> list[Scored]: ...
+
+    def fds(self) -> list[int]: ...
+
+    def next_deadline_s(self) -> float | None: ...
+
+    def close(self) -> None: ...
+
+
+class Rewards(Executor):
+    """Scores completions; never hangs on one, and loses none.
+
+    Consumes `completions`; emits a `Rollout` on `rollouts` for training, `EvalScored` on `events` for evaluation
+    (a failed one has reward `failure_reward`). Constructor arguments are models, or what `model_dump` made of them,
+    apart from `function`: a Python callable with TRL's signature that replaces the configured terms and runs in this
+    process. Stop: takes no more, finishes what it has, answers `Stopped`.
+    """
+
+    inputs = ("completions",)
+    outputs = ("rollouts", "scores")
+
+    def __init__(
+        self,
+        config: RewardsConfig | Mapping[str, Any],
+        tasks: Mapping[str, TaskConfig | Mapping[str, Any]],
+        *,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        self._config = RewardsConfig.model_validate(config)
+        self._tasks = {key: TaskConfig.model_validate(task) for key, task in tasks.items()}
+        self._function = function
+        self._completions: dict[int, Completion] = {}
+        self._next_job = 0
+        self._counts = {"scored": 0, "failed": 0, "eval_scored": 0}
+        self._counted_s = 0.0
+        self._is_stopping = False
+        self._is_finished = False
+        self._pool: _Pool | None = None
+
+    def init(self, context: Context) -> None:
+        """Start the workers and wait until they have imported what they need."""
+        self._context = context
+        if self._function is not None:
+            self._names, self._weights = ["reward"], [1.0]
+            self._pool = CallableScorer(self._function, timeout_s=self._config.timeout_s, clock=context.clock)
+        else:
+            setup = setup_of(self._config, self._tasks)
+            self._names, self._weights = term_names(setup.terms), [term.weight for term in self._config.terms]
+            self._pool = ScoringPool(setup, num_workers=self._config.num_workers, clock=context.clock)
+            self._pool.wait_ready()
+            check_isolation(setup, self._pool.isolation, trust_verifier=self._config.trust_verifier)
+        context.spans.set_idle_state("wait_completions")
+        info = {"isolation": sorted(self._pool.isolation)}
+        context.outputs["events"].put(Ready(executor=context.name, info=info))
+
+    def step(self) -> bool:
+        """Take what arrived, hand it to the workers, and pass on what they answered."""
+        assert self._pool is not None
+        while (command := self._context.inputs["commands"].get_nowait()) is not None:
+            self._is_stopping |= isinstance(command, Stop)
+        num_taken = 0
+        while not self._is_stopping and len(self._completions) < _MAX_PENDING:
+            completion = self._context.inputs["completions"].get_nowait()
+            if completion is None:
+                break
+            assert isinstance(completion, Completion)
+            self._submit(self._pool, completion)
+            num_taken += 1
+        num_done = 0
+        if self._completions:
+            with self._context.spans.span("score"):
+                scored = self._pool.poll()
+                for one in scored:
+                    self._emit(self._completions.pop(one.job_id), one)
+            num_done = len(scored)
+        self._report(is_last=False)
+        if self._is_stopping and not self._completions and not self._is_finished:
+            self._report(is_last=True)
+            # the host replaces the empty accounting by its own spans when it sends this on
+            self._context.outputs["events"].put(Stopped(executor=self._context.name, accounting={}))
+            self._is_finished = True
+        return num_taken + num_done > 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    def wait_fds(self) -> list[int]:
+        return [] if self._pool is None else self._pool.fds()
+
+    def wait_s(self) -> float | None:
+        deadline_s = None if self._pool is None else self._pool.next_deadline_s()
+        return None if deadline_s is None else max(0.0, deadline_s - self._context.clock.now_s())
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _submit(self, pool: _Pool, completion: Completion) -> None:
+        prompt = completion.prompt
+        job = Job(
+            job_id=self._next_job,
+            prompt=prompt.text if prompt.messages is None else prompt.messages,
+            completion=completion.text[: self._config.max_chars],
+            completion_ids=[token for segment in completion.segments for token in segment.tokens.tolist()],
+            task=prompt.task,
+            answer=prompt.answer,
+            columns=prompt.columns,
+        )
+        self._completions[self._next_job] = completion
+        self._next_job += 1
+        pool.submit(job)
+
+    def _emit(self, completion: Completion, scored: Scored) -> None:
+        reward, failure = self._config.failure_reward, scored.failure
+        if failure is None:
+            try:
+                reward = weighted_sum(self._weights, scored.parts)
+            except ValueError as error:
+                failure = str(error)
+        self._counts["failed"] += failure is not None
+        if completion.purpose == "eval":
+            self._counts["eval_scored"] += 1
+            self._context.outputs["events"].put(
+                EvalScored(
+                    eval_id=completion.eval_id,
+                    ordinal=completion.ordinal,
+                    reward=reward,
+                    completion_text=completion.text,
+                    prompt_text=completion.prompt.text,
+                    answer=completion.prompt.answer,
+                    num_tokens=completion.num_tokens,
+                    version=completion.min_version,
+                )
+            )
+            return
+        self._counts["scored"] += 1
+        self._context.outputs["rollouts"].put(
+            Rollout(
+                completion=completion,
+                reward=reward,
+                reward_parts=dict(zip(self._names, scored.parts, strict=True)) if failure is None else {},
+                failure=failure,
+                scored_s=self._context.clock.now_s(),
+            )
+        )
+
+    def _report(self, *, is_last: bool) -> None:
+        now_s = self._context.clock.now_s()
+        if not is_last and now_s - self._counted_s < _COUNTERS_EVERY_S:
+            return
+        assert self._pool is not None
+        self._counted_s = now_s
+        values = {
+            **{name: float(count) for name, count in self._counts.items()},
+            "restarts": float(self._pool.num_restarts),
+        }
+        self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))

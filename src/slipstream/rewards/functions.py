@@ -1,0 +1,304 @@
+"""Reward functions: a plain table of built-ins, and the user's own by import path.
+
+A factory takes its parameters as keywords and returns a scorer, Job -> float, or None to abstain. Everything here
+runs inside a worker, except `weighted_sum` and the checks of names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.rewards.protocol import Job, Task, Term
+
+Scorer = Callable[[Job], float | None]
+
+# Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9).
+UNSAFE_VERIFIERS: dict[str, str] = {
+    "binary_matrix": "eval",
+    "countdown": "sympy.parse_expr",
+    "intermediate_integration": "sympy.parse_expr",
+    "n_queens": "eval",
+    "polynomial_multiplication": "sympy.parse_expr",
+    "puzzle24": "sympy.parse_expr",
+    "simple_integration": "sympy.parse_expr",
+    "spiral_matrix": "eval",
+    "string_insertion": "eval",
+    "math": "sympy.parse_expr",  # the built-in function, through math_verify
+}
+
+_TUPLE_FIELDS = {"arc_agi": ("input", "output"), "rearc": ("input", "output")}  # compared as tuples; JSON has lists
+
+
+def _extracted(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """The stripped text, or what the last match of `pattern` holds in its first group (else the whole match)."""
+    if pattern is None:
+        return text.strip()
+    match = None
+    for match in pattern.finditer(text):  # noqa: B007 - the last one counts
+        pass
+    if match is None:
+        return None
+    return str(match.group(1) if pattern.groups else match.group()).strip()
+
+
+def _pattern(pattern: str | None, function: str) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"the pattern of reward '{function}' is malformed: {error}", got=repr(pattern)) from error
+
+
+def task_reward(*, tasks: Mapping[str, Task], answer_pattern: str | None = None, binary: bool = False) -> Scorer:
+    """The verifier of the prompt's own reasoning-gym task, in [0, 1].
+
+    `answer_pattern` extracts the answer (last match, first group; no match scores 0); `binary` gives 1 for a fully
+    correct answer and 0 for everything else, without the task's partial credit.
+    """
+    import reasoning_gym
+
+    pattern = _pattern(answer_pattern, "task")
+    if not tasks:
+        raise ConfigError("reward 'task' needs reasoning-gym tasks", got="prompts from a dataset")
+    datasets = {
+        key: reasoning_gym.create_dataset(task.name, seed=0, size=1, **task.params) for key, task in tasks.items()
+    }
+
+    def score(job: Job) -> float:
+        answer = _extracted(job.completion, pattern)
+        if answer is None:
+            return 0.0
+        entry = dict(job.columns["entry"])
+        if fields := _TUPLE_FIELDS.get(tasks[job.task].name):
+            metadata = entry["metadata"]
+            entry["metadata"] = {**metadata, **{name: tuple(map(tuple, metadata[name])) for name in fields}}
+        reward = float(datasets[job.task].score_answer(answer, entry))
+        return float(reward >= 1 - 1e-6) if binary else reward
+
+    return score
+
+
+def exact_match(*, answer_pattern: str | None = None, ignore_case: bool = False) -> Scorer:
+    """1 when the extracted answer equals the reference, surrounding whitespace apart; None without a reference."""
+    pattern = _pattern(answer_pattern, "exact_match")
+
+    def score(job: Job) -> float | None:
+        if job.answer is None:
+            return None
+        answer, expected = _extracted(job.completion, pattern), job.answer.strip()
+        if answer is not None and ignore_case:
+            answer, expected = answer.casefold(), expected.casefold()
+        return float(answer == expected)
+
+    return score
+
+
+def math_equivalence(*, strict: bool = True) -> Scorer:
+    """1 when math_verify finds the final answer equivalent to the reference, which may be LaTeX or a plain number."""
+    import logging
+
+    from math_verify import parse, verify
+
+    logging.disable(logging.CRITICAL)  # it logs every text it cannot parse
+
+    def score(job: Job) -> float | None:
+        if job.answer is None:
+            return None
+        text = job.answer if "$" in job.answer or "\\boxed" in job.answer else f"${job.answer}$"
+        expected = parse(text, parsing_timeout=None)  # the worker's deadline is the only clock
+        answer = parse(job.completion, parsing_timeout=None)
+        return float(verify(expected, answer, strict=strict, timeout_seconds=None))
+
+    return score
+
+
+def regex_match(*, pattern: str, full: bool = False) -> Scorer:
+    """1 when `pattern` is found in the completion (`full`: matches all of it). Dot matches newlines."""
+    compiled = _pattern(pattern, "regex")
+    assert compiled is not None
+    matcher = compiled.fullmatch if full else compiled.search
+    return lambda job: float(matcher(job.completion) is not None)
+
+
+def length_shaping(
+    *, target_tokens: int | None = None, max_tokens: int | None = None, buffer_tokens: int = 0
+) -> Scorer:
+    """Length in tokens, shaped.
+
+    With target_tokens: -min(1, |T - target| / target). With max_tokens, the soft overlong punishment of DAPO
+    (arXiv:2503.14476, equation 13): 0 up to max - buffer, falling linearly to -1 at max, -1 beyond.
+    """
+    if (target_tokens is None) == (max_tokens is None):
+        raise ConfigError(
+            "reward 'length' needs exactly one of its parameters",
+            got=f"target_tokens = {target_tokens}, max_tokens = {max_tokens}",
+            allowed="target_tokens, or max_tokens with buffer_tokens",
+        )
+    if target_tokens is not None:
+        if target_tokens <= 0:
+            raise ConfigError("target_tokens must be positive", got=target_tokens)
+        return lambda job: -min(1.0, abs(len(job.completion_ids) - target_tokens) / target_tokens)
+    assert max_tokens is not None
+    if not 0 <= buffer_tokens <= max_tokens:
+        raise ConfigError("buffer_tokens must lie in 0..max_tokens", got=f"{buffer_tokens} of {max_tokens}")
+
+    def score(job: Job) -> float:
+        over = len(job.completion_ids) - (max_tokens - buffer_tokens)
+        if over <= 0:
+            return 0.0
+        return -1.0 if over >= buffer_tokens else -over / buffer_tokens
+
+    return score
+
+
+BUILTINS: dict[str, Callable[..., Scorer]] = {
+    "task": task_reward,
+    "exact_match": exact_match,
+    "math": math_equivalence,
+    "regex": regex_match,
+    "length": length_shaping,
+}
+
+
+def check_term(term: Term) -> None:
+    """ConfigError unless `term` names a built-in with parameters it takes, or has the form of an import path."""
+    if ":" in term.function:
+        if term.params:
+            raise ConfigError(
+                "parameters are for built-in rewards",
+                got=f"{term.function} with {term.params}",
+                hint="bind them in code",
+            )
+        location = term.function.rpartition(":")[0]
+        if location.endswith(".py") and not Path(location).expanduser().is_file():
+            raise ConfigError(f"reward function '{term.function}': there is no such file", got=location)
+        return
+    if term.function not in BUILTINS:
+        raise ConfigError(
+            f"unknown reward function '{term.function}'",
+            allowed=", ".join(BUILTINS) + ", 'module:function' or 'file.py:function'",
+            hint=did_you_mean(term.function, BUILTINS),
+        )
+    allowed = inspect.signature(BUILTINS[term.function]).parameters.keys() - {"tasks"}
+    for name in term.params:
+        if name not in allowed:
+            raise ConfigError(
+                f"reward '{term.function}' has no parameter '{name}'",
+                allowed=", ".join(sorted(allowed)),
+                hint=did_you_mean(name, allowed),
+            )
+    required = {
+        name
+        for name, parameter in inspect.signature(BUILTINS[term.function]).parameters.items()
+        if parameter.default is parameter.empty
+    }
+    if missing := required - {"tasks"} - term.params.keys():
+        raise ConfigError(f"reward '{term.function}' needs the parameter '{missing.pop()}'")
+
+
+def build_scorer(term: Term, tasks: Mapping[str, Task]) -> Scorer:
+    """The scorer of `term`; imports only what it needs. ConfigError on wrong names or parameters."""
+    if ":" in term.function:
+        function = _import_function(term)
+        return lambda job: call_function(function, job)
+    check_term(term)
+    extra = {"tasks": tasks} if term.function == "task" else {}
+    return BUILTINS[term.function](**term.params, **extra)
+
+
+def call_function(function: Callable[..., Any], job: Job) -> float | None:
+    """Call the user's `function` with TRL's keywords for one completion, and await it if it is async.
+
+    fn(prompts=[p], completions=[c], completion_ids=[ids], **{column: [value]}) -> [float or None]. For chats `p` is
+    the list of messages and `c` is [{"role": "assistant", "content": text}].
+    """
+    is_chat = not isinstance(job.prompt, str)
+    completion = [{"role": "assistant", "content": job.completion}] if is_chat else job.completion
+    columns = {"answer": job.answer, **job.columns}
+    for reserved in ("prompts", "completions", "completion_ids"):
+        columns.pop(reserved, None)
+    rewards = function(
+        prompts=[job.prompt],
+        completions=[completion],
+        completion_ids=[job.completion_ids],
+        **{name: [value] for name, value in columns.items()},
+    )
+    if inspect.isawaitable(rewards):
+        rewards = asyncio.run(_awaited(rewards))
+    rewards = list(rewards)
+    if len(rewards) != 1:
+        raise ValueError(f"the reward function returned {len(rewards)} rewards for 1 completion")
+    return None if rewards[0] is None else float(rewards[0])
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _import_function(term: Term) -> Callable[..., Any]:
+    location, _, name = term.function.rpartition(":")
+    module = importlib.import_module(location) if term.source is None else _module_of(location, term.source)
+    functions = {key: value for key, value in vars(module).items() if callable(value)}
+    if name not in functions:
+        raise ConfigError(
+            f"'{location}' has no function '{name}'",
+            allowed=", ".join(key for key in functions if not key.startswith("_")),
+            hint=did_you_mean(name, functions),
+        )
+    function: Callable[..., Any] = functions[name]
+    return function
+
+
+def _module_of(location: str, source: str) -> ModuleType:
+    """The module that running `source`, the user's own file, makes."""
+    module = ModuleType(f"slipstream_user_{Path(location).stem}")
+    module.__file__ = location
+    sys.modules[module.__name__] = module
+    exec(compile(source, location, "exec"), vars(module))
+    return module
+
+
+def make_term(function: str, params: Mapping[str, Any]) -> Term:
+    """A checked term, with the text of its file where it names one. ConfigError on anything malformed."""
+    term = Term(function, dict(params))
+    check_term(term)
+    location = function.rpartition(":")[0]
+    if not location.endswith(".py"):
+        return term
+    path = Path(location).expanduser().resolve()
+    return Term(f"{path}:{function.rpartition(':')[2]}", dict(params), source=path.read_text(encoding="utf-8"))
+
+
+def term_names(terms: Sequence[Term]) -> list[str]:
+    """Names of the parts of a reward: the functions, numbered from the second of the same name on."""
+    names: list[str] = []
+    for i, term in enumerate(terms):
+        same = sum(other.function == term.function for other in terms[:i])
+        names.append(term.function if not same else f"{term.function}#{same + 1}")
+    return names
+
+
+def weighted_sum(weights: Sequence[float], parts: Sequence[float | None]) -> float:
+    """sum_i weight_i part_i over the parts that are not None; ValueError when nothing finite comes out."""
+    if len(parts) != len(weights):
+        raise ValueError(f"{len(parts)} parts for {len(weights)} reward functions")
+    scored = [(weight, part) for weight, part in zip(weights, parts, strict=True) if part is not None]
+    if not scored:
+        raise ValueError("every reward function abstained")
+    total = (
+        math.fsum(weight * part for weight, part in scored) if all(math.isfinite(p) for _, p in scored) else math.nan
+    )
+    if not math.isfinite(total):
+        raise ValueError(f"the reward is not finite: {[part for _, part in scored]}")
+    return total

@@ -1,0 +1,198 @@
+"""Scoring without blocking: jobs in, results out, through workers that may hang, die or lie."""
+
+from __future__ import annotations
+
+import selectors
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+
+from slipstream.core.clock import Clock, WallClock
+from slipstream.core.errors import ConfigError, ExecutorDied
+from slipstream.rewards.protocol import MAX_ERROR_CHARS, Job, Result, Setup, SetupFailed, WorkerReady
+from slipstream.rewards.sandbox import Worker, WorkerEnded
+
+_MAX_BATCH = 64  # jobs sent to a worker together; each still has the deadline of its own
+_BATCH_S = 0.05  # so that slow jobs spread over the workers
+_START_S = 120.0  # imports of sympy and reasoning-gym on a busy machine
+_MAX_FAILED_STARTS = 3  # in a row
+
+
+if sys.platform == "linux":
+    _nested_selector = selectors.EpollSelector
+else:
+    _nested_selector = selectors.KqueueSelector
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The parts of one job's reward, or why there are none."""
+
+    job_id: int
+    parts: list[float | None]
+    failure: str | None = None
+
+
+@dataclass
+class _Slot:
+    """A worker, the jobs it has in order, and when the first of them is overdue."""
+
+    worker: Worker
+    deadline_s: float
+    is_ready: bool = False
+    jobs: deque[Job] = field(default_factory=deque)
+
+
+class ScoringPool:
+    """`num_workers` workers and one warm spare, behind one file descriptor.
+
+    Consumes: jobs (`submit`). Produces: one `Scored` per job (`poll`), whatever the job does. Each job has `timeout_s`
+    from the moment its worker reached it, as far as the pool can see: results that wait are read before any deadline
+    is judged, so a pool that was not polled for a while accuses nobody. A job that is overdue, or whose worker dies, is
+    failed and its worker killed with everything it started; jobs queued behind it move on. Ends: `close`.
+    """
+
+    def __init__(self, setup: Setup, *, num_workers: int, clock: Clock | None = None) -> None:
+        self._setup = setup
+        self._clock = clock or WallClock()
+        self._num_workers = num_workers
+        self._selector = _nested_selector()
+        self._waiting: deque[Job] = deque()
+        self._done: list[Scored] = []
+        self._slots: list[_Slot] = []
+        self._failed_starts = 0
+        self._job_s = 0.0  # running mean, for the size of batches
+        self.num_restarts = 0
+        self.isolation: frozenset[str] = frozenset()
+        for _ in range(num_workers + 1):
+            self._start()
+
+    @property
+    def num_pending(self) -> int:
+        """Jobs submitted and not yet returned by `poll`."""
+        return len(self._waiting) + sum(len(slot.jobs) for slot in self._slots) + len(self._done)
+
+    def wait_ready(self) -> None:
+        """Block until a worker has imported what it needs. ConfigError when the reward functions cannot be built."""
+        while not any(slot.is_ready for slot in self._slots):
+            deadline_s = self.next_deadline_s()
+            assert deadline_s is not None
+            self._advance(max(0.0, deadline_s - self._clock.now_s()))
+
+    def submit(self, job: Job) -> None:
+        """Queue `job`; it is handed to a worker at the next `poll`."""
+        self._waiting.append(job)
+
+    def poll(self) -> list[Scored]:
+        """Move what can be moved without waiting; results in the order they came."""
+        self._advance(0)
+        done, self._done = self._done, []
+        return done
+
+    def fds(self) -> list[int]:
+        """Readable when `poll` has something to do: one descriptor, which stands for all workers' sockets."""
+        return [self._selector.fileno()]
+
+    def next_deadline_s(self) -> float | None:
+        """When, on the clock, `poll` has to be called even if nothing arrives; None while no job is known."""
+        if self._done or (self._waiting and self._free()):
+            return self._clock.now_s()
+        deadlines = [slot.deadline_s for slot in self._slots if slot.jobs or not slot.is_ready]
+        return min(deadlines, default=None)
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.worker.close()
+        self._slots.clear()
+        self._selector.close()
+
+    def _start(self) -> None:
+        slot = _Slot(Worker(self._setup), deadline_s=self._clock.now_s() + _START_S)
+        self._slots.append(slot)
+        self._selector.register(slot.worker, selectors.EVENT_READ | selectors.EVENT_WRITE, slot)
+
+    def _advance(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            slot: _Slot = key.data
+            slot.worker.flush()
+            self._watch(slot)
+            self._read(slot)
+        now_s = self._clock.now_s()
+        for slot in list(self._slots):
+            if now_s < slot.deadline_s:
+                continue
+            if slot.jobs:
+                self._replace(slot, f"timed out after {self._setup.timeout_s:g} s")
+            elif not slot.is_ready:
+                self._replace(slot, f"worker was not ready after {_START_S:g} s")
+        self._dispatch()
+
+    def _read(self, slot: _Slot) -> None:
+        try:
+            messages = slot.worker.receive()
+        except WorkerEnded as error:
+            self._replace(slot, str(error))
+            return
+        for message in messages:
+            if isinstance(message, SetupFailed) and not slot.is_ready:
+                raise ConfigError(f"the reward functions cannot be set up: {message.error}")
+            if isinstance(message, WorkerReady) and not slot.is_ready:
+                slot.is_ready = True
+                self._failed_starts = 0
+                self.isolation = frozenset(message.isolation)
+            elif isinstance(message, Result) and slot.jobs and message.job_id == slot.jobs[0].job_id:
+                self._finish(slot, message)
+            else:
+                self._replace(slot, "worker sent bad output: an answer to no question")
+                return
+
+    def _finish(self, slot: _Slot, result: Result) -> None:
+        slot.jobs.popleft()
+        now_s = self._clock.now_s()
+        started_s = slot.deadline_s - self._setup.timeout_s
+        self._job_s += 0.05 * (max(0.0, now_s - started_s) - self._job_s)
+        slot.deadline_s = now_s + self._setup.timeout_s
+        error = None if result.error is None else result.error[: 2 * MAX_ERROR_CHARS]
+        self._done.append(Scored(job_id=result.job_id, parts=result.parts, failure=error))
+
+    def _replace(self, slot: _Slot, failure: str) -> None:
+        """Kill the worker of `slot` and start another; its first job failed, the others go to the next worker."""
+        self._slots.remove(slot)
+        self._selector.unregister(slot.worker)
+        slot.worker.close()
+        if not slot.is_ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _MAX_FAILED_STARTS:
+                raise ExecutorDied(
+                    f"{self._failed_starts} reward workers in a row ended before they were ready",
+                    got=failure,
+                    hint="raise rewards.memory_mb, or see `slipstream doctor`",
+                )
+        self.num_restarts += 1
+        if slot.jobs:
+            self._done.append(Scored(job_id=slot.jobs.popleft().job_id, parts=[], failure=failure))
+        self._waiting.extendleft(reversed(slot.jobs))
+        self._start()
+
+    def _free(self) -> list[_Slot]:
+        """Idle workers, not counting the spare."""
+        active = [slot for slot in self._slots if slot.is_ready][: self._num_workers]
+        return [slot for slot in active if not slot.jobs]
+
+    def _dispatch(self) -> None:
+        free = self._free()
+        for i, slot in enumerate(free):
+            share = -(-len(self._waiting) // (len(free) - i))
+            fitting = _MAX_BATCH if self._job_s * _MAX_BATCH <= _BATCH_S else max(1, int(_BATCH_S / self._job_s))
+            batch = [self._waiting.popleft() for _ in range(min(share, fitting))]
+            if batch:
+                slot.jobs.extend(batch)
+                slot.deadline_s = self._clock.now_s() + self._setup.timeout_s
+                slot.worker.send(batch)
+                self._watch(slot)
+
+    def _watch(self, slot: _Slot) -> None:
+        """Wake for writability exactly while something waits to be written."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.worker.has_unsent else 0)
+        if self._selector.get_key(slot.worker).events != events:
+            self._selector.modify(slot.worker, events, slot)

@@ -1,0 +1,108 @@
+"""What passes between the pool and a worker: length-prefixed msgpack frames, decoded strictly on both sides."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+MAX_RESULT_BYTES = 64 * 1024  # a larger frame from a worker is an attack or a bug: the worker is killed
+MAX_ERROR_CHARS = 500
+
+_LENGTH = struct.Struct("<I")
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One reward function: a key of BUILTINS or an import path, and its keyword parameters.
+
+    `source` is the text of the file in 'file.py:function', which the worker's user may not be able to read.
+    """
+
+    function: str
+    params: dict[str, Any] = {}
+    source: str | None = None
+
+
+class Task(msgspec.Struct, frozen=True):
+    """The reasoning-gym dataset behind a task key."""
+
+    name: str
+    params: dict[str, Any]
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """First frame to a worker: what to score with, and its limits."""
+
+    terms: list[Term]
+    tasks: dict[str, Task]
+    memory_bytes: int
+    timeout_s: float
+
+
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
+    """The worker has imported what its terms need; `isolation` names the barriers that hold."""
+
+    isolation: list[str]
+
+
+class SetupFailed(msgspec.Struct, frozen=True, tag=True):
+    """The terms cannot be built: the user's import path or parameters are wrong."""
+
+    error: str
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One completion to score. `prompt` is text, or the chat's messages."""
+
+    job_id: int
+    prompt: str | list[dict[str, Any]]
+    completion: str
+    completion_ids: list[int]
+    task: str
+    answer: str | None
+    columns: dict[str, Any]
+
+
+class Result(msgspec.Struct, frozen=True, tag=True):
+    """One number per term (None: the function abstained), or the `error` of the first term that failed."""
+
+    job_id: int
+    parts: list[float | None]
+    error: str | None = None
+
+
+FromWorker = WorkerReady | SetupFailed | Result
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: msgspec.Struct | list[Job]) -> bytes:
+    """`message` as 4 bytes of length (little endian) and msgpack."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Bytes in, whole frame bodies out; never holds more than one frame of `max_bytes` and one read."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Bodies completed by `data`; ValueError when a frame announces more than `max_bytes`."""
+        self._buffer += data
+        bodies = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > self._max_bytes:
+                raise ValueError(f"a frame of {length} bytes, at most {self._max_bytes} allowed")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            bodies.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return bodies

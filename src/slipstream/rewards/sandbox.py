@@ -1,0 +1,142 @@
+"""The trusted end of a reward worker: start it, feed it, read it with suspicion, kill it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from slipstream.rewards.protocol import MAX_RESULT_BYTES, FrameReader, FromWorker, Job, Setup, frame
+from slipstream.rewards.worker import Layout
+
+_KEEPER_GRACE_S = 5.0  # the keeper needs milliseconds to kill what is below it
+_CAUSE_S = 0.5
+_MAX_READ_BYTES = 1 << 20  # read from one worker between two looks at the others
+
+_decoder = msgspec.msgpack.Decoder(FromWorker, strict=True)
+
+
+class WorkerEnded(Exception):
+    """The worker closed its end, or sent what no worker sends; it has to be killed and replaced."""
+
+
+def _environment() -> dict[str, str]:
+    """What a worker sees of the environment: no secrets, one thread, where this package is."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    return kept | {
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": package_root,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
+
+class Worker:
+    """One worker process and its connection. Nothing here blocks, except `close` for the keeper's few milliseconds."""
+
+    def __init__(self, setup: Setup) -> None:
+        ours, theirs = socket.socketpair()
+        self._scratch = tempfile.mkdtemp(prefix="slipstream-reward-")
+        environment = _environment() | {"HOME": self._scratch, "TMPDIR": self._scratch}
+        folders = [os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None]
+        sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *folders]]
+        layout = Layout(scratch=self._scratch, sys_path=list(dict.fromkeys(sys_path)))
+        with theirs:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-m", "slipstream.rewards.worker", str(theirs.fileno()), _json(layout)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                cwd=self._scratch,
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._socket = ours
+        self._reader = FrameReader(MAX_RESULT_BYTES)
+        self._unsent = bytearray(frame(setup))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def keeper_pid(self) -> int:
+        return self._keeper.pid
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, jobs: list[Job]) -> None:
+        """Queue one list of jobs; `flush` moves it."""
+        self._unsent += frame(jobs)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write as much as the worker takes now. A worker that is gone is noticed by `receive`."""
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent)
+            except BlockingIOError:
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                self._unsent.clear()
+                return
+            del self._unsent[:sent]
+
+    def receive(self) -> list[FromWorker]:
+        """Messages that are there now, and WorkerEnded when none are and none will be."""
+        messages: list[FromWorker] = []
+        num_bytes = 0
+        while num_bytes < _MAX_READ_BYTES:
+            try:
+                data = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                if messages:
+                    break  # the end is still there next time
+                raise WorkerEnded(f"worker died{self._cause()}")
+            num_bytes += len(data)
+            try:
+                messages += [_decoder.decode(body) for body in self._reader.feed(data)]
+            except (msgspec.MsgspecError, ValueError) as error:
+                raise WorkerEnded(f"worker sent bad output: {error}"[:200]) from error
+        return messages
+
+    def close(self) -> None:
+        """Kill everything the worker ever started, reap it, and remove its scratch folder."""
+        self._socket.close()
+        if self._keeper.stdin is not None:
+            self._keeper.stdin.close()
+        try:
+            self._keeper.wait(timeout=_KEEPER_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _cause(self) -> str:
+        """How the scorer ended; the keeper outlives it by milliseconds and passes its exit code on."""
+        try:
+            code = self._keeper.wait(timeout=_CAUSE_S)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f" (signal {code - 128})" if code > 128 else f" (exit code {code})"
+
+
+def _json(layout: Layout) -> str:
+    return msgspec.json.encode(layout).decode()

@@ -1,0 +1,261 @@
+"""Hostile verifiers and completions change nothing outside their worker, and the pool goes on scoring."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import reasoning_gym
+from conftest import HERE, job, run_jobs
+
+from slipstream.core.errors import ConfigError
+from slipstream.rewards.checks import isolation_report
+from slipstream.rewards.isolation import BARRIERS
+from slipstream.rewards.pool import ScoringPool
+from slipstream.rewards.protocol import FrameReader, Task
+
+ATTACK = (f"{HERE / 'hostile_verifiers.py'}:attack", {})
+MakePool = Callable[..., ScoringPool]
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: MakePool) -> ScoringPool:
+    os.environ["SLIPSTREAM_TEST_SECRET"] = "token"
+    return make_pool(ATTACK)
+
+
+def needs(*barriers: str) -> None:
+    missing = [barrier for barrier in barriers if not isolation_report()[barrier]]
+    if missing:
+        pytest.skip(f"this platform cannot isolate: {missing}")
+
+
+def below(pid: int) -> set[int]:
+    """Live processes in the tree of `pid`, by parent, from /proc."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def keeper_trees(pool: ScoringPool) -> set[int]:
+    return set().union(*(below(slot.worker.keeper_pid) for slot in pool._slots))
+
+
+def still_alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists()}
+
+
+def test_isolation_is_reported() -> None:
+    report = isolation_report()
+    assert tuple(report) == BARRIERS
+    assert report["limits"]
+
+
+@pytest.mark.parametrize(
+    ("attack", "failure"),
+    [
+        ("loop", "timed out after 1 s"),
+        ("memory", "MemoryError"),
+        ("fork_and_die", "worker died"),
+        ("flood", "bad output"),
+        ("forge", "bad output"),
+        ("raise", "ValueError"),
+        ("exit", "SystemExit"),
+        ("many", "100 rewards for 1 completion"),
+        ("text", "ValueError"),
+        ("closes", "worker died"),
+        ("fill", "OSError"),
+    ],
+)
+def test_an_attack_fails_its_own_rollout_only(pool: ScoringPool, attack: str, failure: str) -> None:
+    done = run_jobs(pool, [job(0, "ok"), job(1, attack), job(2, "ok"), job(3, "ok")])
+    assert failure in (done[1].failure or ""), done[1]
+    assert len(done[1].failure or "") < 1100
+    assert [done[i].parts for i in (0, 2, 3)] == [[1.0]] * 3
+
+
+def test_a_forked_copy_of_the_scorer_stays_silent(pool: ScoringPool) -> None:
+    done = run_jobs(pool, [job(0, "fork_and_return"), job(1, "ok"), job(2, "ok")])
+    assert [one.parts for _, one in sorted(done.items())] == [[1.0]] * 3
+
+
+def test_a_flood_of_text_goes_nowhere(pool: ScoringPool) -> None:
+    assert run_jobs(pool, [job(0, "stdout")])[0].parts == [1.0]
+
+
+@pytest.mark.parametrize("attack", ["fork", "fork_and_hang"])
+def test_forked_children_that_left_their_session_die_with_the_worker(make_pool: MakePool, attack: str) -> None:
+    needs("processes")
+    pool = make_pool(ATTACK, timeout_s=1.5)
+    done = run_jobs(pool, [job(0, attack)])
+    assert (done[0].failure is None) == (attack == "fork")
+    forked = keeper_trees(pool)
+    if attack == "fork":
+        assert len(forked) > 20  # they are alive beside the worker, within its limit of processes
+    run_jobs(pool, [job(1, "loop"), job(2, "ok")])
+    pool.close()
+    assert not still_alive(forked)
+
+
+def test_nothing_is_written_outside_the_scratch_folder(pool: ScoringPool, tmp_path: Path) -> None:
+    needs("files")
+    open_folder = Path("/tmp") / f"slipstream-test-{os.getpid()}"
+    open_folder.mkdir(mode=0o777)
+    open_folder.chmod(0o777)
+    marker = open_folder / "marker"
+    try:
+        done = run_jobs(pool, [job(0, f"write {marker}"), job(1, "scratch")])
+        assert "Read-only" in (done[0].failure or "")
+        assert done[1].parts == [4.0]
+        assert not marker.exists()
+    finally:
+        open_folder.rmdir()
+
+
+def test_secrets_network_descriptors_and_processes_are_out_of_reach(pool: ScoringPool) -> None:
+    needs("files", "network", "processes", "user")
+    private = Path(os.path.expanduser("~")) / ".slipstream_test_secret"
+    private.write_text("secret")
+    try:
+        attacks = ["environment", "descriptors", "processes", "identity", "network", f"read {private}"]
+        done = run_jobs(pool, [job(i, attack) for i, attack in enumerate(attacks)])
+    finally:
+        private.unlink()
+    assert done[0].parts == [0.0]
+    assert done[1].parts[0] <= 5  # three to nowhere, the connection, and the one that lists them
+    assert done[2].parts[0] <= 2
+    assert done[3].parts == [0.0]
+    assert done[4].parts == [0.0]
+    assert "Error" in (done[5].failure or "")
+
+
+def test_a_shell_command_in_a_countdown_answer_does_nothing(make_pool: MakePool) -> None:
+    needs("files", "user")
+    entry = reasoning_gym.create_dataset("countdown", seed=1, size=1)[0]
+    marker = Path("/tmp") / f"slipstream-marker-{os.getpid()}"
+    pool = make_pool(("task", {}), tasks={"countdown": Task("countdown", {})}, timeout_s=1.0)
+    texts = [
+        f"__import__('os').system('touch {marker}')",
+        "9**9**9**9",
+        "__import__('time').sleep(60)",
+        f"__import__('os').kill({os.getpid()}, 9)",
+        entry["answer"],
+    ]
+    done = run_jobs(pool, [job(i, text, task="countdown", entry=entry) for i, text in enumerate(texts)])
+    assert not marker.exists()
+    assert done[0].failure is None  # it ran, in there
+    assert done[0].parts[0] < 1
+    assert "timed out" in (done[1].failure or "")
+    assert "timed out" in (done[2].failure or "")
+    assert done[4].parts == [1.0]
+
+
+def test_math_verify_is_stopped_at_the_deadline(make_pool: MakePool) -> None:
+    pool = make_pool(("math", {}))
+    done = run_jobs(pool, [job(0, "$9^{9^{9^9}}$", answer="1"), job(1, r"so \boxed{\frac{1}{2}}", answer="0.5")])
+    assert done[1].parts == [1.0]
+    assert done[0].failure is not None or done[0].parts == [0.0]
+
+
+def test_a_worker_killed_from_outside_is_replaced(make_pool: MakePool) -> None:
+    pool = make_pool(ATTACK, timeout_s=5.0)
+    victims = keeper_trees(pool)
+    pool.submit(job(0, "ok"))
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    done = run_jobs(pool, [job(i, "ok") for i in range(1, 6)])
+    assert sum(one.parts == [1.0] for one in done.values()) >= 3  # at most one per killed worker
+    assert pool.num_restarts >= 1
+
+
+def test_a_killed_trainer_leaves_no_workers(tmp_path: Path) -> None:
+    """The keeper ends everything as soon as its stdin closes, so even SIGKILL of the owner leaves nothing."""
+    pid = os.fork()
+    if pid == 0:  # the owner of a pool, killed before it can clean up
+        os.setsid()
+        os.execvp(
+            sys.executable,
+            [sys.executable, "-c", _OWNER, str(tmp_path / "tree")],
+        )
+    listing = tmp_path / "tree"
+    end_s = time.monotonic() + 20
+    while not listing.exists() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    tree = below(pid)
+    assert len(tree) >= 2
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    while still_alive(tree) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert not still_alive(tree)
+
+
+_OWNER = """
+import sys, time, pathlib
+from slipstream.rewards.pool import ScoringPool
+from slipstream.rewards.protocol import Setup
+pool = ScoringPool(Setup([], {}, 1 << 29, 1.0), num_workers=1)
+pool.wait_ready()
+pathlib.Path(sys.argv[1] + ".tmp").write_text("x")
+pathlib.Path(sys.argv[1] + ".tmp").rename(sys.argv[1])
+time.sleep(600)
+"""
+
+
+def test_scratch_folders_are_removed(make_pool: MakePool) -> None:
+    pool = make_pool(ATTACK)
+    folders = [Path(slot.worker._scratch) for slot in pool._slots]
+    assert all(folder.is_dir() for folder in folders)
+    run_jobs(pool, [job(0, "scratch")])
+    pool.close()
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_broken_reward_function_is_an_error_before_anything_starts(make_pool: MakePool, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_this_name\n")
+    with pytest.raises(ConfigError, match="nothing_of_this_name"):
+        make_pool((f"{broken}:f", {}))
+    with pytest.raises(ConfigError, match="did you mean 'attack'"):
+        make_pool((ATTACK[0].replace(":attack", ":atack"), {}))
+
+
+def test_frames_are_bounded() -> None:
+    reader = FrameReader(16)
+    assert reader.feed(b"\x02\x00\x00\x00a") == []
+    assert reader.feed(b"b\x00\x00\x00\x00") == [b"ab", b""]
+    with pytest.raises(ValueError, match="at most 16"):
+        reader.feed(b"\xff\xff\x00\x00")
+
+
+def test_the_pool_is_not_blocked_by_a_worker_that_reads_slowly(make_pool: MakePool) -> None:
+    pool = make_pool(ATTACK)
+    start_s = time.monotonic()
+    for i in range(64):
+        pool.submit(job(i, "ok", ballast="x" * 200_000))
+    pool.poll()
+    assert time.monotonic() - start_s < 0.5
+    assert all(one.parts == [1.0] for one in run_jobs_of(pool, 64).values())
+
+
+def run_jobs_of(pool: ScoringPool, count: int) -> dict[int, object]:
+    done: dict[int, object] = {}
+    while len(done) < count:
+        done |= run_jobs(pool, [])
+        done |= {one.job_id: one for one in pool.poll()}
+    return done
