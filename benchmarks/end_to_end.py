@@ -4,9 +4,9 @@
     python benchmarks/end_to_end.py [--cases short long] [--rounds 3] [--steps 20]
 
 All sides train the same 3.4 M-parameter Llama-shaped random checkpoint (fp32) on the same prompts with the same reward,
-8 prompts x 8 completions per step, one optimizer update. `short`: exactly 16 tokens each (the end token lies outside
-the model's vocabulary). `long`: up to 128 tokens from a vocabulary of 72, so lengths are geometric. A learning rate of
-1e-6 keeps the policy, and with it the lengths, where they are.
+8 prompts x 8 completions per step, one optimizer update. `short`: exactly 16 tokens each (no end token before).
+`long`: up to 128 tokens from a vocabulary of 72, so lengths are geometric. A learning rate of 1e-6 keeps the policy,
+and with it the lengths, where they are.
 
 Each side runs once per round, the order rotating. A run's step time is the mean over its steady steps (asynchronous
 steps alternate between short and long, so their median would flatter or hide); the table has the median over rounds
@@ -75,13 +75,18 @@ class Measurement:
 
 
 def prepare(case: Case, folder: Path) -> int:
-    """Write checkpoint and prompts of `case` under `folder`; the number of parameters."""
+    """Write prompts and checkpoint of `case`, one per side, under `folder`; the number of parameters.
+
+    Completions of one length: TRL forbids the end token until then, our tokenizer has none.
+    """
     tokenizer = char_tokenizer(ALPHABET)
-    vocab_size = len(tokenizer)
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model = new_model(MODEL, len(tokenizer), SEED, eos_token_id=eos, pad_token_id=pad)
+    save_model(model, folder / "trl", tokenizer)
     if not case.can_end:
-        tokenizer.add_special_tokens({"eos_token": "<end>"})  # id 72: the model has no such logit
-    model = new_model(MODEL, vocab_size, SEED, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    save_model(model, folder / "model", tokenizer)
+        tokenizer.eos_token = None
+        model = new_model(MODEL, len(tokenizer), SEED, eos_token_id=None, pad_token_id=pad)
+    save_model(model, folder / "slipstream", tokenizer)
     rng = random.Random(SEED)
     sums = {f"{rng.randrange(100)}+{rng.randrange(100)}=" for _ in range(8192)}
     rows = [{"prompt": text, "answer": ""} for text in sorted(sums)]
@@ -101,8 +106,8 @@ def measure_slipstream(case: Case, mode: str, folder: Path, *, steps: int, warm_
         "groups_per_step": NUM_PROMPTS,
         "completions_per_group": GROUP_SIZE,
         **MODES[mode],
-        "model": {"path": str(folder / "model")},
-        "prompts": {"dataset": str(folder / "prompts.jsonl"), "template": "{prompt}", "num_eval": 8},
+        "model": {"path": str(folder / "slipstream")},
+        "prompts": {"dataset": str(folder / "prompts.jsonl"), "num_eval": 8},
         "generator": {"max_new_tokens": case.max_new_tokens, "num_slots": NUM_PROMPTS * GROUP_SIZE},
         "rewards": {"terms": [{"function": f"{HERE / 'reward.py'}:vowel_share"}]},
         "loss": {"name": "grpo", "std_eps": 1e-4, "skip_no_signal": False},
@@ -121,10 +126,12 @@ def measure_slipstream(case: Case, mode: str, folder: Path, *, steps: int, warm_
 def measure_trl(case: Case, python: Path, folder: Path, *, steps: int, warm_up: int) -> Measurement:
     """Run TRL in its own environment."""
     result = folder / "trl.json"
-    command = [str(python), str(HERE / "trl_baseline.py"), "--model", str(folder / "model")]
+    command = [str(python), str(HERE / "trl_baseline.py"), "--model", str(folder / "trl")]
     command += ["--prompts", str(folder / "prompts.jsonl"), "--out", str(result), "--lr", str(LR), "--seed", str(SEED)]
     command += ["--completions", str(NUM_PROMPTS * GROUP_SIZE), "--completions-per-prompt", str(GROUP_SIZE)]
     command += ["--max-new-tokens", str(case.max_new_tokens), "--steps", str(steps), "--warm-up", str(warm_up)]
+    if not case.can_end:
+        command += ["--min-new-tokens", str(case.max_new_tokens)]
     subprocess.run(command, check=True, timeout=1800, stdout=subprocess.DEVNULL)
     measured = json.loads(result.read_text(encoding="utf-8"))["steps"]
     step_s, generation_s, tokens = (
