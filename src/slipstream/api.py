@@ -30,6 +30,7 @@ from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve, save_config
+from slipstream.observe.metrics import read_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import write_summary
 from slipstream.observe.timeline import merge_timelines
@@ -96,6 +97,9 @@ def _run(
     checkpoint: Path | None,
 ) -> Result:
     tally = Tally(config, started_s=WallClock().now_s())
+    if checkpoint is not None:
+        for line in read_metrics(run_dir / "metrics.jsonl"):
+            tally.recall(line)
     observer: Observer = ConsoleObserver(config, run_dir) if display else SilentObserver(run_dir)
     work, prompt_set = build_work(config, is_resumed=checkpoint is not None)
     observer.started(prompt_set.report)

@@ -64,6 +64,7 @@ from slipstream.weight_sync.segment import cleanup
 
 WAKE_EVERY_S = 1.0  # how often a silent run looks at its deadline; decisions never wait for it
 STOP_DEADLINE_S = 10.0
+LET_GO_DEADLINE_S = 2.0
 GREEDY, SAMPLED = 0.0, 1.0
 
 
@@ -134,7 +135,9 @@ class Controller:
             with self._catch_interrupts():
                 self._launch(transport_dir, run_id)
                 self._train()
-                self._finish()
+                if self.schedule.versions:
+                    self._finish()
+                self.tally.status = "interrupted" if self.is_interrupted else "done"
         finally:
             self._shut_down()
             shutil.rmtree(transport_dir, ignore_errors=True)
@@ -165,13 +168,19 @@ class Controller:
                 host.init()
             if self.work.warm_start is not None:
                 self._send("trainer", self.work.warm_start)
-        self._run_until(lambda: len(self.ready) == len(self.pipeline.nodes), "all executors to be ready")
 
     def _train(self) -> None:
+        """From the first event to the last step; a Ctrl-C before the first version leaves nothing to save."""
+        self._run_until(
+            lambda: len(self.ready) == len(self.pipeline.nodes) or self.is_interrupted, "all executors to be ready"
+        )
         first = self.schedule.steps_done
         replicas = [node.name for node in self.pipeline.nodes if node.name.startswith("generator")]
-        self._run_until(lambda: len(self.schedule.versions) == len(replicas), "generators to hold the first version")
-        if first == 0:
+        self._run_until(
+            lambda: len(self.schedule.versions) == len(replicas) or self.is_interrupted,
+            "generators to hold the first version",
+        )
+        if first == 0 and not self.is_interrupted:
             self._evaluate()
         self._run_until(lambda: self.schedule.is_finished or self.is_interrupted, "training")
         if self.is_interrupted:
@@ -186,7 +195,6 @@ class Controller:
         self._checkpoint()
         self._send("trainer", Export(path=str(self.run_dir / "model")))
         self._run_until(lambda: self.checkpointed == last and self.is_exported, "checkpoint and export")
-        self.tally.status = "interrupted" if self.is_interrupted else "done"
 
     # The loop
 
@@ -403,7 +411,11 @@ class Controller:
                     with contextlib.suppress(SlipstreamError):
                         self._send(child.name, Stop())
             for child in self.children:
-                self._await_end(child)
+                self._take_last_words(child)
+            for child in self.children:
+                child.let_go()
+            for child in self.children:
+                child.end(LET_GO_DEADLINE_S)
             for host in self.hosts:
                 host.close()
         self.tally.ended_s = self.clock.now_s()
@@ -415,16 +427,14 @@ class Controller:
         for ends in [host.ports for host in self.hosts] + ([self.ports] if self.children or self.hosts else []):
             ends.close()
 
-    def _await_end(self, child: Child) -> None:
-        """Give a child its time to end by itself, taking its last words meanwhile; then close its lifeline."""
+    def _take_last_words(self, child: Child) -> None:
+        """Give a child that was told to stop its time to end by itself; a failed run grants none."""
         deadline_s = self.clock.now_s() + STOP_DEADLINE_S
-        is_stopping = child.name in self.ready
-        while is_stopping and not child.has_ended and self.clock.now_s() < deadline_s:
+        while self.tally.status != "failed" and not child.has_ended and self.clock.now_s() < deadline_s:
             wait(self.ports.inputs.values(), self.ports.outputs.values(), [child.pidfd], WAKE_EVERY_S)
             while (message := self.ports.inputs["events"].get_nowait()) is not None:
                 if isinstance(message, Counters):
                     self.tally.counted(message, self.clock.now_s())
-        child.end(deadline_s=2.0)
 
 
 def read_snapshot(checkpoint: Path) -> Snapshot:

@@ -19,7 +19,7 @@ from typing import Any
 
 from slipstream.controller.pipeline import Node, decode_node, encode_node, weight_readers
 from slipstream.controller.placement import thread_environment
-from slipstream.core.channel import ChannelSpec, Ports, connect, wait
+from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, wait
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelError, ExecutorDied
 from slipstream.core.executor import Context
@@ -117,7 +117,7 @@ def main(spec_path: str) -> int:
     """Host one executor until it is finished, fails, or the controller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     spec = json.loads(Path(spec_path).read_text())
-    channels = tuple(ChannelSpec(**channel) for channel in spec["channels"])
+    channels = tuple(ChannelSpec(**channel | {"kind": Kind(channel["kind"])}) for channel in spec["channels"])
     lifeline = sys.stdin.fileno()
     ports = connect(channels, spec["node"]["name"], Path(spec["transport_dir"]), spec["incarnation"])
     host: Host | None = None
@@ -222,10 +222,13 @@ class Child:
             f"the process of '{self.name}' ended", got=how, hint=tail or f"nothing in {self.log_path.name}"
         )
 
-    def end(self, deadline_s: float) -> None:
-        """Close the lifeline and wait; kill what does not end in time."""
+    def let_go(self) -> None:
+        """Close the lifeline: the child ends by itself."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+
+    def end(self, deadline_s: float) -> None:
+        """Wait for the end; kill what does not end in time."""
         try:
             self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from slipstream.core.config import RunConfig
 from slipstream.core.types import Counters, EvalScored, Published, StepDone, Swapped
@@ -75,11 +77,7 @@ class Tally:
         self.steps_done = message.step + 1
         self.trained_tokens += int(metrics["tokens_trained"])
         self.trained_completions += self.config.completions_per_step
-        self.padding_weight += metrics["tokens_read"]
-        self.padded_tokens += metrics["padding_frac"] * metrics["tokens_read"]
-        self.staleness_updates_max = max(self.staleness_updates_max, int(metrics["staleness_updates_max"]))
-        for name in [name for name in metrics if name.startswith("staleness_tokens/")]:
-            self.staleness[int(name.rpartition("_")[2])] += int(metrics[name])
+        self._consume(metrics)
         metrics["reward"] = metrics["reward_mean"]
         assert self.last_step_s is not None
         metrics["step_s"] = now_s - self.last_step_s
@@ -87,6 +85,22 @@ class Tally:
         metrics["trained_tokens_per_s"] = metrics["tokens_trained"] / max(metrics["step_s"], 1e-9)
         metrics["generated_tokens_per_s"] = self.generated_tokens_per_s
         return metrics
+
+    def recall(self, line: Mapping[str, Any]) -> None:
+        """Take a line of `metrics.jsonl` from before a resume: what was consumed, and what evaluations said."""
+        if "staleness_updates_max" in line:
+            self.steps_done = line["step"] + 1
+            self._consume(line)
+        for name in ("accuracy", "sampled_accuracy"):
+            if f"eval_{name}" in line:
+                setattr(self.evaluations.setdefault(line["version"], Evaluated()), name, line[f"eval_{name}"])
+
+    def _consume(self, metrics: Mapping[str, Any]) -> None:
+        self.padding_weight += metrics["tokens_read"]
+        self.padded_tokens += metrics["padding_frac"] * metrics["tokens_read"]
+        self.staleness_updates_max = max(self.staleness_updates_max, int(metrics["staleness_updates_max"]))
+        for name in [name for name in metrics if name.startswith("staleness_tokens/")]:
+            self.staleness[int(name.rpartition("_")[2])] += int(metrics[name])
 
     def evaluated(self, version: int, accuracy: float, scores: list[EvalScored], *, is_greedy: bool) -> None:
         evaluation = self.evaluations.setdefault(version, Evaluated())

@@ -188,6 +188,7 @@ class Trainer(Executor):
                         self.optimizer,
                         step=self.version,
                         keep=self.config.trainer.keep_checkpoints,
+                        extra={"schedule": message.schedule},
                     )
                 events.put(CheckpointSaved(step=message.step, path=message.path))
             case Export():

@@ -1,0 +1,112 @@
+"""How runs end: on Ctrl-C with a checkpoint, on a death with a name, and on from there with --resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from audit import audit
+
+import slipstream
+from slipstream.core.errors import ConfigError, ExecutorDied
+
+START_DEADLINE_S = 60.0
+
+
+def start(tiny: dict, out: Path, **more) -> subprocess.Popen:
+    """A run in a process of its own, as a user's script would start it."""
+    tables = json.dumps(tiny | more)
+    script = f"import json, slipstream; slipstream.run('quickstart', overrides=json.loads({tables!r}), out={str(out)!r})"
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def await_steps(out: Path, steps: int, process: subprocess.Popen) -> None:
+    """Until `steps` steps are in the metrics; the run's own files are the event."""
+    deadline = time.monotonic() + START_DEADLINE_S
+    path = out / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text().count('"reward_mean"') >= steps:
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"no {steps} steps within {START_DEADLINE_S} s")
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """Executor name -> pid of the processes a run started."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if b"slipstream.controller.host" in command:
+            found[Path(command[-2].decode()).stem] = int(child)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_interrupt_then_resume_trains_the_same_groups_as_an_undisturbed_run(tiny, tmp_path):
+    sync = tiny | {"max_staleness": 0, "weight_update": "between_batches", "steps": 12}
+    process = start(sync, tmp_path / "run")
+    await_steps(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 3 <= summary["steps"] < 12
+    result = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
+    assert result.status == "done"
+    assert result.summary["steps"] == 12
+
+    whole = slipstream.run("quickstart", overrides=sync | {"host": "inline"}, out=tmp_path / "whole", display=False)
+    ours, theirs = ((run / "model" / "model.safetensors").read_bytes() for run in (result.out, whole.out))
+    assert ours == theirs, "at staleness 0 a resumed run equals an uninterrupted one bit for bit"
+    assert audit(result.out)["fates"] == audit(whole.out)["fates"]
+
+
+@pytest.mark.parametrize("victim", ["generator-0", "rewards", "trainer"])
+def test_the_death_of_any_process_ends_the_run_within_seconds_and_names_it(victim, tiny, tmp_path):
+    process = start(tiny, tmp_path / "run", steps=10_000)
+    await_steps(tmp_path / "run", 1, process)
+    children = children_of(process.pid)
+    os.kill(children[victim], signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert f"the process of '{victim}' ended" in output
+    assert "SIGKILL" in output
+    assert not any(is_alive(pid) for pid in children.values())
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_no_child_outlives_a_killed_controller(tiny, tmp_path):
+    process = start(tiny, tmp_path / "run", steps=10_000)
+    await_steps(tmp_path / "run", 1, process)
+    children = children_of(process.pid)
+    process.kill()
+    process.communicate(timeout=10)
+    deadline = time.monotonic() + 15
+    while any(is_alive(pid) for pid in children.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in children.values())
+
+
+def test_an_executor_that_raises_is_named_with_its_error(tiny, tmp_path):
+    bad = tiny | {"rewards": {"terms": [{"function": "no_such_module_anywhere:reward"}]}}
+    with pytest.raises((ConfigError, ExecutorDied), match="no_such_module_anywhere"):
+        slipstream.run("quickstart", overrides=bad, out=tmp_path / "run", display=False)
+
+
+def test_resuming_nothing_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="not a run's directory"):
+        slipstream.run("quickstart", resume=tmp_path)

@@ -1,0 +1,140 @@
+"""At staleness 0 a run equals a plain synchronous loop, bit for bit, whatever hosts its executors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reasoning_gym
+import torch
+
+import slipstream
+from slipstream.batching import collate
+from slipstream.controller.placement import num_cores
+from slipstream.core.config import RunConfig
+from slipstream.core.recipes import resolve
+from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment
+from slipstream.generator.engine import Engine, Request
+from slipstream.models.build import build_policy
+from slipstream.models.flat import FlatParameters
+from slipstream.models.hf import save_model
+from slipstream.prompts import build_prompts, demonstrations
+from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.step import train_on_batch
+from slipstream.trainer.supervised import supervised_updates
+
+
+def reference_run(config: RunConfig, out: Path) -> None:
+    """Generate, score, train, repeat: one process, one thread of control, no schedule, no channels, no swaps."""
+    torch.set_num_threads(num_cores())
+    model, tokenizer = build_policy(config.model, seed=config.seed)
+    parameters = FlatParameters(model)
+    prompts = build_prompts(config, tokenizer)
+    pairs = demonstrations(config.warm_start, prompts.train.prompts, tokenizer, seed=config.seed)
+    for _ in supervised_updates(
+        model,
+        parameters,
+        pairs,
+        config=config.warm_start,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        seed=config.seed,
+        batching=collate,
+    ):
+        pass
+    task = config.prompts.tasks[0]
+    scorer = reasoning_gym.create_dataset(task.name, size=1, seed=0, **task.params)
+    optimizer = FlatAdamW(
+        model, parameters, config.trainer.optimizer, total_updates=config.steps * config.updates_per_step
+    )
+    ordinal = 0
+    for step in range(config.steps):
+        groups: list[Group] = []
+        while len(groups) < config.groups_per_step:
+            group = sample_group(model, tokenizer, prompts.train.prompt(ordinal), ordinal, step, config, scorer)
+            ordinal += 1
+            rewards = [rollout.reward for rollout in group.rollouts]
+            if max(rewards) > min(rewards):
+                groups.append(group)
+        train_on_batch(model, optimizer, groups, config=config, step=step, batching=collate)
+    save_model(model, out, tokenizer)
+
+
+def sample_group(
+    model: Any, tokenizer: Any, prompt: Prompt, ordinal: int, step: int, config: RunConfig, scorer: Any
+) -> Group:
+    """One group alone in an engine of its own: nobody to share a batch with."""
+    engine = Engine(
+        model,
+        num_slots=8,
+        max_len=min(config.model.max_positions, config.prompts.max_prompt_tokens + config.generator.max_new_tokens),
+        seed=config.seed,
+        stop_token_ids=[tokenizer.eos_token_id],
+        version=step,
+    )
+    engine.submit(
+        [
+            Request(ordinal, sample, prompt.tokens, config.generator.max_new_tokens)
+            for sample in range(config.completions_per_group)
+        ]
+    )
+    finished = []
+    while not engine.is_idle:
+        finished += engine.step()
+    rollouts = []
+    for item in sorted(finished, key=lambda item: item.sample):
+        tokens = item.tokens[:-1] if item.finish_reason == "stop" else item.tokens
+        text = tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        completion = Completion(
+            ordinal=ordinal,
+            sample=item.sample,
+            prompt=prompt,
+            segments=(
+                Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans),
+            ),
+            text=text,
+            finish_reason=item.finish_reason,
+        )
+        reward = float(scorer.score_answer(text, prompt.columns["entry"]))
+        rollouts.append(Rollout(completion=completion, reward=reward))
+    return Group(ordinal=ordinal, rollouts=tuple(rollouts))
+
+
+def weights_of(model_dir: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(model_dir / "model.safetensors")
+
+
+def assert_equal(ours: Path, theirs: Path) -> None:
+    mine, other = weights_of(ours), weights_of(theirs)
+    assert mine.keys() == other.keys()
+    for name in mine:
+        assert np.array_equal(mine[name], other[name]), f"{name} differs"
+
+
+@pytest.fixture(scope="module")
+def sync_tables() -> dict[str, Any]:
+    return {"max_staleness": 0, "weight_update": "between_batches"}
+
+
+def test_inline_process_and_reference_give_the_same_weights(tiny, sync_tables, tmp_path):
+    overrides = tiny | sync_tables
+    reference_run(resolve("quickstart", overrides), tmp_path / "reference")
+    inline = slipstream.run("quickstart", overrides=overrides | {"host": "inline"}, out=tmp_path / "inline", display=False)
+    assert_equal(inline.out / "model", tmp_path / "reference")
+    process = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "process", display=False)
+    assert_equal(process.out / "model", tmp_path / "reference")
+    assert process.summary["staleness"]["max"] == 0
+
+
+def test_two_replicas_with_reordered_arrivals_give_the_same_weights(tiny, sync_tables, tmp_path):
+    """Which replica samples a group, and beside whom, changes nothing: noise is keyed by the ordinal."""
+    overrides = tiny | sync_tables
+    one = slipstream.run("quickstart", overrides=overrides | {"host": "inline"}, out=tmp_path / "one", display=False)
+    generator = tiny["generator"] | {"replicas": 2, "num_slots": 8}
+    two = slipstream.run(
+        "quickstart", overrides=overrides | {"generator": generator}, out=tmp_path / "two", display=False
+    )
+    assert_equal(one.out / "model", two.out / "model")
