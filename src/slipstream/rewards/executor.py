@@ -47,7 +47,7 @@ class Rewards(Executor):
     """
 
     inputs = ("completions",)
-    outputs = ("rollouts", "scores")
+    outputs = ("rollouts",)
 
     def __init__(
         self,
@@ -109,6 +109,7 @@ class Rewards(Executor):
             # the host replaces the empty accounting by its own spans when it sends this on
             self._context.outputs["events"].put(Stopped(executor=self._context.name, accounting={}))
             self._is_finished = True
+            return True
         return num_taken + num_done > 0
 
     @property

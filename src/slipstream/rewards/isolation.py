@@ -20,7 +20,7 @@ import signal
 import stat
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,11 +78,12 @@ def enter_namespaces() -> Namespaces:
     return Namespaces(is_separate=True, is_user_namespace=True)
 
 
-def confine_files(scratch: str, needed: Sequence[str]) -> bool:
+def confine_files(scratch: str, needed: Iterable[str], *, is_other_user: bool) -> bool:
     """Enter a mount namespace with all read-only but a tmpfs at `scratch`. False where that is not permitted.
 
     Home folders, and folders that another user cannot enter, become empty except for what lies in `needed` folders
-    (the interpreter's, and those modules are imported from).
+    (the interpreter's, and those modules are imported from). A needed folder that is itself closed to others is of no
+    use to another user, so it does not count.
     """
     libc = _libc()
     if not _succeeds(libc.unshare(_CLONE_NEWNS)) or not _succeeds(
@@ -92,7 +93,8 @@ def confine_files(scratch: str, needed: Sequence[str]) -> bool:
     guarded = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     if not _succeeds(libc.mount(b"proc", b"/proc", b"proc", guarded, None)):
         libc.mount(b"tmpfs", b"/proc", b"tmpfs", guarded, None)
-    _hide(libc, scratch, _outermost(path for path in needed if os.path.isdir(path)))
+    folders = [path for path in needed if os.path.isdir(path)]
+    _hide(libc, scratch, {os.path.realpath(path) for path in folders if _is_open(Path(path)) or not is_other_user})
     os.makedirs(scratch, exist_ok=True)
     attributes = struct.pack("<QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
@@ -102,35 +104,31 @@ def confine_files(scratch: str, needed: Sequence[str]) -> bool:
     return _succeeds(libc.mount(b"tmpfs", os.fsencode(scratch), b"tmpfs", _MS_NOSUID | _MS_NODEV, options))
 
 
-def _hide(libc: ctypes.CDLL, stash: str, needed: Sequence[str]) -> None:
+def _hide(libc: ctypes.CDLL, stash: str, needed: set[str]) -> None:
     """Cover private folders with empty ones and put the `needed` folders below them back in their places."""
-    private = {folder for path in needed if (folder := _private_ancestor(path)) is not None}
+    closed = {folder for path in needed if (folder := _private_ancestor(path)) is not None}
     home = os.path.realpath(os.path.expanduser(f"~{_account()}"))
-    if home != "/" and os.path.isdir(home):
-        private.add(home)
-    private = set(_outermost(private))
+    homes = {home} if home != "/" and os.path.isdir(home) else set()
+    private = _outermost((closed | homes) - needed)  # what is needed as a whole cannot be hidden
     libc.mount(b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
-    kept = [path for path in needed if any(_is_below(path, folder) for folder in private)]
-    if private & set(kept):  # a needed folder is itself private: hiding it would hide what is needed
-        private -= set(kept)
-        kept = [path for path in kept if any(_is_below(path, folder) for folder in private)]
+    kept = _outermost(path for path in needed if any(_is_below(path, folder) for folder in private))
     for i, path in enumerate(kept):
         target = os.path.join(stash, str(i))
         os.mkdir(target)
         libc.mount(os.fsencode(path), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
-    stash_fd = os.open(stash, os.O_PATH)  # the stash may itself be hidden below
-    for folder in sorted(private):
+    os.chdir(stash)  # its path may be hidden now
+    for folder in private:
         libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=755")
     for i, path in enumerate(kept):
         os.makedirs(path, exist_ok=True)
-        source = os.path.realpath(f"/proc/self/fd/{stash_fd}")
-        libc.mount(os.fsencode(os.path.join(source, str(i))), os.fsencode(path), None, _MS_BIND | _MS_REC, None)
-    os.close(stash_fd)
-    libc.umount2(os.fsencode(stash), _MNT_DETACH)
+        libc.mount(str(i).encode(), os.fsencode(path), None, _MS_BIND | _MS_REC, None)
+    libc.umount2(b".", _MNT_DETACH)
+    os.chdir("/")
 
 
 def _account() -> str:
-    return pwd.getpwuid(os.getuid()).pw_name if os.getuid() in {entry.pw_uid for entry in pwd.getpwall()} else ""
+    """Name of the current user; empty for a user id without an account, whose home is then $HOME."""
+    return next((entry.pw_name for entry in pwd.getpwall() if entry.pw_uid == os.getuid()), "")
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -138,9 +136,9 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """The resolved paths, without those that lie below another of them."""
+    """The paths without those that lie below another of them."""
     kept: list[str] = []
-    for path in sorted({os.path.realpath(path) for path in paths}, key=len):
+    for path in sorted(set(paths), key=len):
         if not any(_is_below(path, other) for other in kept):
             kept.append(path)
     return kept
@@ -149,9 +147,18 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 def _private_ancestor(path: str) -> str | None:
     """The outermost folder on the way to `path` that other users cannot enter."""
     for folder in [*reversed(Path(path).parents), Path(path)]:
-        if not folder.stat().st_mode & stat.S_IXOTH:
+        if not _is_open(folder):
             return str(folder)
     return None
+
+
+def _is_open(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & stat.S_IXOTH)
+
+
+def is_reachable_by_others(paths: Iterable[str]) -> bool:
+    """Whether another user can enter every one of `paths` that exists."""
+    return all(_private_ancestor(os.path.realpath(path)) is None for path in paths if os.path.isdir(path))
 
 
 def die_with_parent() -> None:

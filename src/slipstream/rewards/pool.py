@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.rewards.protocol import MAX_ERROR_CHARS, Job, Result, Setup, SetupFailed, WorkerReady
-from slipstream.rewards.sandbox import Worker, WorkerEnded
+from slipstream.rewards.sandbox import Worker
 
 _MAX_BATCH = 64  # jobs sent to a worker together; each still has the deadline of its own
 _BATCH_S = 0.05  # so that slow jobs spread over the workers
@@ -128,12 +128,7 @@ class ScoringPool:
         self._dispatch()
 
     def _read(self, slot: _Slot) -> None:
-        try:
-            messages = slot.worker.receive()
-        except WorkerEnded as error:
-            self._replace(slot, str(error))
-            return
-        for message in messages:
+        for message in slot.worker.receive():
             if isinstance(message, SetupFailed) and not slot.is_ready:
                 raise ConfigError(f"the reward functions cannot be set up: {message.error}")
             if isinstance(message, WorkerReady) and not slot.is_ready:
@@ -143,8 +138,10 @@ class ScoringPool:
             elif isinstance(message, Result) and slot.jobs and message.job_id == slot.jobs[0].job_id:
                 self._finish(slot, message)
             else:
-                self._replace(slot, "worker sent bad output: an answer to no question")
-                return
+                slot.worker.failure = "worker sent bad output: an answer to no question"
+                break
+        if slot.worker.failure is not None:
+            self._replace(slot, slot.worker.failure)
 
     def _finish(self, slot: _Slot, result: Result) -> None:
         slot.jobs.popleft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -90,19 +91,19 @@ class FrameReader:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Bodies completed by `data`; ValueError when a frame announces more than `max_bytes`."""
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Bodies completed by `data`, which is taken whole only when the iterator is used up.
+
+        ValueError, after the bodies before it, when a frame announces more than `max_bytes`.
+        """
         self._buffer += data
-        bodies = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
             if length > self._max_bytes:
                 raise ValueError(f"a frame of {length} bytes, at most {self._max_bytes} allowed")
-            end = start + _LENGTH.size + length
+            end = _LENGTH.size + length
             if len(self._buffer) < end:
-                break
-            bodies.append(bytes(self._buffer[start + _LENGTH.size : end]))
-            start = end
-        del self._buffer[:start]
-        return bodies
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield body

@@ -22,10 +22,6 @@ _MAX_READ_BYTES = 1 << 20  # read from one worker between two looks at the other
 _decoder = msgspec.msgpack.Decoder(FromWorker, strict=True)
 
 
-class WorkerEnded(Exception):
-    """The worker closed its end, or sent what no worker sends; it has to be killed and replaced."""
-
-
 def _environment() -> dict[str, str]:
     """What a worker sees of the environment: no secrets, one thread, where this package is."""
     package_root = str(Path(__file__).resolve().parents[2])
@@ -66,6 +62,7 @@ class Worker:
         self._socket = ours
         self._reader = FrameReader(MAX_RESULT_BYTES)
         self._unsent = bytearray(frame(setup))
+        self.failure: str | None = None
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -96,10 +93,10 @@ class Worker:
             del self._unsent[:sent]
 
     def receive(self) -> list[FromWorker]:
-        """Messages that are there now, and WorkerEnded when none are and none will be."""
+        """Messages that are there now. After the last one of a worker that ended or misbehaved, `failure` is set."""
         messages: list[FromWorker] = []
         num_bytes = 0
-        while num_bytes < _MAX_READ_BYTES:
+        while num_bytes < _MAX_READ_BYTES and self.failure is None:
             try:
                 data = self._socket.recv(1 << 16)
             except BlockingIOError:
@@ -107,14 +104,13 @@ class Worker:
             except ConnectionResetError:
                 data = b""
             if not data:
-                if messages:
-                    break  # the end is still there next time
-                raise WorkerEnded(f"worker died{self._cause()}")
+                self.failure = f"worker died{self._cause()}"
             num_bytes += len(data)
             try:
-                messages += [_decoder.decode(body) for body in self._reader.feed(data)]
+                for body in self._reader.feed(data):
+                    messages.append(_decoder.decode(body))
             except (msgspec.MsgspecError, ValueError) as error:
-                raise WorkerEnded(f"worker sent bad output: {error}"[:200]) from error
+                self.failure = f"worker sent bad output: {error}"[:200]
         return messages
 
     def close(self) -> None:

@@ -83,12 +83,13 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
     """The keeper's child; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     held = []
+    needed = [*layout.sys_path, os.path.join(sys.base_prefix, "lib")]
     are_files_confined = False
     if namespaces.is_separate:
         isolation.die_with_parent()
         held += ["network", "processes"]
-        needed = [*layout.sys_path, os.path.join(sys.base_prefix, "lib")]
-        are_files_confined = isolation.confine_files(layout.scratch, needed)
+        is_other_user = namespaces.worker_uid is not None
+        are_files_confined = isolation.confine_files(layout.scratch, needed, is_other_user=is_other_user)
         scorer = os.fork()
         if scorer != 0:
             os.close(connection)
@@ -97,17 +98,20 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
                 pid, status = os.wait()
                 if pid == scorer:
                     os._exit(_exit_code(status))
+    worker_uid = namespaces.worker_uid
     if are_files_confined:
         held.append("files")
-    elif namespaces.worker_uid is not None:
+    elif worker_uid is not None and isolation.is_reachable_by_others([os.path.dirname(os.__file__), *needed]):
         os.chmod(layout.scratch, 0o777)
+    else:
+        worker_uid = None  # another user could not import what the terms need
     os.chdir(layout.scratch)
-    held += isolation.drop_privileges(namespaces.worker_uid, is_user_namespace=namespaces.is_user_namespace)
+    held += isolation.drop_privileges(worker_uid, is_user_namespace=namespaces.is_user_namespace)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     connection = os.dup2(connection, 3, inheritable=False)
-    os.closerange(4, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 16 else 1 << 16)
+    os.closerange(4, 4096)  # the keeper was started with three descriptors and the connection
     sys.path[:] = layout.sys_path
     try:
         serve(socket.socket(fileno=connection), held)
@@ -172,7 +176,7 @@ def _receive(connection: socket.socket, reader: FrameReader) -> list[bytes]:
         data = connection.recv(1 << 18)
         if not data:
             raise EOFError
-        if bodies := reader.feed(data):
+        if bodies := list(reader.feed(data)):
             return bodies
 
 

@@ -1,0 +1,205 @@
+"""Built-in reward functions, the user's own with TRL's signature, and weighted sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
+from slipstream.core.errors import ConfigError
+from slipstream.rewards.checks import check_isolation, check_rewards, setup_of, unsafe_verifiers
+from slipstream.rewards.functions import UNSAFE_VERIFIERS, build_scorer, make_term, term_names, weighted_sum
+from slipstream.rewards.inline import CallableScorer
+from slipstream.rewards.isolation import BARRIERS
+from slipstream.rewards.protocol import Job, Task, Term
+
+HERE = Path(__file__).parent
+MakePool = Callable[..., Any]
+
+
+def job(
+    completion: str, *, answer: str | None = None, ids: int = 0, task: str = "", prompt: Any = "q", **columns: Any
+) -> Job:
+    return Job(0, prompt, completion, list(range(ids)), task, answer, columns)
+
+
+def score(function: str, params: dict[str, Any], one: Job, tasks: dict[str, Task] | None = None) -> float | None:
+    return build_scorer(make_term(function, params), tasks or {})(one)
+
+
+def test_task_gives_the_verifiers_partial_credit() -> None:
+    tasks = {"words": Task("spell_backward", {"min_word_len": 3})}
+    dataset = reasoning_gym.create_dataset("spell_backward", seed=3, size=20)
+    for entry in dataset:
+        right, wrong = entry["answer"], entry["metadata"]["word"]
+        one = job(f" {right}\n", task="words", entry=entry)
+        assert score("task", {}, one, tasks) == 1.0
+        one = job(wrong, task="words", entry=entry)
+        assert score("task", {}, one, tasks) == pytest.approx(dataset.score_answer(wrong, entry))
+        assert score("task", {"binary": True}, one, tasks) == float(right == wrong)
+        one = job(f"<answer>x</answer> no, <answer> {right} </answer>", task="words", entry=entry)
+        assert score("task", {"answer_pattern": "<answer>(.*?)</answer>"}, one, tasks) == 1.0
+    assert (
+        score("task", {"answer_pattern": "<answer>(.*?)</answer>"}, job("none", task="words", entry=entry), tasks) == 0
+    )
+
+
+def test_task_restores_tuples_that_json_made_lists() -> None:
+    entry = reasoning_gym.create_dataset("rearc", seed=1, size=1)[0]
+    answer = entry["answer"]
+    metadata = {**entry["metadata"], **{k: [list(r) for r in entry["metadata"][k]] for k in ("input", "output")}}
+    one = job(answer, task="rearc", entry={**entry, "metadata": metadata})
+    assert score("task", {}, one, {"rearc": Task("rearc", {})}) == 1.0
+
+
+def test_exact_match() -> None:
+    assert score("exact_match", {}, job(" 42\n", answer="42 ")) == 1.0
+    assert score("exact_match", {}, job("420", answer="42")) == 0.0
+    assert score("exact_match", {}, job("Yes", answer="yes")) == 0.0
+    assert score("exact_match", {"ignore_case": True}, job("Yes", answer="yes")) == 1.0
+    assert score("exact_match", {"answer_pattern": r"####\s*(\S+)"}, job("7+7\n#### 14", answer="14")) == 1.0
+    assert score("exact_match", {}, job("42")) is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"The answer is \boxed{\frac{1}{2}}.", "0.5", 1.0),
+        ("It is $x + 1$", "$1 + x$", 1.0),
+        (r"$\sqrt{8}$", r"$2\sqrt{2}$", 1.0),
+        ("so 41", "42", 0.0),
+        ("no idea", "42", 0.0),
+    ],
+)
+def test_math_compares_values(completion: str, answer: str, expected: float) -> None:
+    assert score("math", {}, job(completion, answer=answer)) == expected
+
+
+def test_regex() -> None:
+    assert score("regex", {"pattern": "a.c"}, job("xa\ncx")) == 1.0
+    assert score("regex", {"pattern": "a.c", "full": True}, job("xabc")) == 0.0
+
+
+def test_length_shaping() -> None:
+    assert [score("length", {"target_tokens": 4}, job("", ids=n)) for n in (0, 2, 4, 6, 100)] == [-1, -0.5, 0, -0.5, -1]
+    overlong = [score("length", {"max_tokens": 10, "buffer_tokens": 4}, job("", ids=n)) for n in (0, 6, 7, 8, 10, 11)]
+    assert overlong == [0, 0, -0.25, -0.5, -1, -1]
+
+
+def test_user_functions_get_trls_keywords() -> None:
+    path = HERE / "user_rewards.py"
+    assert score(f"{path}:starts_with", {}, job(" four!", answer="four", level=1)) == 1.0
+    assert score(f"{path}:slow_length", {}, job("x", ids=5, answer="a")) == 5.0
+    assert score(f"{path}:slow_length", {}, job("x", answer="a")) is None
+    assert score(f"{path}:sees_everything", {}, job("4", answer="four", level=3)) == 3.0
+    chat = [{"role": "user", "content": "2+2"}]
+    assert score(f"{path}:sees_everything", {}, job("4", prompt=chat, answer="four", level=2)) == 2.0
+
+
+def test_user_functions_run_in_workers(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reward_jobs import run_jobs
+
+    monkeypatch.syspath_prepend(str(HERE))
+    pool = make_pool(("user_rewards:starts_with", {}), (f"{HERE / 'user_rewards.py'}:slow_length", {}))
+    done = run_jobs(pool, [Job(9, "q", "four", [1, 2], "", "four", {})])
+    assert done[9].parts == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "message"),
+    [
+        ("exact_mach", {}, "did you mean 'exact_match'"),
+        ("regex", {}, "needs the parameter 'pattern'"),
+        ("regex", {"patern": "x"}, "no parameter 'patern'"),
+        ("module:function", {"a": 1}, "parameters are for built-in"),
+        ("nowhere.py:function", {}, "no such file"),
+    ],
+)
+def test_malformed_terms(function: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_term(function, params)
+
+
+def test_malformed_parameters() -> None:
+    for function, params in (
+        ("regex", {"pattern": "("}),
+        ("length", {}),
+        ("length", {"target_tokens": 3, "max_tokens": 4}),
+        ("length", {"target_tokens": 0}),
+        ("length", {"max_tokens": 3, "buffer_tokens": 4}),
+        ("task", {}),
+    ):
+        with pytest.raises(ConfigError):
+            build_scorer(Term(function, params), {})
+
+
+def test_weighted_sum() -> None:
+    assert weighted_sum([1.0, 0.5], [1.0, -1.0]) == 0.5
+    assert weighted_sum([1.0, 0.5], [None, -1.0]) == -0.5
+    for parts in ([None, None], [math.nan, 1.0], [math.inf, 1.0], [1.0], [1e308, 1.7e308]):
+        with pytest.raises(ValueError, match=r"abstained|finite|parts"):
+            weighted_sum([1.0, 10.0], parts)
+    assert term_names([Term("regex"), Term("task"), Term("regex")]) == ["regex", "task", "regex#2"]
+
+
+def test_every_verifier_that_evaluates_its_answer_is_listed() -> None:
+    """Runs each one's source through a search for evaluators, so that a new release of the library is noticed."""
+    import inspect
+    import re
+
+    from reasoning_gym.factory import DATASETS
+
+    calls = re.compile(r"\beval\(|\bexec\(|parse_expr\(|sympify\(")
+    harmless = {
+        "number_sorting": "evaluates the reference answer only",
+    }
+    found = {name for name, (dataset, _) in DATASETS.items() if calls.search(inspect.getsource(dataset.score_answer))}
+    assert found - harmless.keys() == UNSAFE_VERIFIERS.keys() - {"math"}
+
+
+def test_unsafe_verifiers_need_isolation_or_trust() -> None:
+    config = RewardsConfig(terms=[RewardTerm(function="task")])
+    unsafe = setup_of(config, {"countdown": TaskConfig(name="countdown")})
+    safe = setup_of(config, {"spell_backward": TaskConfig(name="spell_backward")})
+    assert unsafe_verifiers(unsafe) == ["countdown"]
+    assert unsafe_verifiers(safe) == []
+    check_isolation(safe, [], trust_verifier=False)
+    check_isolation(unsafe, BARRIERS, trust_verifier=False)
+    check_isolation(unsafe, [], trust_verifier=True)
+    with pytest.raises(ConfigError, match=r"(?s)countdown.*parse_expr.*network.*trust_verifier"):
+        check_isolation(unsafe, ["limits"], trust_verifier=False)
+    with pytest.raises(ConfigError, match="needs reasoning-gym tasks"):
+        check_rewards(config, {})
+
+
+def test_a_callable_is_scored_with_a_deadline() -> None:
+    import threading
+
+    from reward_jobs import run_jobs
+
+    release = threading.Event()
+
+    def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        if completions[0] == "hang":
+            release.wait(60)
+        if completions[0] == "raise":
+            raise KeyError("x")
+        return [float(completions[0] == answer[0])]
+
+    scorer = CallableScorer(reward, timeout_s=0.2)
+    jobs = [Job(i, "q", text, [], "", "a", {}) for i, text in enumerate(["a", "b", "hang", "a", "raise", "a"])]
+    done = run_jobs(scorer, jobs)
+    assert [done[i].parts for i in (0, 1, 3, 5)] == [[1.0], [0.0], [1.0], [1.0]]
+    assert done[2].failure == "timed out after 0.2 s"
+    assert "KeyError" in (done[4].failure or "")
+    hanging = [Job(10 + i, "q", "hang", [], "", "a", {}) for i in range(10)]
+    done = run_jobs(scorer, hanging)
+    assert scorer.num_restarts == 8
+    assert "not called again" in (done[19].failure or "")
+    release.set()
+    scorer.close()

@@ -1,0 +1,163 @@
+"""The reward node: every completion becomes one rollout or one evaluation score, failures included."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.core.clock import WallClock
+from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
+from slipstream.core.executor import Context
+from slipstream.core.types import (
+    Completion,
+    Counters,
+    EvalScored,
+    Message,
+    Prompt,
+    Ready,
+    Rollout,
+    Segment,
+    Stop,
+    Stopped,
+    VersionSpan,
+)
+from slipstream.rewards.executor import Rewards
+
+HERE = Path(__file__).parent
+
+
+class Port:
+    """Both ends of a channel, in memory."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+
+    def put(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def get_nowait(self) -> Message | None:
+        return self.messages.popleft() if self.messages else None
+
+
+class NoSpans:
+    @contextlib.contextmanager
+    def span(self, state: str, **args: Any) -> Iterator[None]:
+        yield
+
+    def instant(self, name: str, **args: Any) -> None: ...
+
+    def set_idle_state(self, state: str) -> None: ...
+
+
+def completion(ordinal: int, text: str, *, purpose: Any = "train", answer: str = "right") -> Completion:
+    tokens = np.arange(3, dtype=np.int32)
+    segment = Segment(
+        tokens=tokens,
+        behaviour_logprobs=np.zeros(3, np.float32),
+        version_spans=(VersionSpan(start=0, version=0),),
+    )
+    prompt = Prompt(prompt_id=str(ordinal), text="q", tokens=tokens, task="dataset", answer=answer)
+    return Completion(
+        ordinal=ordinal, sample=0, prompt=prompt, segments=(segment,), text=text, finish_reason="stop",
+        purpose=purpose, eval_id=3 if purpose == "eval" else -1,
+    )  # fmt: skip
+
+
+def started(tmp_path: Path, executor: Rewards) -> tuple[Rewards, dict[str, Port]]:
+    ports = {name: Port() for name in ("completions", "commands", "rollouts", "events")}
+    executor.init(
+        Context(
+            name="rewards",
+            run_dir=tmp_path,
+            inputs={name: ports[name] for name in ("completions", "commands")},
+            outputs={name: ports[name] for name in ("rollouts", "events")},
+            spans=NoSpans(),
+            clock=WallClock(),
+        )
+    )
+    return executor, ports
+
+
+def drive(executor: Rewards) -> None:
+    """Step as a host does, until the executor has finished."""
+    end_s = time.monotonic() + 30
+    while not executor.is_finished:
+        assert time.monotonic() < end_s
+        if not executor.step():
+            select.select(executor.wait_fds(), [], [], executor.wait_s())
+
+
+def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
+    config = RewardsConfig(
+        terms=[
+            RewardTerm(function="exact_match", weight=2.0),
+            RewardTerm(function=f"{HERE / 'hostile_verifiers.py'}:attack", weight=0.5),
+        ],
+        timeout_s=1.0,
+        memory_mb=512,
+        failure_reward=-3.0,
+        max_chars=1000,
+    )
+    arguments = json.loads(json.dumps({"config": config.model_dump(mode="json"), "tasks": {}}))
+    executor, ports = started(tmp_path, Rewards(**arguments))
+    texts = ["ok", "loop", "ok" + " " * 5000, "nan", "ok"]
+    for i, text in enumerate(texts):
+        ports["completions"].put(completion(i, text, answer="ok"))
+    ports["completions"].put(completion(9, "ok", purpose="eval", answer="no"))
+    try:
+        while len(ports["rollouts"].messages) + len(ports["events"].messages) < 7 and not executor.step():
+            select.select(executor.wait_fds(), [], [], executor.wait_s())
+        while len(ports["rollouts"].messages) < 5:
+            if not executor.step():
+                select.select(executor.wait_fds(), [], [], executor.wait_s())
+        ports["commands"].put(Stop())
+        drive(executor)
+    finally:
+        executor.close()
+    rollouts = {m.completion.ordinal: m for m in ports["rollouts"].messages if isinstance(m, Rollout)}
+    assert [rollouts[i].reward for i in range(5)] == [2.5, -3.0, 2.5, -3.0, 2.5]
+    assert rollouts[0].reward_parts == {"exact_match": 1.0, config.terms[1].function: 0.5 / 0.5}
+    assert "timed out" in (rollouts[1].failure or "")
+    assert "not finite" in (rollouts[3].failure or "")
+    assert rollouts[2].completion.text == texts[2]  # cut for the verifier only
+    events = list(ports["events"].messages)
+    assert isinstance(events[0], Ready)
+    assert isinstance(events[-1], Stopped)
+    (scored,) = [e for e in events if isinstance(e, EvalScored)]
+    assert (scored.eval_id, scored.ordinal, scored.reward, scored.num_tokens) == (3, 9, 0.5, 3)
+    last = [e for e in events if isinstance(e, Counters)][-1]
+    assert last.values["scored"] == 5
+    assert last.values["failed"] == 2
+    assert last.values["restarts"] == 1
+
+
+def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
+    executor, ports = started(
+        tmp_path,
+        Rewards(RewardsConfig(), {}, function=lambda completions, **kw: [float(len(completions[0]))]),
+    )
+    for i in range(20):
+        ports["completions"].put(completion(i, "x" * i))
+    while len(ports["rollouts"].messages) < 20:
+        if not executor.step():
+            select.select(executor.wait_fds(), [], [], executor.wait_s())
+    ports["commands"].put(Stop())
+    drive(executor)
+    executor.close()
+    assert [m.reward for m in ports["rollouts"].messages if isinstance(m, Rollout)] == [float(i) for i in range(20)]
+
+
+@pytest.mark.parametrize("name", ["spell_backward", "countdown"])
+def test_tasks_are_ready_before_the_first_completion(tmp_path: Path, name: str) -> None:
+    executor, ports = started(tmp_path, Rewards(RewardsConfig(), {name: TaskConfig(name=name)}))
+    assert isinstance(ports["events"].get_nowait(), Ready)
+    executor.close()
