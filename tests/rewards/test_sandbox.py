@@ -200,11 +200,16 @@ def test_a_killed_trainer_leaves_no_workers(tmp_path: Path) -> None:
         time.sleep(0.02)
     tree = below(pid)
     assert len(tree) >= 2
+    scratch = [Path(line) for line in listing.read_text().splitlines()]
+    assert all(folder.is_dir() for folder in scratch)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     while still_alive(tree) and time.monotonic() < end_s:
         time.sleep(0.02)
     assert not still_alive(tree)
+    while any(folder.exists() for folder in scratch) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert not any(folder.exists() for folder in scratch)
 
 
 _OWNER = """
@@ -213,7 +218,7 @@ from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Setup
 pool = ScoringPool(Setup([], {}, 1 << 29, 1.0), num_workers=1)
 pool.wait_ready()
-pathlib.Path(sys.argv[1] + ".tmp").write_text("x")
+pathlib.Path(sys.argv[1] + ".tmp").write_text("\\n".join(s.worker._scratch for s in pool._slots))
 pathlib.Path(sys.argv[1] + ".tmp").rename(sys.argv[1])
 time.sleep(600)
 """

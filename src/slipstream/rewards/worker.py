@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str]) -> int:
             code = _exit_code(status)
             break
     isolation.kill_descendants()
+    shutil.rmtree(layout.scratch, ignore_errors=True)  # here too: the pool may have been killed
     return code
 
 
