@@ -39,7 +39,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def run_config(seed: int = 0, **prompts: object) -> RunConfig:
     config = PromptsConfig.model_validate(prompts)
-    return RunConfig(seed=seed, prompts=config, eval={"num_prompts": min(500, config.num_eval)})  # type: ignore[arg-type]
+    sections = {"eval": {"num_prompts": min(500, config.num_eval)}, "model": {"max_positions": 2048}}
+    return RunConfig.model_validate({"seed": seed, "prompts": config, **sections})
 
 
 def spelling(**params: object) -> list[TaskConfig]:
