@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.controller.build import build_schedule, build_work, default_pipeline
+from slipstream.controller.build import build_schedule, build_work, check, default_pipeline
 from slipstream.controller.controller import Controller, read_snapshot
 from slipstream.controller.ledger import cut_back
 from slipstream.controller.pipeline import Pipeline
@@ -30,6 +30,7 @@ from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve, save_config
+from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import write_summary
@@ -80,10 +81,10 @@ def run(
         config = resolve(config, overrides, preset)
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
+    check(config)
     run_dir = _new_run_dir(config, out)
     if prompts is not None:
         config = _with_prompts(config, prompts, run_dir)
-    save_config(config, run_dir / "config.toml")
     return _run(config, run_dir, reward=reward, display=display, pipeline=pipeline, checkpoint=None)
 
 
@@ -102,6 +103,7 @@ def _run(
             tally.recall(line)
     observer: Observer = ConsoleObserver(config, run_dir) if display else SilentObserver(run_dir)
     work, prompt_set = build_work(config, is_resumed=checkpoint is not None)
+    save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
     chosen = default_pipeline(config, reward=reward, resume=checkpoint) if pipeline is None else pipeline(config)
     snapshot = None if checkpoint is None else read_snapshot(checkpoint)
@@ -115,7 +117,7 @@ def _run(
         summary = tally.summary(run_dir)
         write_summary(summary, run_dir / "summary.json")
         merge_timelines(run_dir)
-        write_report(run_dir)
+        write_report(run_dir, describe())
         observer.finished(tally, summary)
     return Result(out=run_dir, summary=msgspec.to_builtins(summary, str_keys=True))
 
@@ -163,7 +165,7 @@ def _resume(
     display: bool,
     pipeline: Callable[[RunConfig], Pipeline] | None,
 ) -> Result:
-    """Continue from the newest whole checkpoint; what was trained after it is kept aside and trained again."""
+    """Continue from the newest whole checkpoint; the files written so far are also kept under `attempt_<n>/`."""
     config_path = run_dir / "config.toml"
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")

@@ -82,7 +82,7 @@ def audit(run_dir: Path) -> dict[str, Any]:
     staleness, prompts = summary["staleness"], summary["prompts"]
     assert max(histogram) == staleness["max"] <= staleness["bound"]
     assert min(histogram) >= 0
-    assert {str(lag): count for lag, count in histogram.items()} == {k: v for k, v in staleness["histogram"].items()}
+    assert {str(lag): count for lag, count in histogram.items()} == staleness["histogram"]
     assert (fates["lost"], fates["repeated"]) == (prompts["lost"], prompts["repeated"]) == (0, 0)
     for name in ("admitted", "trained", "pending"):
         assert fates[name] == prompts[name], f"{name}: {fates[name]} in the events, {prompts[name]} in the summary"

@@ -22,7 +22,8 @@ START_DEADLINE_S = 60.0
 def start(tiny: dict, out: Path, **more) -> subprocess.Popen:
     """A run in a process of its own, as a user's script would start it."""
     tables = json.dumps(tiny | more)
-    script = f"import json, slipstream; slipstream.run('quickstart', overrides=json.loads({tables!r}), out={str(out)!r})"
+    call = f"slipstream.run('quickstart', overrides=json.loads({tables!r}), out={str(out)!r})"
+    script = f"import json, slipstream; {call}"
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -90,9 +90,7 @@ def sample_group(
             ordinal=ordinal,
             sample=item.sample,
             prompt=prompt,
-            segments=(
-                Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans),
-            ),
+            segments=(Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans),),
             text=text,
             finish_reason=item.finish_reason,
         )
@@ -122,7 +120,8 @@ def sync_tables() -> dict[str, Any]:
 def test_inline_process_and_reference_give_the_same_weights(tiny, sync_tables, tmp_path):
     overrides = tiny | sync_tables
     reference_run(resolve("quickstart", overrides), tmp_path / "reference")
-    inline = slipstream.run("quickstart", overrides=overrides | {"host": "inline"}, out=tmp_path / "inline", display=False)
+    in_line = overrides | {"host": "inline"}
+    inline = slipstream.run("quickstart", overrides=in_line, out=tmp_path / "inline", display=False)
     assert_equal(inline.out / "model", tmp_path / "reference")
     process = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "process", display=False)
     assert_equal(process.out / "model", tmp_path / "reference")

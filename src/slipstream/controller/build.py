@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.algorithms.losses import loss_named
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
@@ -23,6 +24,11 @@ from slipstream.rewards.executor import Rewards
 from slipstream.trainer.executor import Trainer
 
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for what the schema cannot see: an unknown loss, or constants it does not take."""
+    loss_named(config.loss.name, config.loss.params)
 
 
 def make_generator(config: RunConfig, replica: int = 0) -> Generator:

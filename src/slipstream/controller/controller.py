@@ -111,6 +111,7 @@ class Controller:
         self.observer = observer
         self.clock = WallClock() if clock is None else clock
         self.timeline = Timeline(CONTROLLER, timeline_path(run_dir, CONTROLLER), self.clock)
+        self.timeline.backdate("start_up", tally.started_s)
         self.ledger = Ledger(run_dir / "ledger.jsonl")
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl")

@@ -103,10 +103,11 @@ class Host:
             )
 
     def close(self) -> None:
-        self.executor.close()
-        for end in (self.context.publisher, self.context.subscriber):
-            if end is not None:
-                end.close()
+        with self.timeline.span("shut_down"):
+            self.executor.close()
+            for end in (self.context.publisher, self.context.subscriber):
+                if end is not None:
+                    end.close()
         self.timeline.close()
 
 
@@ -123,6 +124,7 @@ def main(spec_path: str) -> int:
     host: Host | None = None
     try:
         host = Host(decode_node(spec["node"]), ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"])
+        host.timeline.backdate("start_up", spec["started_s"])
         host.init()
         return _serve(host, lifeline)
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
@@ -191,6 +193,7 @@ class Child:
             "transport_dir": str(transport_dir),
             "run_id": run_id,
             "incarnation": incarnation,
+            "started_s": WallClock().now_s(),
         }
         spec_path = transport_dir / f"{node.name}.json"
         spec_path.write_text(json.dumps(spec))
@@ -238,4 +241,7 @@ class Child:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is flushed and closed; taking the interpreter apart would only hold up the run's end

@@ -141,9 +141,7 @@ class Tally:
         rl_s = max((self.last_step_s or rl_start_s) - rl_start_s, 1e-9)
         swaps = [swap for swap in self.swaps if swap.version > 0]
         pauses = [swap.pause_s for swap in swaps]
-        accounting = {
-            path.stem: account_file(path, self.started_s, self.ended_s) for path in process_files(run_dir)
-        }
+        accounting = {path.stem: account_file(path, self.started_s, self.ended_s) for path in process_files(run_dir)}
         return s.Summary(
             recipe=self.config.recipe,
             seed=self.config.seed,

@@ -48,13 +48,13 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """One reasoning-gym dataset by name and parameters."""
 
-    name: str = Field(description="reasoning-gym dataset, e.g. 'spell_backward'. `slipstream recipes --tasks` lists them.")
+    name: str = Field(description="reasoning-gym dataset, e.g. 'spell_backward'; see `slipstream recipes --tasks`.")
     params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the dataset (not size, not seed).")
     weight: PositiveFloat = Field(1.0, description="Share of prompts drawn from this task, relative to the others.")
 
 
 class PromptsConfig(Section):
-    """Where questions come from: reasoning-gym `tasks`, or a `dataset` (JSONL, parquet, Hugging Face folder or hub id)."""
+    """Where questions come from: reasoning-gym `tasks`, or a `dataset` (JSONL, parquet, folder or hub id)."""
 
     tasks: list[TaskConfig] = Field(default_factory=list, description="reasoning-gym tasks, mixed by weight.")
     dataset: str | None = Field(None, description="Path or hub id of a dataset with columns `prompt` and `answer`.")
@@ -68,7 +68,7 @@ class PromptsConfig(Section):
     )
     chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
     system: str | None = Field(None, description="System message of chat prompts.")
-    max_prompt_tokens: Positive = Field(512, description="Longer prompts are dropped, counted and reported.")
+    max_prompt_tokens: Positive = Field(128, description="Longer prompts are dropped, counted and reported.")
     num_train: Positive = Field(20_000, description="Distinct training prompts; the stream reshuffles when they end.")
     num_eval: Positive = Field(500, description="Held-out prompts, disjoint from training ones by normalised text.")
 
@@ -97,7 +97,7 @@ class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
     function: str = Field(
-        description="'task' (the task's own verifier), 'exact_match', 'math', 'regex', 'length', or 'module:function' / "
+        description="'task' (the task's own verifier), 'exact_match', 'math', 'regex', 'length', or 'module:function', "
         "'file.py:function' with TRL's signature."
     )
     weight: float = Field(1.0, description="Factor of this term in the sum.")
@@ -111,9 +111,11 @@ class RewardsConfig(Section):
         default_factory=lambda: [RewardTerm(function="task")], description="Weighted sum of these."
     )
     num_workers: Positive = Field(1, description="Sandboxed worker processes.")
-    timeout_s: PositiveFloat = Field(5.0, description="Wall-clock limit of one scoring call; then the worker is killed.")
+    timeout_s: PositiveFloat = Field(
+        5.0, description="Limit of one scoring call in seconds; then the worker is killed."
+    )
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
-    max_chars: Positive = Field(20_000, description="Longer completions are cut to this many characters before scoring.")
+    max_chars: Positive = Field(20_000, description="Longer completions are cut to so many characters before scoring.")
     failure_reward: float = Field(0.0, description="Reward of a completion whose scoring failed or timed out.")
     trust_verifier: bool = Field(
         False, description="Run verifiers known to evaluate model text even where the platform cannot isolate them."
@@ -211,12 +213,12 @@ class RunConfig(Section):
     )
     publish_every: Positive = Field(1, description="Steps between published versions; skipped ones count in the bound.")
     reorder_window: Positive = Field(
-        1, description="W: an ordinal is trained before any ordinal W or more above it. At most (k - publish_every + 1) P + 1."
+        1, description="W: an ordinal is trained before any W or more above it. At most (k - publish_every + 1) P + 1."
     )
     host: Literal["process", "inline"] = Field(
         "process", description="Executors in processes of their own, or all in this one, deterministically."
     )
-    deadline_s: PositiveFloat = Field(120.0, description="Longest wait for any peer before the run fails with its name.")
+    deadline_s: PositiveFloat = Field(120.0, description="Longest wait for any peer, in seconds, before the run fails.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The policy.")
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="Where questions come from.")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="Sampling and decoding.")
@@ -250,6 +252,16 @@ class RunConfig(Section):
                 got=f"reorder_window = {self.reorder_window}",
                 allowed=f"1..{limit} ((max_staleness - publish_every + 1) * groups_per_step + 1)",
                 hint="raise max_staleness or lower reorder_window",
+            )
+        if self.prompts.max_prompt_tokens + self.generator.max_new_tokens > self.model.max_positions and (
+            self.model.path is None
+        ):
+            raise ConfigError(
+                "prompts and completions do not fit the model",
+                got=f"max_prompt_tokens = {self.prompts.max_prompt_tokens}, "
+                f"max_new_tokens = {self.generator.max_new_tokens}",
+                allowed=f"together at most model.max_positions = {self.model.max_positions}",
+                hint="lower prompts.max_prompt_tokens (longer prompts are dropped), or raise model.max_positions",
             )
         if self.generator.num_slots % 8:
             raise ConfigError(
@@ -288,18 +300,11 @@ class RunConfig(Section):
                 got=f"{len(self.prompts.tasks)} tasks and dataset = {self.prompts.dataset!r}",
                 allowed="prompts.tasks or prompts.dataset",
             )
-        if self.model.path is None:
-            if self.model.hidden_size % self.model.num_heads or self.model.num_heads % self.model.num_kv_heads:
-                raise ConfigError(
-                    "head sizes do not divide",
-                    got=f"hidden_size {self.model.hidden_size}, heads {self.model.num_heads}, "
-                    f"kv heads {self.model.num_kv_heads}",
-                    allowed="hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0",
-                )
-            if self.generator.max_new_tokens >= self.model.max_positions:
-                raise ConfigError(
-                    "completions do not fit the model",
-                    got=f"max_new_tokens = {self.generator.max_new_tokens}, max_positions = {self.model.max_positions}",
-                    allowed="max_new_tokens < max_positions",
-                )
+        model = self.model
+        if model.path is None and (model.hidden_size % model.num_heads or model.num_heads % model.num_kv_heads):
+            raise ConfigError(
+                "head sizes do not divide",
+                got=f"hidden_size {model.hidden_size}, heads {model.num_heads}, kv heads {model.num_kv_heads}",
+                allowed="hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0",
+            )
         return self

@@ -28,7 +28,7 @@ from slipstream.core.errors import ChannelClosed, ChannelError
 from slipstream.core.types import Message
 
 MAX_IPC_PATH_BYTES = 103  # sun_path holds 104 on macOS and 108 on Linux, with the final NUL
-_LINGER_MS = 2000
+_LINGER_MS = 250  # hosts flush before they close; this covers the last replies to peers that are still there
 _RECONNECT_MS, _RECONNECT_MAX_MS = 10, 500
 
 _MAGIC = b"SLP1"

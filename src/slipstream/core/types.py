@@ -90,7 +90,7 @@ class Completion(Message):
 
 
 class Rollout(Message):
-    """A completion with its reward. `failure` says why scoring failed; then `reward` is the configured failure reward."""
+    """A completion with its reward; where scoring failed, `failure` says why and `reward` is the configured one."""
 
     completion: Completion
     reward: float
@@ -245,7 +245,7 @@ class Published(Message):
 
 
 class Swapped(Message):
-    """Replica `replica` now samples from `version`. `transfer_s` is staging while decoding, `pause_s` the stop for it."""
+    """Replica `replica` samples from `version` now; `transfer_s`: staging meanwhile, `pause_s`: decoding stopped."""
 
     replica: int
     version: int

@@ -121,7 +121,8 @@ class Generator(Executor):
 
     def step(self) -> bool:
         """Take messages, swap if a version is staged, then one decode step of evaluation and one of training."""
-        has_news = self._receive()
+        with self.context.spans.span("receive"):
+            has_news = self._receive()
         has_swapped = self._swap()
         has_evaluated = self._evaluate()
         has_decoded = self._decode()
@@ -219,24 +220,30 @@ class Generator(Executor):
             return False
         self.drain_steps += is_draining
         finished = self.engine.step()
-        for item in finished:
-            prompt, remaining = self.prompts.pop(item.ordinal)
-            if remaining > 1:
-                self.prompts[item.ordinal] = (prompt, remaining - 1)
-            completion = self._completion(item, prompt, "train")
-            self.generated_tokens += completion.num_tokens
-            self.context.outputs["completions"].put(completion)
-            self.context.outputs["events"].put(
-                CompletionFinished(
-                    ordinal=item.ordinal,
-                    sample=item.sample,
-                    replica=self.replica,
-                    num_tokens=completion.num_tokens,
-                    min_version=completion.min_version,
-                    max_version=completion.max_version,
-                )
-            )
+        if finished:
+            with self.context.spans.span("send"):
+                for item in finished:
+                    self._send(item)
         return True
+
+    def _send(self, item: Finished) -> None:
+        """One finished completion to its verifier, at once and alone (M2), and word of it to the controller."""
+        prompt, remaining = self.prompts.pop(item.ordinal)
+        if remaining > 1:
+            self.prompts[item.ordinal] = (prompt, remaining - 1)
+        completion = self._completion(item, prompt, "train")
+        self.generated_tokens += completion.num_tokens
+        self.context.outputs["completions"].put(completion)
+        self.context.outputs["events"].put(
+            CompletionFinished(
+                ordinal=item.ordinal,
+                sample=item.sample,
+                replica=self.replica,
+                num_tokens=completion.num_tokens,
+                min_version=completion.min_version,
+                max_version=completion.max_version,
+            )
+        )
 
     def _completion(self, item: Finished, prompt: Prompt, purpose: Purpose, eval_id: int = -1) -> Completion:
         segment = Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans)
@@ -302,4 +309,6 @@ def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids
     ids = tokens.tolist()
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
-    return tokenizer.decode(ids, skip_special_tokens=True)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text

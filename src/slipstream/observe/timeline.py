@@ -139,6 +139,13 @@ class Timeline:
                     self._cut(self._now_s())
                 frame.state = state
 
+    def backdate(self, state: str, since_s: float) -> None:
+        """The process was in `state` from `since_s` until now, before this timeline existed (its imports)."""
+        now_s = self._now_s()
+        self._release_last()
+        self._buffer.append(Slice(state, _ns(since_s), _ns(now_s)))
+        self._totals_s[state] = self._totals_s.get(state, 0.0) + (now_s - since_s)
+
     def instant(self, name: str, **args: Any) -> None:
         """Mark that `name` happened now."""
         self._buffer.append(Instant(name, _ns(self._now_s()), args))

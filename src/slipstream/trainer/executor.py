@@ -95,7 +95,8 @@ class Trainer(Executor):
         if self.warm_start is not None:
             self._warm_up()
             return True
-        has_news = self._receive()
+        with self.context.spans.span("receive"):
+            has_news = self._receive()
         while (message := self.context.inputs["commands"].get_nowait()) is not None:
             has_news = True
             self._obey(message)
