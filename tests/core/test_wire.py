@@ -88,7 +88,7 @@ def test_decoded_arrays_are_writable_and_own_their_memory() -> None:
 
 
 def test_all_core_messages_are_known() -> None:
-    assert {types.Admit, types.Completion, types.WeightsReleased, types.Stopped} <= set(wire.MESSAGES)
+    assert {types.Admit, types.Completion, types.WeightsReleased, types.Stop} <= set(wire.MESSAGES)
     assert types.Message not in wire.MESSAGES
 
 

@@ -20,15 +20,18 @@ from slipstream.core.types import WarmStart
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
+from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.executor import Rewards
 from slipstream.trainer.executor import Trainer
 
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError for what the schema cannot see: an unknown loss, or constants it does not take."""
+def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
+    """Raise ConfigError for what the schema cannot see: unknown losses, tasks, rewards, verifiers nobody can isolate."""
     loss_named(config.loss.name, config.loss.params)
+    if not has_own_reward:
+        check_rewards(config.rewards, task_table(config.prompts.tasks))
 
 
 def make_generator(config: RunConfig, replica: int = 0) -> Generator:

@@ -190,7 +190,7 @@ class Export(Message):
 
 
 class Stop(Message):
-    """Finish what is in hand, answer `Stopped`, and end."""
+    """Finish what is in hand and end."""
 
 
 # Executor -> controller
@@ -255,7 +255,7 @@ class Swapped(Message):
 
 
 class EvalScored(Message):
-    """One evaluation rollout: its reward counts as correct when it is at least 1 - 1e-6."""
+    """One evaluation rollout. `reward` is the first term's, unweighted; it counts as correct from 1 - 1e-6 on."""
 
     eval_id: int
     ordinal: int
@@ -299,13 +299,6 @@ class Failed(Message):
     executor: str
     error: str
     traceback: str
-
-
-class Stopped(Message):
-    """The executor ended as asked. `accounting` maps state to seconds; `version` is the last one it held."""
-
-    executor: str
-    accounting: dict[str, float]
 
 
 # Weight sync, trainer <-> generators

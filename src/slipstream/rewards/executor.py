@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.executor import Context, Executor
-from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop, Stopped
+from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop
 from slipstream.rewards.checks import check_isolation, setup_of
 from slipstream.rewards.functions import term_names, weighted_sum
 from slipstream.rewards.inline import CallableScorer
@@ -43,7 +43,7 @@ class Rewards(Executor):
     Consumes `completions`; emits a `Rollout` on `rollouts` for training, `EvalScored` on `events` for evaluation
     (a failed one has reward `failure_reward`). Constructor arguments are models, or what `model_dump` made of them,
     apart from `function`: a Python callable with TRL's signature that replaces the configured terms and runs in this
-    process. Stop: takes no more, finishes what it has, answers `Stopped`.
+    process. Stop: takes no more, finishes what it has.
     """
 
     inputs = ("completions",)
@@ -106,8 +106,6 @@ class Rewards(Executor):
         self._report(is_last=False)
         if self._is_stopping and not self._completions and not self._is_finished:
             self._report(is_last=True)
-            # the host replaces the empty accounting by its own spans when it sends this on
-            self._context.outputs["events"].put(Stopped(executor=self._context.name, accounting={}))
             self._is_finished = True
             return True
         return num_taken + num_done > 0
@@ -157,7 +155,7 @@ class Rewards(Executor):
                 EvalScored(
                     eval_id=completion.eval_id,
                     ordinal=completion.ordinal,
-                    reward=reward,
+                    reward=self._accuracy_reward(reward, scored, failure),
                     completion_text=completion.text,
                     prompt_text=completion.prompt.text,
                     answer=completion.prompt.answer,
@@ -176,6 +174,11 @@ class Rewards(Executor):
                 scored_s=self._context.clock.now_s(),
             )
         )
+
+    def _accuracy_reward(self, reward: float, scored: Scored, failure: str | None) -> float:
+        """Of several terms, the first says whether an answer is right; the others shape the training reward."""
+        first = scored.parts[0] if failure is None else None
+        return reward if first is None else first
 
     def _report(self, *, is_last: bool) -> None:
         now_s = self._context.clock.now_s()
