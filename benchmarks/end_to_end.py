@@ -11,13 +11,15 @@ and with it the lengths, where they are.
 Each side runs once per round, the order rotating. A run's step time is the mean over its steady steps (asynchronous
 steps alternate between short and long, so their median would flatter or hide); the table has the median over rounds
 and their range. The floor is the arithmetic of a step, (2 + 6) FLOP per parameter and token, at the matrix-multiply
-rate that this machine reaches, the best of one second before every round.
+rate that this machine reaches, the best of one second before every round. Valid on an idle machine
+only: TRL alone varied from 0.29 to 8.8 s on `short` while other programs computed. Each line ends with the load average.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shlex
 import statistics
@@ -168,7 +170,11 @@ def compare(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
                 else:
                     run = measure_slipstream(case, side, folder, steps=arguments.steps, warm_up=5)
                 runs[side].append(run)
-                print(f"  round {turn + 1}: {side:<5} {run.step_s:.3f} s a step, {run.tokens:.0f} tokens", flush=True)
+                print(
+                    f"  round {turn + 1}: {side:<5} {run.step_s:.3f} s a step, {run.tokens:.0f} tokens, "
+                    f"load {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
     return {"case": case.name, "num_params": num_params, "flops": flops, "runs": runs}
 
 
