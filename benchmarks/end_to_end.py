@@ -11,8 +11,8 @@ and with it the lengths, where they are.
 Each side runs once per round, the order rotating. A run's step time is the mean over its steady steps (asynchronous
 steps alternate between short and long, so their median would flatter or hide); the table has the median over rounds
 and their range. The floor is the arithmetic of a step, (2 + 6) FLOP per parameter and token, at the matrix-multiply
-rate that this machine reaches, the best of one second before every round. Valid on an idle machine
-only: TRL alone varied from 0.29 to 8.8 s on `short` while other programs computed. Each line ends with the load average.
+rate that this machine reaches, the best of one second before every round. Valid on an idle machine only: TRL alone
+varied from 0.29 to 8.8 s on `short` while other programs computed. Each line ends with the load average.
 """
 
 from __future__ import annotations
