@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,7 +7,14 @@ from hypothesis import strategies as st
 
 from slipstream.batching import collate as collation
 from slipstream.batching.balance import balanced_permutation, preset_permutation
-from slipstream.batching.collate import collate, first_fit, padded_layout_frac, padding_frac, split_minibatches
+from slipstream.batching.collate import (
+    Atom,
+    collate,
+    first_fit,
+    padded_layout_frac,
+    padding_frac,
+    split_minibatches,
+)
 from slipstream.core.errors import ConfigError
 from slipstream.core.packed import Batching, TrainSequence
 from slipstream.core.types import Group
@@ -33,6 +42,7 @@ def test_golden_packing_predicts_token_t_from_row_t_minus_1():
     assert microbatch.tokens.tolist() == [1000, 1001, 1002, 1003, 1004, 1100, 1101, 1102]
     assert microbatch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert microbatch.lengths == (5, 3)
+    assert microbatch.rows.tolist() == list(range(8))
     assert microbatch.target_index.tolist() == [1, 2, 4, 7]
     assert microbatch.targets.tolist() == [1002, 1003, 1005, 1103]
     assert microbatch.behaviour_logprobs.tolist() == [-2 / 8, -3 / 8, -5 / 8, -3 / 8]
@@ -43,9 +53,62 @@ def test_golden_packing_predicts_token_t_from_row_t_minus_1():
     assert microbatch.loss_mask.tolist() == [False, True, True, False, True, False, False, True]
 
 
+def completion(key: tuple[int, int], prompt: int, own: int) -> TrainSequence:
+    """A sequence whose prompt is its ordinal's and whose other tokens, all trained on, are its own."""
+    ordinal, sample = key
+    tokens = np.concatenate([np.arange(prompt) + 1000 * ordinal, np.arange(own) + 1000 * ordinal + 100 * (sample + 1)])
+    mask = np.arange(prompt + own) >= prompt
+    return TrainSequence(
+        key=key,
+        tokens=tokens.astype(np.int32),
+        mask=mask,
+        behaviour_logprobs=np.where(mask, -tokens / 8, 0).astype(np.float32),
+        advantages=np.where(mask, tokens / 4, 0).astype(np.float32),
+        versions=np.where(mask, tokens, -1).astype(np.int32),
+    )
+
+
+def test_golden_packing_of_two_completions_of_one_prompt():
+    # A prompt of 2 with completions of 3 and 1 tokens (the last token is only predicted), and a lone sequence.
+    (microbatch,) = collate([completion((0, 0), 2, 1), completion((0, 1), 2, 3), completion((1, 0), 1, 2)], 100)
+    assert microbatch.keys == ((0, 1), (0, 0), (1, 0))
+    assert microbatch.tokens.tolist() == [0, 1, 200, 201, 1000, 1100]
+    assert microbatch.positions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert microbatch.lengths == (4, 2, 2)
+    assert microbatch.rows.tolist() == [0, 1, 2, 3] + [0, 1] + [4, 5]
+    assert microbatch.target_index.tolist() == [1, 2, 3] + [1] + [4, 5]
+    assert microbatch.targets.tolist() == [200, 201, 202] + [100] + [1100, 1101]
+    assert microbatch.segment_ids.tolist() == [0, 0, 0, 1, 2, 2]
+
+
+def test_equal_prompts_of_two_groups_and_unequal_ones_of_one_group_are_not_shared():
+    one, other = completion((0, 0), 4, 2), completion((0, 1), 4, 2)
+    (shared,) = collate([one, other], 100)
+    assert shared.num_tokens == 4 + 1 + 1
+    (of_two_groups,) = collate([one, replace(other, key=(1, 1))], 100)
+    assert of_two_groups.num_tokens == 5 + 5
+    (unequal,) = collate([one, replace(other, tokens=other.tokens + 1)], 100)
+    assert unequal.num_tokens == 5 + 5
+
+
+def atoms(*shapes: tuple[int, int, int]) -> list[Atom]:
+    """From (ordinal, prompt tokens, own tokens)."""
+    return [Atom((ordinal, i), (ordinal, b""), prompt, own) for i, (ordinal, prompt, own) in enumerate(shapes)]
+
+
 def test_longest_first_into_the_first_microbatch_with_room():
-    assert first_fit([2, 5, 3, 4, 1], [(0, i) for i in range(5)], 7) == [[1, 0], [3, 2]] + [[4]]
-    assert first_fit([9], [(0, 0)], 7) == [[0]]
+    lone = atoms(*((ordinal, 1, length - 1) for ordinal, length in enumerate([2, 5, 3, 4, 1])))
+    assert first_fit(lone, 7) == [[1, 0], [3, 2]] + [[4]]
+    assert first_fit(atoms((0, 4, 5)), 7) == [[0]]
+
+
+def test_siblings_follow_their_longest_and_prefer_the_microbatch_that_reads_their_prompt():
+    # 4 + 3 + 2 + 1 rows for the first group although the second has a longer second sequence.
+    assert first_fit(atoms((0, 4, 3), (0, 4, 2), (0, 4, 1), (1, 4, 2)), 10) == [[0, 1, 2], [3]]
+    # The first microbatch has room for a token more, but reading the prompt again would cost 4.
+    assert first_fit(atoms((0, 1, 8), (1, 4, 3), (1, 4, 1)), 10) == [[0], [1, 2]]
+    # A prompt is read again where its siblings do not fit beside the first.
+    assert first_fit(atoms((0, 4, 5), (0, 4, 2), (0, 4, 2)), 10) == [[0], [1, 2]]
 
 
 def test_ties_go_by_key_not_by_arrival():
@@ -86,11 +149,55 @@ def test_every_target_once_capacity_and_order(shapes, capacity):
     assert 0 <= padded_layout_frac(packed) < 1
 
 
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=8
+    ),
+    capacity=st.integers(1, 90),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_every_rollout_once_and_every_prompt_once_per_microbatch(groups, capacity, shuffle):
+    sequences = {
+        (ordinal, sample): completion((ordinal, sample), prompt, own)
+        for ordinal, (prompt, own_lengths) in enumerate(groups)
+        for sample, own in enumerate(own_lengths)
+    }
+    arrivals = list(sequences.values())
+    shuffle.shuffle(arrivals)
+    packed = collate(arrivals, capacity)
+    assert [m.keys for m in packed] == [m.keys for m in collate(list(sequences.values()), capacity)]
+    assert sorted(key for m in packed for key in m.keys) == sorted(sequences)
+    for m in packed:
+        own = sum(sequences[key].num_inputs - len(sequences[key].prompt) for key in m.keys)
+        prompts = sum(groups[ordinal][0] for ordinal in {ordinal for ordinal, _ in m.keys})
+        assert m.num_tokens == len(m.positions) == prompts + own
+        assert m.num_tokens <= capacity or len(m.keys) == 1
+        assert set(m.rows.tolist()) == set(range(m.num_tokens))
+        begin = 0
+        for segment, (key, length) in enumerate(zip(m.keys, m.lengths, strict=True)):
+            sequence, rows = sequences[key], m.rows[begin : begin + length]
+            begin += length
+            assert (m.tokens[rows] == sequence.tokens[:-1]).all()
+            assert m.positions[rows].tolist() == list(range(length))
+            of_segment = m.segment_ids == segment
+            assert (m.target_index[of_segment] == rows[np.flatnonzero(sequence.mask) - 1]).all()
+            assert (m.targets[of_segment] == sequence.tokens[sequence.mask]).all()
+            for name in ("behaviour_logprobs", "advantages", "versions"):
+                assert (vars(m)[name][of_segment] == vars(sequence)[name][sequence.mask]).all()
+        assert begin == len(m.rows)
+
+
 def test_padding_counts():
     packed = collate([sequence((0, 0), 5, (4,)), sequence((0, 1), 3, (2,))], 100)
     assert padded_layout_frac(packed) == pytest.approx(1 - 6 / 8)
     assert padding_frac(packed) == 0.0
     assert padding_frac(collate([sequence((0, 0), 5, (4,)), sequence((0, 1), 3, (2,))], 4)) == pytest.approx(1 - 6 / 8)
+
+
+def test_padding_counts_of_a_shared_prompt():
+    siblings = [completion((0, 0), 4, 3), completion((0, 1), 4, 1)]
+    assert padded_layout_frac(collate(siblings, 100)) == pytest.approx(1 - 10 / 12)
+    assert padding_frac(collate([*siblings, completion((1, 0), 2, 2)], 6)) == pytest.approx(1 - (6 + 3) / 12)
 
 
 @given(num_groups=st.integers(1, 20), num_minibatches=st.integers(1, 20))

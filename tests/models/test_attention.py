@@ -74,3 +74,50 @@ def test_empty_sequences_are_refused(lengths):
 def test_wrong_number_of_tokens_is_refused():
     with pytest.raises(ShapeError, match="allowed: 5"):
         PackedAttention([3, 2])(0, *torch.zeros(3, 4, 1, 2).unbind(0))
+
+
+# Prefixes of 0..9 tokens, each with the own lengths of the sequences that start with it.
+families = st.lists(
+    st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4)), min_size=1, max_size=4
+)
+
+
+def shared_rows(drawn):
+    """Lengths of the sequences, and the rows of each: a prefix followed by what its sequences add."""
+    lengths, rows, num_rows = [], [], 0
+    for prefix, own_lengths in drawn:
+        shared = list(range(num_rows, num_rows + prefix))
+        num_rows += prefix
+        for own in own_lengths:
+            if prefix + own:
+                lengths.append(prefix + own)
+                rows.append([*shared, *range(num_rows, num_rows + own)])
+                num_rows += own
+    return lengths, rows
+
+
+@given(families.filter(lambda drawn: shared_rows(drawn)[0]), st.sampled_from([(2, 2), (4, 2)]))
+@settings(max_examples=60, deadline=None)
+def test_shared_prefixes_equal_every_sequence_alone(drawn, heads_and_kv_heads):
+    heads, kv_heads = heads_and_kv_heads
+    lengths, rows = shared_rows(drawn)
+    flat = torch.tensor([row for own in rows for row in own])
+    num_rows = int(flat.max()) + 1
+    generator = torch.Generator().manual_seed(num_rows)
+    fused = torch.randn(num_rows, heads + 2 * kv_heads, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(num_rows, heads, 8, generator=generator).double()
+    out = PackedAttention(lengths, flat)(0, *fused.split([heads, kv_heads, kv_heads], 1))
+    (grad,) = torch.autograd.grad((out * weight).sum(), fused)
+    # Every sequence in a copy of its own; what it sees of a shared row's output is the same in all of them.
+    copies = dense_attention(*fused[flat].split([heads, kv_heads, kv_heads], 1), lengths)
+    first = torch.tensor([flat.tolist().index(row) for row in range(num_rows)])
+    torch.testing.assert_close(out.double()[flat], copies, atol=2e-5, rtol=1e-4)
+    (expected,) = torch.autograd.grad((copies[first] * weight).sum(), fused)
+    torch.testing.assert_close(grad, expected, atol=5e-5, rtol=1e-4)
+
+
+def test_rows_that_do_not_fit_are_refused():
+    with pytest.raises(ShapeError, match="one row is needed per token"):
+        PackedAttention([2, 2], torch.tensor([0, 1, 2]))
+    with pytest.raises(ShapeError, match="none in row 2"):
+        PackedAttention([2, 2], torch.tensor([0, 1, 0, 3]))

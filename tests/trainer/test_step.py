@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from training_data import VOCAB_SIZE, make_groups, make_rollout, run_config, tiny_policy
+from training_data import VOCAB_SIZE, make_groups, make_rollout, run_config, sharing_prompts, tiny_policy
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
@@ -94,6 +94,65 @@ def test_gradient_equals_a_plain_loop_over_sequences_in_float64():
     clipped = min(1.0, 1.0 / norm.item())
     assert scale.item() == pytest.approx(clipped, rel=1e-3)
     assert batch.metrics["reward_mean"] == pytest.approx(np.mean([r.reward for g in groups for r in g.rollouts]))
+
+
+@pytest.mark.parametrize("capacity", [10_000, 40])
+def test_shared_prompts_equal_every_sequence_alone_in_float64(capacity):
+    """Logprobs, and gradients through a weighted sum of them, against transformers, one sequence at a time."""
+    groups = sharing_prompts(make_groups(num_samples=4, seed=5, given=True))
+    config = run_config()
+    model, _, optimizer = setup(config)
+    twin = hugging_face_twin(model)
+    batch = prepare_batch(groups, config=config.loss, step=0, max_staleness=0)
+    microbatches = batching.collate(batch.of(groups), capacity)
+    num_rows = sum(microbatch.num_tokens for microbatch in microbatches)
+    assert num_rows < sum(sequence.num_inputs for sequence in batch.sequences.values())
+    optimizer.zero_grad()
+    for microbatch in microbatches:
+        logprobs, _ = microbatch_logprobs(model, microbatch, temperature=0.8)
+        expected = []
+        for key in microbatch.keys:
+            sequence = batch.sequences[key]
+            ids = torch.from_numpy(sequence.tokens.astype(np.int64))
+            of_next = torch.log_softmax(twin(ids[None]).logits[0, :-1] / 0.8, dim=-1)
+            expected.append(of_next.gather(1, ids[1:, None]).squeeze(1)[torch.from_numpy(sequence.mask[1:])])
+        alone = torch.cat(expected)
+        torch.testing.assert_close(logprobs.double(), alone, atol=1e-5, rtol=1e-5)
+        weights = torch.linspace(-1, 1, len(alone), dtype=torch.float64)
+        (weights * logprobs).sum().backward()
+        (weights * alone).sum().backward()
+    theirs = dict(twin.named_parameters())
+    largest = max(parameter.grad.abs().max() for parameter in theirs.values())
+    ours = {
+        "model.embed_tokens.weight": model.embedding.weight,
+        "model.norm.weight": model.final_norm.weight,
+        "model.layers.0.mlp.down_proj.weight": model.layers[0].down.weight,
+        "model.layers.0.self_attn.o_proj.weight": model.layers[0].output.weight,
+        "model.layers.1.input_layernorm.weight": model.layers[1].attention_norm.weight,
+    }
+    pairs = [(parameter.grad, theirs[name].grad) for name, parameter in ours.items()]
+    for index, layer in enumerate(model.layers):
+        names = [f"model.layers.{index}.self_attn.{part}_proj.weight" for part in "qkv"]
+        pairs.append((layer.qkv.weight.grad, torch.cat([theirs[name].grad for name in names])))
+    for grad, reference in pairs:
+        torch.testing.assert_close(grad.double(), reference, rtol=1e-3, atol=1e-5 * largest.item())
+
+
+def test_the_same_step_gives_the_same_bits():
+    """Gradients of shared rows are sums over siblings; with two threads no order of additions may be left open."""
+    groups = sharing_prompts(make_groups(num_groups=32, num_samples=16))  # enough for parallel kernels
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        runs = [step_of(groups, generator={"max_new_tokens": 16}) for _ in range(3)]
+    finally:
+        torch.set_num_threads(num_threads)
+    (weights, _, metrics), *repeats = runs
+    rollouts = [rollout.completion for group in groups for rollout in group.rollouts]
+    prompts = sum(len(group.rollouts[0].completion.prompt.tokens) for group in groups)
+    assert metrics["tokens_read"] == prompts + sum(completion.num_tokens - 1 for completion in rollouts)
+    for repeated, _, _ in repeats:
+        assert torch.equal(weights, repeated)
 
 
 def test_loss_and_gradient_norm_of_four_microbatches_equal_one():

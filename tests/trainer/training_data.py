@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -39,7 +40,7 @@ def tiny_policy(seed: int = 0) -> tuple[Transformer, FlatParameters]:
 def run_config(**changes: Any) -> RunConfig:
     sections: dict[str, Any] = {
         "model": TINY,
-        "prompts": {"tasks": [TaskConfig(name="chain_sum")]},
+        "prompts": {"tasks": [TaskConfig(name="chain_sum")], "max_prompt_tokens": 32},
         "generator": {"max_new_tokens": 16},
         "groups_per_step": 4,
         "completions_per_group": 3,
@@ -88,4 +89,21 @@ def make_groups(num_groups: int = 4, num_samples: int = 3, *, seed: int = 0, **r
     return [
         Group(ordinal=o, rollouts=tuple(make_rollout(o, s, rng, **rollout) for s in range(num_samples)))
         for o in range(num_groups)
+    ]
+
+
+def sharing_prompts(groups: list[Group]) -> list[Group]:
+    """The same groups with every completion behind the prompt of its group's first, as the generator delivers them."""
+    return [
+        Group(
+            ordinal=group.ordinal,
+            rollouts=tuple(
+                msgspec.structs.replace(
+                    rollout,
+                    completion=msgspec.structs.replace(rollout.completion, prompt=group.rollouts[0].completion.prompt),
+                )
+                for rollout in group.rollouts
+            ),
+        )
+        for group in groups
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,39 +29,95 @@ def split_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[lis
     return [canonical[part::num_minibatches] for part in range(num_minibatches)]
 
 
-def first_fit(lengths: Sequence[int], keys: Sequence[tuple[int, int]], capacity_tokens: int) -> list[list[int]]:
-    """Indices of atoms per microbatch: longest first, each into the first microbatch with room, else a new one.
+@dataclass(frozen=True)
+class Atom:
+    """What collation has to know of a sequence: it reads `num_own` rows, and `num_prompt` that siblings may share.
 
-    Magistral's greedy collation (M8). Ties in length go by `keys`, so the result does not depend on the order of the
-    input. An atom longer than the capacity gets a microbatch of its own: atoms are never split.
+    `prompt` is (ordinal, the prompt's tokens as bytes): equal tokens alone, in two groups, are not shared.
     """
+
+    key: tuple[int, int]
+    prompt: tuple[int, bytes]
+    num_prompt: int
+    num_own: int
+
+
+def first_fit(atoms: Sequence[Atom], capacity_tokens: int) -> list[list[int]]:
+    """Indices of atoms per microbatch: longest first, siblings behind their longest, each where it first fits.
+
+    Magistral's greedy collation (M8), where capacity counts the rows that are really read: an atom goes to the first
+    microbatch that reads its prompt already and has room for the rest of it, else to the first with room for all of
+    it, else to a new one. Siblings come one after another so that few microbatches read the same prompt. Ties in length
+    go by key, so the result does not depend on the order of the input. An atom longer than the capacity gets a
+    microbatch of its own: atoms are never split. Identity: without siblings, plain first-fit decreasing.
+    """
+    siblings: dict[tuple[int, bytes], list[int]] = {}
+    for index in sorted(range(len(atoms)), key=lambda i: (-atoms[i].num_prompt - atoms[i].num_own, atoms[i].key)):
+        siblings.setdefault(atoms[index].prompt, []).append(index)
     bins: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], keys[i])):
-        length = lengths[index]
-        place = next((b for b, free in enumerate(room) if free >= length), None)
-        if place is None:
-            place = len(bins)
-            bins.append([])
-            room.append(capacity_tokens)
-        bins[place].append(index)
-        room[place] -= length
+    for members in siblings.values():
+        reading: list[int] = []  # microbatches that hold this prompt
+        for index in members:
+            rows = atoms[index].num_own
+            place = next((b for b in reading if room[b] >= rows), None)
+            if place is None:
+                rows += atoms[index].num_prompt
+                place = next((b for b, free in enumerate(room) if free >= rows), None)
+                if place is None:
+                    place = len(bins)
+                    bins.append([])
+                    room.append(capacity_tokens)
+                reading.append(place)
+            bins[place].append(index)
+            room[place] -= rows
     return bins
 
 
 def collate(sequences: Sequence[TrainSequence], capacity_tokens: int) -> list[PackedMicrobatch]:
-    """Pack sequences into microbatches of at most `capacity_tokens` input tokens (M8).
+    """Pack sequences into microbatches of at most `capacity_tokens` rows, each with every prompt at most once (M8).
 
     Sequences without a token to train on are left out: they would add nothing to any loss.
+    Identity: logprobs, losses and gradients are those of every sequence read alone.
     """
     trained = [sequence for sequence in sequences if sequence.num_targets]
-    bins = first_fit([s.num_inputs for s in trained], [s.key for s in trained], capacity_tokens)
-    return [_pack([trained[index] for index in members]) for members in bins]
+    atoms = [_atom(sequence) for sequence in trained]
+    return [
+        _pack([trained[index] for index in members], [atoms[index] for index in members])
+        for members in first_fit(atoms, capacity_tokens)
+    ]
 
 
-def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
-    lengths = tuple(sequence.num_inputs for sequence in sequences)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+def _atom(sequence: TrainSequence) -> Atom:
+    prompt = sequence.prompt
+    return Atom(
+        key=sequence.key,
+        prompt=(sequence.key[0], prompt.tobytes()),
+        num_prompt=len(prompt),
+        num_own=sequence.num_inputs - len(prompt),
+    )
+
+
+def _pack(sequences: Sequence[TrainSequence], atoms: Sequence[Atom]) -> PackedMicrobatch:
+    lengths = tuple(atom.num_prompt + atom.num_own for atom in atoms)
+    starts = [0, *itertools.accumulate(lengths)]  # of each sequence in `rows`
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    prompt_rows: dict[tuple[int, bytes], np.ndarray] = {}
+    num_rows = 0
+    for sequence, atom, length in zip(sequences, atoms, lengths, strict=True):
+        first = atom.num_prompt if atom.prompt in prompt_rows else 0  # the first token that has no row yet
+        added = np.arange(num_rows, num_rows + length - first, dtype=np.int64)
+        if first:
+            rows.append(prompt_rows[atom.prompt])
+        else:
+            prompt_rows[atom.prompt] = added[: atom.num_prompt]
+        rows.append(added)
+        tokens.append(sequence.tokens[first:length])
+        positions.append(np.arange(first, length, dtype=np.int64))
+        num_rows += len(added)
+    row_of = np.concatenate(rows)
     trained = [np.flatnonzero(sequence.mask) for sequence in sequences]
 
     def of_targets(name: str, dtype: type) -> np.ndarray:
@@ -67,10 +125,11 @@ def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
         return np.concatenate(columns).astype(dtype)
 
     return PackedMicrobatch(
-        tokens=np.concatenate([s.tokens[:n] for s, n in zip(sequences, lengths, strict=True)]).astype(np.int64),
-        positions=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        tokens=np.concatenate(tokens).astype(np.int64),
+        positions=np.concatenate(positions),
         lengths=lengths,
-        target_index=np.concatenate([start + index - 1 for start, index in zip(starts, trained, strict=True)]),
+        rows=row_of,
+        target_index=row_of[np.concatenate([start + at - 1 for start, at in zip(starts, trained, strict=False)])],
         targets=of_targets("tokens", np.int64),
         behaviour_logprobs=of_targets("behaviour_logprobs", np.float32),
         advantages=of_targets("advantages", np.float32),
@@ -83,13 +142,17 @@ def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
 def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
     """Share of padding if all microbatches were filled up to the fullest one: what greedy collation keeps small (M8).
 
-    Nothing is really padded; it is the idle share of ranks that run one microbatch each. One microbatch gives 0.
+    Sizes are rows really read, so a shared prompt counts once per microbatch. Nothing is really padded; it is the idle
+    share of ranks that run one microbatch each. One microbatch gives 0.
     """
     sizes = [microbatch.num_tokens for microbatch in microbatches]
     return 1.0 - sum(sizes) / (len(sizes) * max(sizes)) if sizes else 0.0
 
 
 def padded_layout_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
-    """Share of padding in the rectangular layout [sequences, longest] of the same microbatches: what packing saves."""
+    """Share of padding in the rectangular layout [sequences, longest] of the same microbatches: what packing saves.
+
+    Every sequence counts with its own copy of the prompt, as in that layout; what sharing saves comes on top.
+    """
     slots = sum(len(microbatch.lengths) * max(microbatch.lengths) for microbatch in microbatches)
-    return 1.0 - sum(microbatch.num_tokens for microbatch in microbatches) / slots if slots else 0.0
+    return 1.0 - sum(sum(microbatch.lengths) for microbatch in microbatches) / slots if slots else 0.0

@@ -1,6 +1,7 @@
 """Training data between the batching edge and the trainer: sequences, and microbatches packed from them.
 
-Legend: N input tokens and M predicted tokens (targets) of a microbatch, S its sequences.
+Legend: N rows (input tokens) and M predicted tokens (targets) of a microbatch, S its sequences and T what they sum up
+to: sequences of one group share the rows of their prompt, so N <= T.
 """
 
 from __future__ import annotations
@@ -37,23 +38,32 @@ class TrainSequence:
         return int(trained[-1]) if len(trained) else 0
 
     @property
+    def prompt(self) -> np.ndarray:
+        """int32: the tokens before the first one trained on. Sequences of one ordinal with equal prompts share it."""
+        return self.tokens[: int(np.argmax(self.mask))]
+
+    @property
     def num_targets(self) -> int:
         return int(np.count_nonzero(self.mask))
 
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """Sequences laid end to end without padding; one forward-backward.
+    """Sequences laid end to end without padding, each prompt once; one forward-backward.
 
-    `tokens` and `positions` int64 [N] are the model's inputs, `lengths` the [S] runs they consist of (sum N).
+    `tokens` and `positions` int64 [N] are the model's inputs: for each group that is present, its prompt followed by
+    what its completions add. `lengths` [S] are the input tokens of each sequence (sum T), and `rows` int64 [T] says
+    where they lie: the rows of sequence 0, then of sequence 1, ...; a prompt's rows come up once per sequence.
     Row `target_index[m]` predicts `targets[m]`; everything below `targets` is int64 / float32 [M] and aligned with it:
-    a sampled token t is predicted from row t - 1, so logits are needed at `target_index` only. `segment_ids` counts
-    the sequences from 0 within the microbatch; `keys` names them.
+    a sampled token t is predicted from the row of token t - 1, so logits are needed at `target_index` only, and the
+    last row of a prompt predicts the first token of each of its completions. `segment_ids` counts the sequences from
+    0 within the microbatch; `keys` names them.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     lengths: tuple[int, ...]
+    rows: np.ndarray
     target_index: np.ndarray
     targets: np.ndarray
     behaviour_logprobs: np.ndarray
@@ -64,6 +74,7 @@ class PackedMicrobatch:
 
     @property
     def num_tokens(self) -> int:
+        """Rows the model really reads: a shared prompt counts once."""
         return len(self.tokens)
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -40,15 +41,17 @@ def microbatch_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Policy logprobs of the microbatch's targets and the entropies they were drawn with, float32 [M] each.
 
-    Logits are computed only where a target is predicted.
+    A prompt shared by several completions is read once; logits are computed only where a target is predicted.
     """
     device = next(model.parameters()).device
     hidden = model(
         torch.from_numpy(microbatch.tokens).to(device),
         torch.from_numpy(microbatch.positions).to(device),
-        PackedAttention(microbatch.lengths),
+        PackedAttention(microbatch.lengths, torch.from_numpy(microbatch.rows)),
     )
-    predicting = hidden[torch.from_numpy(microbatch.target_index).to(device)]
+    # A shared prompt's last row predicts several targets. The gradient of `hidden[index]` adds them up by atomic
+    # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.
+    predicting = F.embedding(torch.from_numpy(microbatch.target_index).to(device), hidden)
     targets = torch.from_numpy(microbatch.targets).to(device)
 
     def head(rows: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +83,7 @@ def train_on_batch(
     Advantages once per batch; then `epochs` passes over `minibatches` updates. The first update measures how far the
     policy is from the behaviour policy before any weight of this step changed (`logprob_diff_max/lag_<n>`: completions
     sampled wholly under the version n steps back; rounding only at lag 0).
+    `tokens_read` counts the rows of all microbatches, a prompt once per microbatch; `tokens_trained` the targets.
     Raises StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss or gradient
     that is not finite.
     """
