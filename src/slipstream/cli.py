@@ -68,15 +68,28 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def eval_command(argv: Sequence[str]) -> int:
-    """Measure a model's held-out accuracy: greedy and at temperature 1."""
+    """Measure a model's held-out accuracy: greedy, sampled at temperature 1, and pass@k."""
     options = _parse("eval", _eval_options(_recipe_defaults(argv)), argv, eval_command)
     model, config = _eval_config(options)
-    from slipstream.evals.evaluate import evaluate_model
+    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+        raise ConfigError(
+            "the answers cannot be written there", got=options.out, allowed="a file in an existing folder"
+        )
+    from slipstream.evals.evaluate import evaluate, write_answers
 
-    result = evaluate_model(config, model)
-    table = Table("model", "prompts", "greedy", "sampled")
-    table.add_row(str(model), str(result.num_prompts), f"{result.accuracy:.3f}", f"{result.sampled_accuracy:.3f}")
+    result = evaluate(
+        config, num_prompts=options.num_prompts, num_samples=1 if options.num_samples is None else options.num_samples
+    )
+    passes = {f"pass@{k}": value for k, value in result.pass_at_k.items() if k > 1}
+    table = Table("model", "prompts", "greedy", "sampled", *passes)
+    accuracies = [result.accuracy, result.sampled_accuracy, *passes.values()]
+    table.add_row(str(model), str(result.num_prompts), *(f"{value:.3f}" for value in accuracies))
     _console.print(table)
+    if result.num_failed:
+        _console.print(f"{result.num_failed} answers could not be scored: they count as wrong", style="yellow")
+    if options.out is not None:
+        write_answers(result, options.out)
+        _console.print(f"answers: {options.out}", soft_wrap=True)
     return EXIT_DONE
 
 
@@ -210,6 +223,9 @@ def _eval_options(shown: Mapping[str, Any]) -> Any:
         shown,
         ("model", "Folder of a run, or of a Hugging Face checkpoint (then --recipe says on what).", Path, True),
         ("recipe", "Recipe whose prompts and rewards to use. Default: the run's own configuration.", str, False),
+        ("num_prompts", "Held-out prompts to answer. Default: eval.num_prompts.", int, False),
+        ("num_samples", "Sampled answers per prompt, for pass@k. Default: 1.", int, False),
+        ("out", "File for the answers, one JSON object a line. Default: none.", Path, False),
     )
 
 
@@ -266,15 +282,9 @@ def _eval_config(options: Any) -> tuple[Path, RunConfig]:
     """The checkpoint to load and the configuration to evaluate it under."""
     if options.model is None:
         raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint")
-    is_run = (options.model / "config.toml").is_file()
-    checkpoint = options.model / "model" if is_run else options.model
-    if not (checkpoint / "config.json").is_file():
-        raise ConfigError(f"there is no checkpoint in '{options.model}'", allowed="folder with config.json, or a run's")
-    if options.recipe is None and not is_run:
-        raise ConfigError("a checkpoint alone does not say what to ask it", hint="add --recipe")
-    recipe = load_recipe(options.recipe) if options.recipe is not None else _saved_config(options.model)
-    overrides = merge(as_overrides(options.overrides), {"model": {"path": str(checkpoint)}})
-    return checkpoint, resolve(recipe, overrides)
+    from slipstream.evals.target import eval_target
+
+    return eval_target(options.model, recipe=options.recipe, overrides=as_overrides(options.overrides))
 
 
 def _saved_config(run_dir: Path) -> dict[str, Any]:

@@ -1,0 +1,235 @@
+"""Held-out accuracy of a model: the prompts, the engine, the noise and the rewards of the run itself.
+
+The greedy answers are those of the evaluation inside a run for the same weights; with one sample per prompt the sampled
+ones are, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.types import Completion, Prompt, Rollout, Segment
+from slipstream.evals.pass_at_k import mean_pass_at_k
+from slipstream.evals.scoring import score
+from slipstream.evals.target import eval_target
+from slipstream.generator.engine import Engine, Request
+from slipstream.generator.executor import EVAL_STREAM, decode_text
+from slipstream.models.build import build_policy, stop_token_ids
+from slipstream.models.transformer import Transformer
+from slipstream.prompts import build_prompts, task_table
+from slipstream.rewards.checks import check_rewards
+from slipstream.rewards.executor import Rewards
+
+CORRECT = 1 - 1e-6  # from here on the first term's reward counts as correct, as in `core.types.EvalScored`
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to one held-out prompt. `reference` is the dataset's answer, `failure` why scoring failed.
+
+    `reward` is the weighted sum; `is_correct` is decided by the first reward term alone.
+    """
+
+    prompt_id: str
+    prompt: str
+    reference: str | None
+    temperature: float
+    sample: int
+    text: str
+    num_tokens: int
+    finish_reason: str
+    reward: float
+    is_correct: bool
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Accuracies in 0..1 over `num_prompts` held-out prompts, and every answer: greedy ones first, by prompt.
+
+    `sampled_accuracy` is the mean over `num_samples` samples per prompt at temperature 1; `pass_at_k` maps k to the
+    unbiased estimate from them. `num_failed` counts answers whose scoring failed.
+    """
+
+    checkpoint: str
+    recipe: str
+    accuracy: float
+    sampled_accuracy: float
+    pass_at_k: dict[int, float]
+    num_prompts: int
+    num_samples: int
+    num_failed: int
+    answers: tuple[Answer, ...]
+
+    @property
+    def greedy_answers(self) -> tuple[Answer, ...]:
+        return self.answers[: self.num_prompts]
+
+
+def evaluate_model(
+    path: str | Path,
+    *,
+    recipe: str | Path | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    reward: Callable[..., Any] | None = None,
+    num_prompts: int | None = None,
+    num_samples: int = 1,
+) -> EvalResult:
+    """Evaluate a run's directory, or a Hugging Face checkpoint's under `recipe`.
+
+    `reward` is the Python function the run was started with, where there was one. ConfigError for bad input.
+    """
+    _, config = eval_target(path, recipe=recipe, overrides=overrides)
+    return evaluate(config, reward=reward, num_prompts=num_prompts, num_samples=num_samples)
+
+
+def evaluate(
+    config: RunConfig,
+    *,
+    reward: Callable[..., Any] | None = None,
+    num_prompts: int | None = None,
+    num_samples: int = 1,
+) -> EvalResult:
+    """Greedy answers, and `num_samples` sampled ones per prompt, of the checkpoint `config.model.path`.
+
+    `num_prompts` defaults to `eval.num_prompts`; at most `prompts.num_eval` are held out.
+    """
+    if num_samples < 1:
+        raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
+    tasks = task_table(config.prompts.tasks)
+    if reward is None:
+        check_rewards(config.rewards, tasks)
+    model, tokenizer = build_policy(config.model, seed=config.seed)
+    held_out = _held_out(config, tokenizer, num_prompts)
+    completions = _answer(config, model, tokenizer, held_out, temperature=0.0, num_samples=1)
+    num_greedy = len(completions)
+    completions += _answer(config, model, tokenizer, held_out, temperature=1.0, num_samples=num_samples)
+    rollouts = score(_numbered(completions), Rewards(config.rewards, tasks, function=reward))
+    answers = tuple(
+        _as_answer(rollout, sample=completion.sample, temperature=0.0 if index < num_greedy else 1.0)
+        for index, (completion, rollout) in enumerate(zip(completions, rollouts, strict=True))
+    )
+    greedy, sampled = answers[:num_greedy], answers[num_greedy:]
+    num_correct = [
+        sum(answer.is_correct for answer in sampled[start : start + num_samples])
+        for start in range(0, len(sampled), num_samples)
+    ]
+    return EvalResult(
+        checkpoint=str(config.model.path),
+        recipe=config.recipe,
+        accuracy=_accuracy(greedy),
+        sampled_accuracy=_accuracy(sampled),
+        pass_at_k=mean_pass_at_k(num_correct, num_samples),
+        num_prompts=num_greedy,
+        num_samples=num_samples,
+        num_failed=sum(answer.failure is not None for answer in answers),
+        answers=answers,
+    )
+
+
+def write_answers(result: EvalResult, path: Path) -> None:
+    """One JSON object per answer and line; replaces what was there."""
+    encoder = msgspec.json.Encoder()
+    path.write_bytes(b"".join(encoder.encode(answer) + b"\n" for answer in result.answers))
+
+
+def _held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, num_prompts: int | None) -> list[Prompt]:
+    held_out = build_prompts(config, tokenizer).eval
+    wanted = config.eval.num_prompts if num_prompts is None else num_prompts
+    if not 1 <= wanted <= len(held_out):
+        raise ConfigError(
+            "so many prompts are not held out",
+            got=f"num_prompts = {wanted}",
+            allowed=f"1..{len(held_out)} (prompts.num_eval)",
+            hint="another prompts.num_eval is another split: some of its held-out prompts may have been trained on",
+        )
+    return held_out[:wanted]
+
+
+def _answer(
+    config: RunConfig,
+    model: Transformer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    *,
+    temperature: float,
+    num_samples: int,
+) -> list[Completion]:
+    """Completions sorted by (prompt, sample), `ordinal` counting `prompts`."""
+    generator = config.generator
+    max_len = min(model.config.max_positions, config.prompts.max_prompt_tokens + generator.max_new_tokens)
+    stop_ids = stop_token_ids(tokenizer, generator.stop_token_ids)
+    engine = Engine(
+        model,
+        num_slots=config.eval.num_slots,
+        max_len=max_len,
+        seed=config.seed,
+        stop_token_ids=stop_ids,
+        prefill_tokens=generator.prefill_tokens,
+    )
+    engine.submit(
+        [
+            Request(
+                ordinal=ordinal,
+                sample=sample,
+                prompt_tokens=prompt.tokens,
+                max_new_tokens=min(generator.max_new_tokens, max_len - len(prompt.tokens)),
+                temperature=temperature,
+                stream=EVAL_STREAM,
+            )
+            for ordinal, prompt in enumerate(prompts)
+            for sample in range(num_samples)
+        ]
+    )
+    completions = []
+    while not engine.is_idle:
+        for item in engine.step():
+            segment = Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans)
+            completions.append(
+                Completion(
+                    ordinal=item.ordinal,
+                    sample=item.sample,
+                    prompt=prompts[item.ordinal],
+                    segments=(segment,),
+                    text=decode_text(tokenizer, item.tokens, stop_ids),
+                    finish_reason=item.finish_reason,
+                )
+            )
+    return sorted(completions, key=lambda completion: (completion.ordinal, completion.sample))
+
+
+def _numbered(completions: Sequence[Completion]) -> list[Completion]:
+    """The same with ordinals that tell greedy and sampled answers of a prompt apart."""
+    return [
+        msgspec.structs.replace(completion, ordinal=index, sample=0) for index, completion in enumerate(completions)
+    ]
+
+
+def _as_answer(rollout: Rollout, *, sample: int, temperature: float) -> Answer:
+    completion = rollout.completion
+    first_part = next(iter(rollout.reward_parts.values()), None)
+    return Answer(
+        prompt_id=completion.prompt.prompt_id,
+        prompt=completion.prompt.text,
+        reference=completion.prompt.answer,
+        temperature=temperature,
+        sample=sample,
+        text=completion.text,
+        num_tokens=completion.num_tokens,
+        finish_reason=completion.finish_reason,
+        reward=rollout.reward,
+        is_correct=(rollout.reward if first_part is None else first_part) >= CORRECT,
+        failure=rollout.failure,
+    )
+
+
+def _accuracy(answers: Sequence[Answer]) -> float:
+    return sum(answer.is_correct for answer in answers) / len(answers)

@@ -1,0 +1,78 @@
+"""Scores completions outside a run, by the same reward executor as inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
+from slipstream.core.clock import WallClock
+from slipstream.core.executor import Context
+from slipstream.core.types import Completion, Rollout
+from slipstream.rewards.executor import Rewards
+
+EVALUATION, REWARDS = "evaluation", "rewards"
+WAKE_EVERY_S = 1.0
+
+
+class _NoSpans:
+    """Nobody asks where the time went."""
+
+    def span(self, state: str, **args: Any) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def instant(self, name: str, **args: Any) -> None: ...
+
+    def set_idle_state(self, state: str) -> None: ...
+
+
+def score(completions: Sequence[Completion], rewards: Rewards) -> list[Rollout]:
+    """One rollout per completion, in their order; `rewards` is started for it, and closed.
+
+    Consumes: rollouts. Unblocked by: a reward worker. Ends when: every completion has its rollout; one that hangs its
+    worker has it at its deadline.
+    """
+    channels = [
+        _channel("completions", EVALUATION, REWARDS, capacity=len(completions) + 1),
+        _channel("rollouts", REWARDS, EVALUATION, capacity=len(completions) + 1),
+        _channel("events", REWARDS, EVALUATION, capacity=1024),
+        _channel("commands", EVALUATION, REWARDS, capacity=1),
+    ]
+    ports = connect_local(channels)
+    mine, theirs = ports[EVALUATION], ports[REWARDS]
+    scored: dict[tuple[int, int], Rollout] = {}
+    try:
+        rewards.init(
+            Context(
+                name=REWARDS,
+                run_dir=Path(),
+                inputs=theirs.inputs,
+                outputs=theirs.outputs,
+                spans=_NoSpans(),
+                clock=WallClock(),
+            )
+        )
+        for completion in completions:
+            mine.outputs["completions"].put(completion)
+        while len(scored) < len(completions):
+            has_worked = rewards.step()
+            while mine.inputs["events"].get_nowait() is not None:
+                pass
+            while (rollout := mine.inputs["rollouts"].get_nowait()) is not None:
+                assert isinstance(rollout, Rollout)
+                scored[rollout.completion.ordinal, rollout.completion.sample] = rollout
+            if not has_worked:
+                due_s = rewards.wait_s()
+                timeout_s = WAKE_EVERY_S if due_s is None else min(due_s, WAKE_EVERY_S)
+                wait(theirs.inputs.values(), theirs.outputs.values(), rewards.wait_fds(), timeout_s)
+    finally:
+        rewards.close()
+        mine.close()
+        theirs.close()
+    return [scored[completion.ordinal, completion.sample] for completion in completions]
+
+
+def _channel(name: str, source: str, target: str, *, capacity: int) -> ChannelSpec:
+    return ChannelSpec(name, Kind.GATHER, f"{source}.{name}", f"{target}.{name}", capacity=capacity)
