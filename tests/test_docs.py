@@ -1,0 +1,99 @@
+"""The documents say what is there: paths, links, commands, flags, examples, and the configuration page."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from slipstream.cli import COMMANDS
+from slipstream.core.config import PRESETS, RunConfig
+from slipstream.core.recipes import list_recipes, resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "slipstream"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OWN_FLAGS = {"out", "resume", "preset", "recipe", "tasks", "json", "help"}
+
+named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def blocks(language: str) -> list[str]:
+    """The README's fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from field_paths(info.annotation, f"{prefix}{name}.")
+
+
+def test_the_configuration_page_is_what_the_schema_says() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "config_reference.py"))["reference"]()
+    committed = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert committed == page, (
+        "docs/configuration.md is stale. Run\n\n"
+        "    .venv/bin/python scripts/config_reference.py > docs/configuration.md\n\nand commit it."
+    )
+
+
+@named
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8"))
+    missing = [t for t in targets if "://" not in t and not (document.parent / t).exists()]
+    assert not missing, f"{document.name} links to {missing}"
+
+
+@named
+def test_named_files_exist(document: Path) -> None:
+    """Paths in backticks with a folder and a known ending, from the root or from the package."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    paths = set(re.findall(r"`(?:python )?([\w.-]+/[\w./-]+\.(?:py|md|toml))\b", text))
+    missing = sorted(
+        p for p in paths if not p.startswith("path/") and not (ROOT / p).exists() and not (PACKAGE / p).exists()
+    )
+    assert not missing, f"{document.name} names {missing}"
+
+
+@named
+def test_make_targets_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    used = set(re.findall(r"(?:^\s*|`)make ([a-z]+)", document.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert used <= targets, f"{document.name} uses {used - targets}"
+
+
+@named
+def test_commands_and_flags_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+)\b", text, flags=re.MULTILINE))
+    assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
+    known = OWN_FLAGS | set(field_paths(RunConfig))
+    flags = {flag.replace("-", "_") for flag in re.findall(r"`?--([a-z][a-z._-]*[a-z])", text)} if used else set()
+    assert flags <= known, f"{document.name} uses the flags {flags - known}"
+    presets = set(re.findall(r"--preset (\w+)", text))
+    assert presets <= PRESETS.keys(), f"{document.name} uses {presets - PRESETS.keys()}"
+    recipes = set(re.findall(r"slipstream run (\w+)\b(?!\.toml)", text)) - {"RECIPE"}
+    assert recipes <= {recipe.name for recipe in list_recipes()}, f"{document.name} runs {recipes}"
+
+
+def test_the_first_command_comes_by_line_20() -> None:
+    lines = README.splitlines()
+    assert next(i for i, line in enumerate(lines, start=1) if line.startswith("make ")) <= 20
+
+
+def test_python_examples_parse_and_toml_examples_resolve() -> None:
+    for block in blocks("python"):
+        ast.parse(block)
+    examples = blocks("toml")
+    assert examples
+    for block in examples:
+        resolve(tomllib.loads(block))
