@@ -131,7 +131,7 @@ def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
     events = list(ports["events"].messages)
     assert isinstance(events[0], Ready)
     (scored,) = [e for e in events if isinstance(e, EvalScored)]
-    assert (scored.eval_id, scored.ordinal, scored.reward, scored.num_tokens) == (3, 9, 0.0, 3)  # the first term alone says what is right
+    assert (scored.eval_id, scored.ordinal, scored.reward, scored.num_tokens) == (3, 9, 0.0, 3)
     last = [e for e in events if isinstance(e, Counters)][-1]
     assert last.values["scored"] == 5
     assert last.values["failed"] == 2

@@ -28,7 +28,7 @@ DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a
 
 
 def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
-    """Raise ConfigError for what the schema cannot see: unknown losses, tasks, rewards, verifiers nobody can isolate."""
+    """Raise ConfigError for what the schema cannot see: unknown losses, tasks or rewards, unsafe verifiers."""
     loss_named(config.loss.name, config.loss.params)
     if not has_own_reward:
         check_rewards(config.rewards, task_table(config.prompts.tasks))
