@@ -29,13 +29,14 @@ from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserve
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve, save_config
+from slipstream.core.recipes import merge, resolve, save_config
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import write_summary
 from slipstream.observe.timeline import merge_timelines
 
+PROMPTS_FILE = "prompts.jsonl"  # in the run's directory: the prompts given from Python
 TRUNCATED_ON_RESUME = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "ledger.jsonl")
 
 
@@ -78,6 +79,8 @@ def run(
     if resume is not None:
         return _resume(Path(resume), reward=reward, display=display, pipeline=pipeline)
     if not isinstance(config, RunConfig):
+        if prompts is not None:  # tables need not name a source that would be replaced
+            overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
         config = resolve(config, overrides, preset)
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
@@ -141,7 +144,7 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     """The config with `prompts` as its dataset, written into the run's directory so that a resume finds them."""
     if len(prompts) < 2:
         raise ConfigError("too few prompts", got=len(prompts), allowed="at least 2: one is held out")
-    path = (run_dir / "prompts.jsonl").resolve()
+    path = (run_dir / PROMPTS_FILE).resolve()
     rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
