@@ -1,0 +1,51 @@
+"""Scoring outside a run: order, failures, and terms."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.core.config import RewardsConfig, RewardTerm
+from slipstream.core.types import Completion, Prompt, Segment, VersionSpan
+from slipstream.evals.evaluate import _as_answer
+from slipstream.evals.scoring import score
+from slipstream.rewards.executor import Rewards
+
+
+def completion(ordinal: int, text: str, answer: str = "yes") -> Completion:
+    tokens = np.arange(1, len(text) + 1, dtype=np.int32)
+    logprobs = np.zeros(len(text), dtype=np.float32)
+    return Completion(
+        ordinal=ordinal,
+        sample=0,
+        prompt=Prompt(prompt_id=str(ordinal), text="?", tokens=np.ones(1, dtype=np.int32), task="", answer=answer),
+        segments=(
+            Segment(tokens=tokens, behaviour_logprobs=logprobs, version_spans=(VersionSpan(start=0, version=0),)),
+        ),
+        text=text,
+        finish_reason="stop",
+    )
+
+
+def test_rollouts_come_in_the_order_of_completions() -> None:
+    def reward(completions: list[str], **_: object) -> list[float]:
+        if completions == ["bad"]:
+            raise ValueError("no")
+        return [len(text) / 4 for text in completions]
+
+    texts = ["aaaa", "bad", "a", "aa"] * 20
+    completions = [completion(i, text) for i, text in enumerate(texts)]
+    rollouts = score(completions, Rewards(RewardsConfig(failure_reward=-1.0), {}, function=reward))
+    assert [rollout.completion.text for rollout in rollouts] == texts
+    assert [rollout.reward for rollout in rollouts[:4]] == [1.0, -1.0, 0.25, 0.5]
+    assert rollouts[1].failure == "ValueError: no"
+
+
+def test_the_first_term_says_what_is_correct() -> None:
+    terms = [
+        RewardTerm(function="exact_match"),
+        RewardTerm(function="regex", params={"pattern": "^n"}, weight=2.0),
+    ]
+    rollouts = score([completion(0, "yes"), completion(1, "no")], Rewards(RewardsConfig(terms=terms), {}))
+    answers = [_as_answer(rollout, sample=0, temperature=0.0) for rollout in rollouts]
+    assert [answer.reward for answer in answers] == [1.0, 2.0]
+    assert [answer.is_correct for answer in answers] == [True, False]
