@@ -70,8 +70,7 @@ def test_length_buckets_and_batch_sizes_are_bit_neutral(
         torch.randn(16, heads, head_dim, generator=generator) for heads in (num_heads, num_kv_heads, num_kv_heads)
     )
     attention = DecodeAttention(kv, num_heads=num_heads)
-    for slot in range(16):
-        attention.open_slot(slot, int(positions[slot]))
+    attention.open_slots(range(16), positions.tolist())
     attention.prepare(positions, attention.bucket(longest))
     reference = attention(0, q, k, v).clone()
     for num_slots in (8, 16):

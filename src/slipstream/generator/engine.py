@@ -34,7 +34,7 @@ from slipstream.generator.kv_cache import (
     SlotKV,
     round_up,
 )
-from slipstream.generator.noise import noise_key, uniform
+from slipstream.generator.noise import noise_keys, uniform
 from slipstream.generator.sampler import sample_tokens
 from slipstream.models.transformer import Transformer
 
@@ -329,19 +329,36 @@ class Engine:
             return
         with self._spans.span("prefill"):
             self._prefixes.update(zip(missing, self._prefill(list(missing.values())), strict=True))
+            self._fill(placements)
             now_s = self._clock.now_s()
             for slot, entry in placements:
-                self._place(slot, entry, now_s)
+                self._start(slot, entry, now_s)
 
-    def _place(self, slot: int, entry: _Waiting, now_s: float) -> None:
+    def _fill(self, placements: list[tuple[int, _Waiting]]) -> None:
+        """Write the prefixes and numbers of all placements, slots together where they share a value or an array."""
+        slots_of: dict[bytes, list[int]] = {}
+        for slot, entry in placements:
+            slots_of.setdefault(entry.prefix_key, []).append(slot)
+        for key, sharing in slots_of.items():
+            if key:
+                self._kv.write_prefix(sharing, self._prefixes[key])
+            self._num_waiting_for[key] -= len(sharing)
+            if self._num_waiting_for[key] == 0:
+                del self._num_waiting_for[key]
+                self._prefixes.pop(key, None)
+        slots = [slot for slot, _ in placements]
+        requests = [entry.request for _, entry in placements]
+        lengths = [len(entry.context) for _, entry in placements]
+        self._attention.open_slots(slots, lengths)
+        self._positions[slots] = lengths
+        self._input_tokens[slots] = [entry.last_token for _, entry in placements]
+        self._max_new[slots] = [request.max_new_tokens for request in requests]
+        self._temperatures[slots] = [request.temperature for request in requests]
+        self._noise_keys[slots] = noise_keys(self._seed, [(r.stream, r.ordinal, r.sample) for r in requests])
+        self._is_live[slots] = True
+
+    def _start(self, slot: int, entry: _Waiting, now_s: float) -> None:
         request, resume = entry.request, entry.request.resume
-        if len(entry.context) > 0:
-            self._kv.write_prefix([slot], self._prefixes[entry.prefix_key])
-        self._num_waiting_for[entry.prefix_key] -= 1
-        if self._num_waiting_for[entry.prefix_key] == 0:
-            del self._num_waiting_for[entry.prefix_key]
-            self._prefixes.pop(entry.prefix_key, None)
-        self._attention.open_slot(slot, len(entry.context))
         num_new = 0
         live = _Live(request, [], now_s)
         if resume is not None:
@@ -351,13 +368,7 @@ class Engine:
             live = _Live(request, list(resume.version_spans), resume.started_s)
         live.version_spans = extended_spans(live.version_spans, start=num_new, version=self.version)
         self._live[slot] = live
-        self._is_live[slot] = True
-        self._input_tokens[slot] = entry.last_token
-        self._positions[slot] = len(entry.context)
         self._num_new[slot] = num_new
-        self._max_new[slot] = request.max_new_tokens
-        self._noise_keys[slot] = noise_key(self._seed, request.stream, request.ordinal, request.sample)
-        self._temperatures[slot] = request.temperature
 
     def _prefill(self, contexts: list[np.ndarray]) -> list[PrefixKV]:
         """Keys and values of every context (int32 [n]) under the present weights, each padded to a multiple of 8."""
@@ -380,7 +391,7 @@ class Engine:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
         )
-        self._model(torch.from_numpy(tokens), torch.from_numpy(positions), attention)
+        self._model.prefill(torch.from_numpy(tokens), torch.from_numpy(positions), attention)
         prefixes = {i: attention.prefix(k, len(contexts[i])) for k, i in enumerate(order)}
         return [prefixes[i] for i in range(len(contexts))]
 
@@ -421,9 +432,9 @@ class Engine:
             self._new_logprobs,
         ):
             state[destinations] = state[sources]
+        self._attention.open_slots(destinations, self._positions[destinations].tolist())
         for source, destination in zip(sources, destinations, strict=True):
             self._live[destination] = self._live[source]
-            self._attention.open_slot(destination, int(self._positions[destination]))
             self._free(source)
 
     def _decode(self) -> list[Finished]:

@@ -68,9 +68,11 @@ class SlotKV:
 
     def write_prefix(self, slots: Sequence[int], prefix: PrefixKV) -> None:
         """Copy `prefix` to the start of every slot in `slots`."""
-        for slot in slots:
-            self.keys[:, slot, :, : prefix.length].copy_(prefix.keys)
-            self.values[:, slot, :, : prefix.length].copy_(prefix.values)
+        index = torch.tensor(slots)
+        for stored, given in ((self.keys, prefix.keys), (self.values, prefix.values)):
+            stored[:, :, :, : prefix.length].index_copy_(
+                1, index, given.unsqueeze(1).expand(-1, len(slots), -1, -1, -1)
+            )
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of `sources[i]` to `destinations[i]`; the two sets are disjoint."""
@@ -96,6 +98,7 @@ class DecodeAttention:
         rows = kv.num_slots * kv.num_kv_heads
         self._mask = torch.full((rows, 1, kv.max_len), -torch.inf)
         self._mask_by_slot = self._mask.view(kv.num_slots, kv.num_kv_heads, kv.max_len)
+        self._all_positions = torch.arange(kv.max_len)
         self._row_starts = torch.arange(rows).view(kv.num_slots, kv.num_kv_heads) * kv.max_len
         self._scores = torch.empty(rows * self._group * kv.max_len)
         self._weights = torch.empty_like(self._scores)
@@ -104,10 +107,11 @@ class DecodeAttention:
         self._flat_keys = [layer.view(-1, kv.head_dim) for layer in kv.keys]
         self._flat_values = [layer.view(-1, kv.head_dim) for layer in kv.values]
 
-    def open_slot(self, slot: int, length: int) -> None:
-        """Let `slot` attend to its first `length` positions (and to those later steps add)."""
-        self._mask_by_slot[slot, :, :length] = 0.0
-        self._mask_by_slot[slot, :, length:] = -torch.inf
+    def open_slots(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Let `slots[i]` attend to its first `lengths[i]` positions (and to those later steps add)."""
+        is_hidden = self._all_positions >= torch.tensor(lengths).unsqueeze(1)
+        mask = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
+        self._mask_by_slot[torch.tensor(slots)] = mask.unsqueeze(1)
 
     def bucket(self, num_positions: int) -> int:
         """How many positions a step computes over when its longest sequence has `num_positions`."""
@@ -149,7 +153,8 @@ class PrefillAttention:
 
     Every sequence is padded to a multiple of 8 tokens (`padded_lengths`); the padding comes last, so no real token sees
     it. Sequences of equal padded length are attended in one call (`padded_lengths` must be sorted for that to pay),
-    whose kernel works on each (sequence, head) alone.
+    whose kernel works on each (sequence, head) alone. The last layer is not attended: only its keys and values are
+    wanted (`Transformer.prefill`).
     """
 
     def __init__(self, padded_lengths: Sequence[int], *, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
@@ -168,6 +173,8 @@ class PrefillAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._keys[layer].copy_(k.transpose(0, 1))
         self._values[layer].copy_(v.transpose(0, 1))
+        if layer == len(self._keys) - 1:
+            return q
         out = torch.empty(q.shape)
         for start, count, length in self._runs:
             rows = slice(start, start + count * length)

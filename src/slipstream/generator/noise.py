@@ -8,6 +8,8 @@ bits are the same on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -29,11 +31,17 @@ def noise_key(seed: int, stream: int, ordinal: int, sample: int) -> int:
 
     Compute it once per completion; `uniform` turns it into numbers. Coordinates may be any Python ints (modulo 2^64).
     """
+    return int(noise_keys(seed, [(stream, ordinal, sample)])[0])
+
+
+def noise_keys(seed: int, completions: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    """uint64 [N]: `noise_key` of every (stream, ordinal, sample), in as many numpy calls as one of them takes."""
+    columns = ([seed], *zip(*completions, strict=True))
     key = np.zeros(1, dtype=np.uint64)
-    for coordinate in (seed, stream, ordinal, sample):
-        word = np.array([coordinate % 2**64], dtype=np.uint64)
-        key = _mix(key + _GOLDEN + _mix(word + _GOLDEN))
-    return int(key[0])
+    for column in columns:
+        words = np.array([coordinate % 2**64 for coordinate in column], dtype=np.uint64)
+        key = _mix(key + _GOLDEN + _mix(words + _GOLDEN))
+    return key
 
 
 def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -112,6 +112,12 @@ class Layer(nn.Module):
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         """Self-attention of normalised x [N, hidden] -> [N, hidden]."""
+        mixed = attention(self.index, *self.project(x, rope))
+        out: Tensor = self.output(mixed.reshape(-1, self.config.query_size))
+        return out
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [N, H, D] and keys [N, Hkv, D], and values [N, Hkv, D], of normalised x [N, hidden]."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -119,9 +125,7 @@ class Layer(nn.Module):
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
         if rope is not None:
             qk = rotate(qk, *rope)
-        mixed = attention(self.index, qk[:, :heads], qk[:, heads:], v)
-        out: Tensor = self.output(mixed.reshape(-1, self.config.query_size))
-        return out
+        return qk[:, :heads], qk[:, heads:], v
 
     def mlp(self, x: Tensor) -> Tensor:
         """Position-wise MLP of normalised x [N, hidden] -> [N, hidden]."""
@@ -160,17 +164,27 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Tokens [N] int64 at positions [N] int64 of their sequences -> states [N, hidden] after the final norm."""
-        x = self.embedding(tokens)
-        if self.config.rotary_dim == 0:
-            x = x + self.position_embedding(positions)
-            rope = None
-        else:
-            cos, signed_sin = self.cos[positions], self.signed_sin[positions]
-            rope = cos[:, None].to(x.dtype), signed_sin[:, None].to(x.dtype)
+        x, rope = self._embed(tokens, positions)
         for layer in self.layers:
             x = layer(x, rope, attention)
         out: Tensor = self.final_norm(x)
         return out
+
+    def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
+        """`forward` for a caller who wants keys and values only: ends as `attention` has got the last layer's."""
+        x, rope = self._embed(tokens, positions)
+        for layer in self.layers[:-1]:
+            x = layer(x, rope, attention)
+        last = self.layers[-1]
+        attention(last.index, *last.project(last.attention_norm(x), rope))
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The residual stream's start [N, hidden], and what rotates queries and keys in every layer."""
+        x: Tensor = self.embedding(tokens)
+        if self.config.rotary_dim == 0:
+            return x + self.position_embedding(positions), None
+        cos, signed_sin = self.cos[positions], self.signed_sin[positions]
+        return x, (cos[:, None].to(x.dtype), signed_sin[:, None].to(x.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 whatever the model's precision."""
