@@ -23,7 +23,7 @@ import msgspec
 from slipstream.controller.build import build_schedule, build_work, check, default_pipeline
 from slipstream.controller.controller import Controller, read_snapshot
 from slipstream.controller.ledger import cut_back
-from slipstream.controller.pipeline import Pipeline
+from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver
 from slipstream.core.clock import WallClock
@@ -76,6 +76,8 @@ def run(
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
     written so far stay, and `summary.json` says `failed`).
     """
+    if SCRIPTS_BEING_IMPORTED:
+        raise ReachedRun
     if resume is not None:
         return _resume(Path(resume), reward=reward, display=display, pipeline=pipeline)
     if not isinstance(config, RunConfig):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+import slipstream
 
 
 @pytest.fixture
@@ -22,3 +25,32 @@ def tiny() -> dict[str, Any]:
         "warm_start": {"steps": 60, "batch_size": 32, "num_demonstrations": 300},
         "eval": {"every": 0, "num_prompts": 24, "num_slots": 8},
     }
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a finished run, warm-started far enough for some of its 50 held-out answers to be right."""
+    overrides = {
+        "steps": 2,
+        "host": "inline",
+        "groups_per_step": 4,
+        "completions_per_group": 4,
+        "model": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2},
+        "prompts": {
+            "num_train": 300,
+            "num_eval": 50,
+            "tasks": [{"name": "spell_backward", "params": {"min_word_len": 3, "max_word_len": 3}}],
+        },
+        "generator": {"num_slots": 16},
+        "warm_start": {
+            "steps": 120,
+            "batch_size": 32,
+            "num_demonstrations": 300,
+            "demonstrations": [{"template": "{answer}"}],
+            "optimizer": {"lr": 3e-3},
+        },
+        "eval": {"every": 0, "num_prompts": 50, "num_slots": 16},
+    }
+    out = tmp_path_factory.mktemp("trained") / "run"
+    slipstream.run("quickstart", overrides=overrides, out=out, display=False)
+    return out

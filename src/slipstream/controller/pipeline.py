@@ -6,6 +6,7 @@ arguments that JSON can carry (a RunConfig counts). Nodes are what users compose
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -20,6 +21,16 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
 
 CONTROLLER = "controller"
+
+
+SCRIPTS_BEING_IMPORTED: set[str] = set()
+
+
+class ReachedRun(BaseException):
+    """A script imported for the executor it defines came to its own `slipstream.run`: no more of it is needed.
+
+    Not an Exception, so that no handler of the script takes it. This is why scripts need no main guard.
+    """
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,10 @@ def resolve_import(path: str) -> Callable[..., Any]:
             raise ConfigError("no such file", got=module_name)
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        SCRIPTS_BEING_IMPORTED.add(module_name)
+        with contextlib.suppress(ReachedRun):
+            spec.loader.exec_module(module)
+        SCRIPTS_BEING_IMPORTED.discard(module_name)
     else:
         module = importlib.import_module(module_name)
     if name not in vars(module):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ def load_model(
     wanted = {tensor.name: tensor for tensor in layout(model)}
     problems: list[str] = []
     for file in _weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
+        with _open(file) as tensors:
             for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
                 name = _canonical(stored_name, wanted, config.tie_embeddings)
                 if name is None:
@@ -77,8 +77,18 @@ def load_model(
     return model
 
 
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(f"'{file}' is not a whole safetensors file", got=error) from error
+
+
 def _read_json(file: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"'{file}' is not valid JSON", got=error) from error
     return data
 
 

@@ -41,5 +41,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer in folder `path`, with its chat template if it has one."""
     if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ConfigError("no tokenizer found", got=str(path), allowed="a folder with tokenizer.json")
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:  # what transformers raises for torn files and unknown classes
+        raise ConfigError(f"the tokenizer in '{path}' cannot be loaded", got=error) from error
     return tokenizer

@@ -1,0 +1,104 @@
+"""`slipstream eval` as its user meets it: the table, the file of answers, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream import cli
+from slipstream.evals.evaluate import evaluate_model
+
+
+def test_answers_are_written_and_accuracies_shown(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    assert cli.main(["eval", str(trained), "--num-prompts", "20", "--num-samples", "3", "--out", str(out)]) == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    greedy = [answer for answer in answers if answer["temperature"] == 0]
+    sampled = [answer for answer in answers if answer["temperature"] == 1]
+    assert (len(greedy), len(sampled)) == (20, 60)
+    assert {answer["sample"] for answer in sampled} == {0, 1, 2}
+    assert all(answer["is_correct"] == (answer["text"] == answer["reference"]) for answer in answers)
+    by_prompt = {answer["prompt_id"]: 0 for answer in sampled}
+    for answer in sampled:
+        by_prompt[answer["prompt_id"]] += answer["is_correct"]
+    expected = {
+        "greedy": sum(answer["is_correct"] for answer in greedy) / 20,
+        "sampled": sum(by_prompt.values()) / 60,
+        "pass@3": sum(count > 0 for count in by_prompt.values()) / 20,
+    }
+    shown = capsys.readouterr().out
+    for name, value in expected.items():
+        assert name in shown
+        assert f"{value:.3f}" in shown
+
+
+def test_a_checkpoint_with_a_recipe_is_the_run(trained: Path) -> None:
+    """The bare folder gives the same answers, when told the same configuration."""
+    bare = evaluate_model(trained / "model", recipe=trained / "config.toml", num_prompts=10)
+    assert bare.answers == evaluate_model(trained, num_prompts=10).answers
+
+
+def _without_tokenizer(run: Path) -> Path:
+    for file in (run / "model").glob("tokenizer*"):
+        file.unlink()
+    return run
+
+
+def _without_model(run: Path) -> Path:
+    shutil.rmtree(run / "model")
+    return run
+
+
+def _torn_config(run: Path) -> Path:
+    (run / "config.toml").write_text("steps = [")
+    return run
+
+
+def _torn_model(run: Path) -> Path:
+    (run / "model" / "config.json").write_text("{")
+    return run
+
+
+def _torn_weights(run: Path) -> Path:
+    (run / "model" / "model.safetensors").write_bytes(b"half")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "message"),
+    [
+        (lambda run: run / "nowhere", "", "nothing of that name"),
+        (lambda run: run / "summary.json", "", "a file"),
+        (lambda run: run / "logs", "", "there is no checkpoint"),
+        (_without_model, "", "a run without an exported model"),
+        (_without_tokenizer, "", "no tokenizer found"),
+        (_torn_config, "", "not valid TOML"),
+        (_torn_model, "", "config.json"),
+        (_torn_weights, "", "not a whole safetensors file"),
+        (lambda run: run / "model", "", "add --recipe"),
+        (lambda run: run / "model", "--recipe quickstrat", "did you mean 'quickstart'?"),
+        (lambda run: run, "--num-prompts 51", "1..50"),
+        (lambda run: run, "--num-prompts 0", "1..50"),
+        (lambda run: run, "--num-samples 0", "at least one sample"),
+        (lambda run: run, "--out nowhere/answers.jsonl", "existing folder"),
+    ],
+)
+def test_bad_input_is_2_and_explained(
+    trained: Path,
+    tmp_path: Path,
+    target: Callable[[Path], Path],
+    flags: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    assert cli.main(["eval", str(target(run)), *flags.split()]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert not out
