@@ -23,9 +23,7 @@ from collections.abc import Iterable
 class SlipstreamError(Exception):
     """Base of the tree. `what` is one sentence; the rest is optional and rendered on lines of its own."""
 
-    def __init__(
-        self, what: str, *, got: object = None, allowed: object = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, got: object = None, allowed: object = None, hint: str | None = None) -> None:
         self.what, self.got, self.allowed, self.hint = what, got, allowed, hint
         lines = [what]
         if got is not None:
