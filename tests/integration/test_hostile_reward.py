@@ -10,7 +10,7 @@ from audit import audit
 import slipstream
 from slipstream.observe.recorder import read_rollouts
 
-HOSTILE = '''
+HOSTILE = """
 import os, pathlib, subprocess, sys, time
 
 def reward(prompts, completions, completion_ids, **columns):
@@ -35,7 +35,7 @@ def reward(prompts, completions, completion_ids, **columns):
     if kind == 6:
         os._exit(0)
     return [float(len(completions[0]) % 3)]
-'''
+"""
 
 
 def test_a_hostile_verifier_costs_rollouts_and_nothing_else(tiny, tmp_path):

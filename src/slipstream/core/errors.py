@@ -1,17 +1,17 @@
 """One tree for everything that can go wrong; each error says what, got, allowed and a hint.
 
-    SlipstreamError
-      ConfigError          the user's input is wrong (exit code 2, nothing was started)
-      ShapeError           tensors do not fit together
-      MissingLogprobsError a loss needs an anchor it was not given
-      StalenessError       the staleness bound was broken: a bug in the schedule, never the user's
-      ChannelError
-        ChannelTimeout     a wait on a channel passed its deadline
-        ChannelClosed      the other side is gone
-      WeightSyncError      a version could not be staged, verified or committed
-      ExecutorDied         a process of the run ended or reported an error
-      NonFiniteError       NaN or inf in a loss or gradient; weights were not changed
-      CheckpointError      a checkpoint is missing, torn or of another model
+SlipstreamError
+  ConfigError          the user's input is wrong (exit code 2, nothing was started)
+  ShapeError           tensors do not fit together
+  MissingLogprobsError a loss needs an anchor it was not given
+  StalenessError       the staleness bound was broken: a bug in the schedule, never the user's
+  ChannelError
+    ChannelTimeout     a wait on a channel passed its deadline
+    ChannelClosed      the other side is gone
+  WeightSyncError      a version could not be staged, verified or committed
+  ExecutorDied         a process of the run ended or reported an error
+  NonFiniteError       NaN or inf in a loss or gradient; weights were not changed
+  CheckpointError      a checkpoint is missing, torn or of another model
 """
 
 from __future__ import annotations
