@@ -1,6 +1,6 @@
 """Slipstream: asynchronous, off-policy reinforcement learning for language models, in native PyTorch.
 
-`slipstream.run` trains (see `slipstream/api.py`); everything is imported on first use, so that the command line
+`slipstream.run` trains (see `slipstream/api.py`), `slipstream.evaluate_model` measures; everything is imported on first use, so that the command line
 answers at once.
 """
 
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from slipstream.api import Result, run
     from slipstream.core.config import RunConfig
     from slipstream.core.recipes import resolve
+    from slipstream.evals.evaluate import evaluate_model
 
 __version__ = "0.1.0"
-__all__ = ["Result", "RunConfig", "resolve", "run"]
+__all__ = ["Result", "RunConfig", "evaluate_model", "resolve", "run"]
 
 _HOMES = {
     "run": "slipstream.api",
     "Result": "slipstream.api",
+    "evaluate_model": "slipstream.evals.evaluate",
     "RunConfig": "slipstream.core.config",
     "resolve": "slipstream.core.recipes",
 }

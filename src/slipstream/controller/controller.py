@@ -166,7 +166,7 @@ class Controller:
             self.ports = ports[CONTROLLER]
             self.hosts = [Host(node, ports[node.name], channels, self.run_dir, run_id=run_id) for node in inline]
             for host in self.hosts:
-                host.init()
+                host.init(is_inline=True)
             if self.work.warm_start is not None:
                 self._send("trainer", self.work.warm_start)
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ class Host:
                 replica=readers.index(node.name),
             )
         self.counted_s = clock.now_s()
+        self.while_idle = ExitStack()
         self.context = Context(
             name=node.name,
             run_dir=run_dir,
@@ -78,7 +80,10 @@ class Host:
             subscriber=subscriber,
         )
 
-    def init(self) -> None:
+    def init(self, *, is_inline: bool = False) -> None:
+        """Initialise the executor. While the others of its process work, an inline one is idle."""
+        if is_inline:
+            self.while_idle.enter_context(self.timeline.idle())
         with self.timeline.span("start_up"):
             self.executor.init(self.context)
 
@@ -108,6 +113,7 @@ class Host:
             for end in (self.context.publisher, self.context.subscriber):
                 if end is not None:
                     end.close()
+        self.while_idle.close()
         self.timeline.close()
 
 
