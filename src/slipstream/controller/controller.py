@@ -120,6 +120,7 @@ class Controller:
         self.ready: set[str] = set()
         self.evaluations: dict[int, Evaluation] = {}
         self.num_evaluations = 0
+        self.evaluation_due: int | None = None  # once a replica holds this version
         self.waiting_reason = ""
         self.checkpointed: int | None = None
         self.is_exported = False
@@ -315,6 +316,9 @@ class Controller:
             self._send("trainer", Waiting(reason=reason))
         if isinstance(event, StepDone):
             self._after_step()
+        if isinstance(event, Swapped) and self.evaluation_due is not None and event.version >= self.evaluation_due:
+            self.evaluation_due = None
+            self._evaluate(with_samples=False)
 
     def _only_take(self, event: Event) -> list[Command]:
         """While ending: the schedule learns what happened, but nothing new starts."""
@@ -355,7 +359,7 @@ class Controller:
         if config.trainer.checkpoint_every and done % config.trainer.checkpoint_every == 0 and not self.is_interrupted:
             self._checkpoint()
         if config.eval.every and done % config.eval.every == 0 and done < config.steps:
-            self._evaluate(with_samples=False)
+            self.evaluation_due = done
 
     def _checkpoint(self) -> None:
         """Save one consistent cut: policy and optimizer by the trainer, the schedule's state beside them."""
