@@ -172,12 +172,9 @@ def test_a_wider_window_deadlocks(k):
         groups_per_step=2, completions_per_group=2, max_staleness=k, reorder_window=2 * k + 3, steps=20, capacity=100
     )
     world = World(config, replicas=1, publish_every=1, drop=0.0, rng=random.Random(0))
-    for _ in range(10_000):
-        if not (possible := world.choices()):
-            break
+    while possible := world.choices():  # every event uses up a group or a version, and 20 steps have few of them
         world.happen(*possible[0])
-    assert not world.schedule.is_finished
-    assert world.schedule.num_pending > 0, "everything waits for everything"
+    assert not world.schedule.is_finished, "nothing can happen any more, and the run is not over"
 
 
 def test_sync_trains_ordinals_in_order_and_replaces_dropped_groups_at_the_same_version():
