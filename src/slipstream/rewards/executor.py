@@ -88,14 +88,8 @@ class Rewards(Executor):
         assert self._pool is not None
         while (command := self._context.inputs["commands"].get_nowait()) is not None:
             self._is_stopping |= isinstance(command, Stop)
-        num_taken = 0
-        while not self._is_stopping and len(self._completions) < _MAX_PENDING:
-            completion = self._context.inputs["completions"].get_nowait()
-            if completion is None:
-                break
-            assert isinstance(completion, Completion)
-            self._submit(self._pool, completion)
-            num_taken += 1
+        with self._context.spans.span("receive"):
+            num_taken = self._take(self._pool)
         num_done = 0
         if self._completions:
             with self._context.spans.span("score"):
@@ -125,6 +119,18 @@ class Rewards(Executor):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _take(self, pool: _Pool) -> int:
+        """Hand every completion that arrived to the workers, up to a bound; how many."""
+        num_taken = 0
+        while not self._is_stopping and len(self._completions) < _MAX_PENDING:
+            completion = self._context.inputs["completions"].get_nowait()
+            if completion is None:
+                break
+            assert isinstance(completion, Completion)
+            self._submit(pool, completion)
+            num_taken += 1
+        return num_taken
 
     def _submit(self, pool: _Pool, completion: Completion) -> None:
         prompt = completion.prompt
