@@ -1,7 +1,7 @@
 """Slipstream: asynchronous, off-policy reinforcement learning for language models, in native PyTorch.
 
-`slipstream.run` trains (see `slipstream/api.py`), `slipstream.evaluate_model` measures (`slipstream/evals/`). Everything
-is imported on first use, so that the command line answers at once.
+`slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures (`slipstream/evals/`). Everything is
+imported on first use, so that the command line answers at once.
 """
 
 from __future__ import annotations

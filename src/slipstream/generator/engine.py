@@ -182,6 +182,9 @@ class Engine:
         self._spans = spans if spans is not None else _NoSpans()
         self._clock = clock if clock is not None else WallClock()
         self._is_stop = np.zeros(config.vocab_size, dtype=bool)
+        outside = [token for token in stop_token_ids if not 0 <= token < config.vocab_size]
+        if outside:
+            raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=f"0..{config.vocab_size - 1}")
         self._is_stop[list(stop_token_ids)] = True
         self._is_paused = False
         self._waiting: deque[_Waiting] = deque()
