@@ -25,7 +25,7 @@ from slipstream.controller.controller import Controller, read_snapshot
 from slipstream.controller.ledger import cut_back
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.controller.tally import Tally
-from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver
+from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver, write_samples
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
@@ -106,7 +106,7 @@ def _run(
     if checkpoint is not None:
         for line in read_metrics(run_dir / "metrics.jsonl"):
             tally.recall(line)
-    observer: Observer = ConsoleObserver(config, run_dir) if display else SilentObserver(run_dir)
+    observer: Observer = ConsoleObserver(config, run_dir) if display else SilentObserver()
     work, prompt_set = build_work(config, is_resumed=checkpoint is not None)
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
@@ -121,9 +121,10 @@ def _run(
     finally:
         summary = tally.summary(run_dir)
         write_summary(summary, run_dir / "summary.json")
+        samples = write_samples(tally, run_dir)
         merge_timelines(run_dir)
         write_report(run_dir, describe())
-        observer.finished(tally, summary)
+        observer.finished(samples, summary)
     return Result(out=run_dir, summary=msgspec.to_builtins(summary, str_keys=True))
 
 

@@ -33,14 +33,11 @@ class Observer(Protocol):
 
     def evaluated(self, tally: Tally, version: int) -> None: ...
 
-    def finished(self, tally: Tally, summary: Summary) -> None: ...
+    def finished(self, samples: list[Sample], summary: Summary) -> None: ...
 
 
 class SilentObserver:
-    """Shows nothing; still leaves `samples.json` for the report."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
+    """Shows nothing."""
 
     def started(self, report: PromptReport) -> None:
         pass
@@ -60,8 +57,8 @@ class SilentObserver:
     def evaluated(self, tally: Tally, version: int) -> None:
         pass
 
-    def finished(self, tally: Tally, summary: Summary) -> None:  # noqa: ARG002
-        write_samples(tally, self.run_dir)
+    def finished(self, samples: list[Sample], summary: Summary) -> None:
+        pass
 
 
 class ConsoleObserver:
@@ -98,8 +95,8 @@ class ConsoleObserver:
         elif found.sampled_accuracy is not None:
             self.display.note(f"  sampled at temperature 1: {found.sampled_accuracy:.3f}")
 
-    def finished(self, tally: Tally, summary: Summary) -> None:
-        self.display.samples(write_samples(tally, self.run_dir))
+    def finished(self, samples: list[Sample], summary: Summary) -> None:
+        self.display.samples(samples)
         files = {name: self.run_dir / name for name in FILES if (self.run_dir / name).exists()}
         self.display.finish(summary, files)
 
