@@ -23,15 +23,18 @@ def table(lines: list[dict[str, Any]], every: int) -> list[str]:
         "|---|---|---|---|---|",
     ]
 
-    def row(done: int, minutes: float, reward: str) -> str:
-        cells = (f"{found[done]:.3f}" if done in found else "" for found in (greedy, sampled))
+    def row(previous: int, done: int, minutes: float, reward: str) -> str:
+        cells = []
+        for found in (greedy, sampled):  # the newest evaluation since the last row
+            versions = [version for version in found if previous < version <= done]
+            cells.append(f"{found[max(versions)]:.3f}" if versions else "")
         return f"| {done} | {minutes:.1f} | {reward} | " + " | ".join(cells) + " |"
 
-    rows.append(row(0, next(line["wall_s"] for line in lines) / 60, ""))
+    rows.append(row(-1, 0, next(line["wall_s"] for line in lines) / 60, ""))
     for start in range(0, len(steps), every):
         part = steps[start : start + every]
         reward = f"{mean(line['reward_mean'] for line in part):.3f}"
-        rows.append(row(part[-1]["version"], part[-1]["wall_s"] / 60, reward))
+        rows.append(row(part[0]["step"], part[-1]["version"], part[-1]["wall_s"] / 60, reward))
     return rows
 
 
