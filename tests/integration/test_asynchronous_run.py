@@ -46,7 +46,7 @@ def test_the_files_bear_out_the_summary(continuous):
 
 def test_weights_change_within_completions(continuous):
     assert audit(continuous.out)["spanning"] > 0
-    assert continuous.summary["weight_sync"]["count"] >= 6
+    assert continuous.summary["weight_sync"]["count"] >= 4, "12 steps at k = 2 need a new version at least every third"
 
 
 def test_trainer_and_generator_agree_on_tokens_of_the_consumed_version(continuous):
