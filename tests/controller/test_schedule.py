@@ -17,6 +17,7 @@ from slipstream.core.types import (
     Skip,
     StartGroup,
     StepDone,
+    Stop,
     Swapped,
     TrainStep,
 )
@@ -208,6 +209,18 @@ def test_no_signal_at_all_is_an_error_not_an_endless_run():
         schedule.apply(finished(ordinal, 0, 0))
     with pytest.raises(SlipstreamError, match="no signal"):
         schedule.apply(scored(3, has_signal=False))
+
+
+def test_a_stopping_schedule_learns_but_starts_nothing():
+    config = ScheduleConfig(
+        groups_per_step=1, completions_per_group=1, max_staleness=1, reorder_window=1, steps=9, capacity=4
+    )
+    schedule = Schedule(config)
+    schedule.apply(swapped(0, 0))
+    assert schedule.apply(Stop()) == []
+    assert schedule.apply(scored(0)) == [], "a batch is ready, and no step may begin"
+    assert not schedule.training
+    assert schedule.snapshot().readmit == [0, 1]
 
 
 def test_waits_for_names_the_culprit():

@@ -186,6 +186,7 @@ class Controller:
             self._evaluate()
         self._run_until(lambda: self.schedule.is_finished or self.is_interrupted, "training")
         if self.is_interrupted:
+            self._decide(Stop())
             self._run_until(lambda: not self.schedule.training, "the current step")
 
     def _finish(self) -> None:
@@ -306,7 +307,7 @@ class Controller:
 
     def _decide(self, event: Event) -> None:
         """Let the schedule decide; carry it out; tell the trainer what it is waiting for when that changed."""
-        commands = self.schedule.apply(event) if not self.is_interrupted else self._only_take(event)
+        commands = self.schedule.apply(event)
         self.events.record(event, commands)
         for command in commands:
             self._carry_out(command, event)
@@ -319,10 +320,6 @@ class Controller:
         if isinstance(event, Swapped) and self.evaluation_due is not None and event.version >= self.evaluation_due:
             self.evaluation_due = None
             self._evaluate(with_samples=False)
-
-    def _only_take(self, event: Event) -> list[Command]:
-        """While ending: the schedule learns what happened, but nothing new starts."""
-        return [command for command in self.schedule.apply(event) if isinstance(command, Skip)]
 
     def _carry_out(self, command: Command, event: Event) -> None:
         match command:

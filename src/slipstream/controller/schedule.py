@@ -44,11 +44,12 @@ from slipstream.core.types import (
     Skip,
     StartGroup,
     StepDone,
+    Stop,
     Swapped,
     TrainStep,
 )
 
-Event = Swapped | CompletionFinished | GroupScored | StepDone | ReplicaLost
+Event = Swapped | CompletionFinished | GroupScored | StepDone | ReplicaLost | Stop
 Command = StartGroup | TrainStep | Skip
 WaitReason = Literal["generation", "rewards", "straggler", "nothing"]
 
@@ -99,6 +100,7 @@ class Schedule:
         self.in_flight: dict[int, InFlight] = {}  # admitted, not scored
         self.ready: set[int] = set()  # scored, with signal, not yet handed to the trainer
         self.training: tuple[int, ...] = ()
+        self.is_stopping = False  # the run is being interrupted: learn what happens, start nothing
         self.readmit: list[int] = []  # admitted once, lost with their replica; regenerated before anything new
 
     # What others ask
@@ -144,8 +146,11 @@ class Schedule:
                 self.training = ()
             case ReplicaLost():
                 self._lose(event.replica)
-        commands += self._train()
-        commands += self._admit()
+            case Stop():
+                self.is_stopping = True
+        if not self.is_stopping:
+            commands += self._train()
+            commands += self._admit()
         return commands
 
     def _scored(self, event: GroupScored) -> list[Command]:
