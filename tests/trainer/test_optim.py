@@ -2,11 +2,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from training_data import tiny_policy
 
 from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, NonFiniteError
-from slipstream.trainer.optim import FlatAdamW, lr_factor
+from slipstream.models.flat import FlatParameters
+from slipstream.trainer.optim import FlatAdamW, corrected_eps, lr_factor
 
 
 def fill_grads(parameters, seed, scale=0.01):
@@ -85,3 +87,66 @@ def test_state_of_another_model_is_refused():
     state = {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "num_updates": torch.tensor(1)}
     with pytest.raises(CheckpointError):
         optimizer.load_state_dict(state)
+
+
+def one_weight(config: OptimizerConfig) -> tuple[nn.Linear, FlatAdamW]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, FlatAdamW(model, FlatParameters(model), config, total_updates=10)
+
+
+def weights_after(config: OptimizerConfig, grads: list[float]) -> list[float]:
+    model, optimizer = one_weight(config)
+    weights = []
+    for grad in grads:
+        optimizer.zero_grad()
+        model.weight.grad.fill_(grad)
+        optimizer.step()
+        weights.append(model.weight.item())
+    return weights
+
+
+def test_both_formulations_of_adam_golden():
+    """b1 = 1/2 and b2 = 3/4: after gradients 1 and -1, m = 1/2 then -1/4 and v = 1/4 then 7/16."""
+    settings = {"lr": 1.0, "betas": (0.5, 0.75), "eps": 0.5, "max_grad_norm": 100.0}
+    root = math.sqrt(7) / 4  # sqrt(v) and sqrt(1 - b2^t) at t = 2, while 1 - b1^t = 3/4
+    tensorflow = [-0.5, -0.5 + (4 / 3) * root * 0.25 / (root + 0.5)]
+    assert weights_after(OptimizerConfig(adam="tensorflow", **settings), [1.0, -1.0]) == pytest.approx(tensorflow)
+    torch_form = [-1 / 1.5, -1 / 1.5 + (4 / 3) * 0.25 / 1.5]
+    assert weights_after(OptimizerConfig(adam="torch", **settings), [1.0, -1.0]) == pytest.approx(torch_form)
+
+
+def test_torch_is_more_aggressive_on_tiny_gradients():
+    """N: at the first update the two differ by 1 / sqrt(1 - 0.999) = 31.6."""
+    [ours] = weights_after(OptimizerConfig(adam="torch", eps=1e-5), [1e-9])
+    [theirs] = weights_after(OptimizerConfig(adam="tensorflow", eps=1e-5), [1e-9])
+    assert ours / theirs == pytest.approx(31.62, rel=1e-3)
+
+
+def test_tensorflow_adam_against_its_formula_in_float64():
+    lr, b1, b2, eps = 1e-2, 0.9, 0.999, 1e-5
+    config = OptimizerConfig(lr=lr, betas=(b1, b2), eps=eps, adam="tensorflow", max_grad_norm=1e9)
+    model, flat = tiny_policy()
+    optimizer = FlatAdamW(model, flat, config, total_updates=10)
+    weights = flat.flat.double().clone()
+    mean, square = torch.zeros_like(weights), torch.zeros_like(weights)
+    for update in range(1, 7):
+        optimizer.zero_grad()
+        fill_grads(model.parameters(), update, scale=10.0 ** -(update + 1))
+        grad = optimizer.grad.double()
+        mean = b1 * mean + (1 - b1) * grad
+        square = b2 * square + (1 - b2) * grad**2
+        weights -= lr * math.sqrt(1 - b2**update) / (1 - b1**update) * mean / (square.sqrt() + eps)
+        optimizer.step()
+        torch.testing.assert_close(flat.flat.double(), weights, rtol=1e-6, atol=1e-6)
+        if update == 3:  # the epsilon follows the number of updates, also of a restored state
+            state = {name: value.clone() for name, value in optimizer.state_dict().items()}
+            optimizer = FlatAdamW(model, flat, config, total_updates=10)
+            optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("update", [1, 2, 100])
+def test_tensorflow_epsilon_scaled_by_the_bias_correction_is_torch(update):
+    config = OptimizerConfig(eps=1e-5, betas=(0.9, 0.999))
+    scaled = config.model_copy(update={"adam": "tensorflow", "eps": 1e-5 * math.sqrt(1 - 0.999**update)})
+    assert corrected_eps(scaled, update=update) == pytest.approx(corrected_eps(config, update=update), rel=1e-12)

@@ -145,6 +145,11 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = Field(1e-4, description="Peak learning rate.")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's decay rates.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
+    adam: Literal["torch", "tensorflow"] = Field(
+        "torch",
+        description="Where epsilon is added: to the bias-corrected root (torch) or to the uncorrected one (tensorflow), "
+        "which makes early updates by small gradients smaller, as in the original RLHF code.",
+    )
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of matrices (not norms or biases).")
     max_grad_norm: PositiveFloat = Field(1.0, description="Global gradient norm is clipped to this.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up, to 0.")

@@ -28,11 +28,28 @@ def lr_factor(config: OptimizerConfig, *, update: int, total_updates: int) -> fl
     }[config.schedule]
 
 
+def corrected_eps(config: OptimizerConfig, *, update: int) -> float:
+    """The epsilon with which torch's Adam makes the 1-indexed `update` of the configured formulation.
+
+        torch:       p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+        tensorflow:  p -= lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
+
+    TensorFlow's is the form "just before section 2.1" of Kingma and Ba (arXiv:1412.6980); N, section "PyTorch Adam
+    optimizer numerical issues". Identity: dividing the second form's fraction by sqrt(1 - b2^t) gives the first with
+    eps / sqrt(1 - b2^t); so with the same eps and very small gradients torch's first update is 31.6 times as large
+    (b2 = 0.999).
+    """
+    if config.adam == "torch":
+        return config.eps
+    return config.eps / math.sqrt(1.0 - config.betas[1] ** update)
+
+
 class FlatAdamW:
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) over all parameters as one tensor, with gradients alongside.
 
     Every parameter's `.grad` is a view into one flat tensor: clearing, clipping and updating are one kernel each.
-    Decoupled weight decay is applied to matrices only, not to norms or biases.
+    Decoupled weight decay is applied to matrices only, not to norms or biases. `OptimizerConfig.adam` chooses where
+    epsilon stands (`corrected_eps`).
     Identity: equals torch.optim.AdamW with two parameter groups.
     """
 
@@ -89,6 +106,7 @@ class FlatAdamW:
                     parameter.mul_(1.0 - lr * self._config.weight_decay)
         self._parameter.data = self._flat.flat
         self._adamw.param_groups[0]["lr"] = lr
+        self._adamw.param_groups[0]["eps"] = corrected_eps(self._config, update=self.num_updates + 1)
         self._adamw.step()
         self.num_updates += 1
         return grad_norm
