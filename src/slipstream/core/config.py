@@ -147,7 +147,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     adam: Literal["torch", "tensorflow"] = Field(
         "torch",
-        description="Where epsilon is added: to the bias-corrected root (torch) or to the uncorrected one (tensorflow), "
+        description="Where epsilon is added: to the bias-corrected root (torch) or to the bare one (tensorflow), "
         "which makes early updates by small gradients smaller, as in the original RLHF code.",
     )
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of matrices (not norms or biases).")
