@@ -1,0 +1,76 @@
+"""Scores of whole completions by a scalar model, over the same packed path as training: the value at the last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.core.errors import ShapeError
+from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
+from slipstream.models.attention import PackedAttention
+from slipstream.models.scalar import ScalarModel
+
+Sample = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS where it was sampled; int32
+
+
+def scored_sequence(key: tuple[int, int], prompt: np.ndarray, completion: np.ndarray) -> TrainSequence:
+    """A sequence whose last target is predicted from the row of its last real token, which is where a score is read.
+
+    That target is one more token behind the completion; the model never reads it, so its id says nothing. The
+    completion's own tokens are targets as well, so that completions of one ordinal share the rows of their prompt.
+    """
+    if not len(prompt):
+        raise ShapeError("a score needs a prompt", got="no prompt tokens")
+    length = len(prompt) + len(completion) + 1
+    return TrainSequence(
+        key=key,
+        tokens=np.concatenate([prompt, completion, [0]]).astype(np.int32),
+        mask=np.arange(length) >= len(prompt),
+        behaviour_logprobs=np.zeros(length, dtype=np.float32),
+        advantages=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, -1, dtype=np.int32),
+    )
+
+
+def microbatch_values(model: ScalarModel, microbatch: PackedMicrobatch) -> Tensor:
+    """Values [M] fp32 of the states that the microbatch's targets are predicted from, those before each target."""
+    device = next(model.parameters()).device
+    values = model(
+        torch.from_numpy(microbatch.tokens).to(device),
+        torch.from_numpy(microbatch.positions).to(device),
+        PackedAttention(microbatch.lengths, torch.from_numpy(microbatch.rows)),
+    )
+    # As in the logprobs of a microbatch: a shared row's gradients are added in one fixed order.
+    return F.embedding(torch.from_numpy(microbatch.target_index).to(device), values[:, None]).squeeze(1)
+
+
+def microbatch_scores(model: ScalarModel, microbatch: PackedMicrobatch) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Scores [S] fp32 of a microbatch of `scored_sequence`s and their keys, in ascending order of key."""
+    last = np.flatnonzero(np.diff(microbatch.segment_ids, append=len(microbatch.keys)))
+    order = sorted(range(len(microbatch.keys)), key=microbatch.keys.__getitem__)
+    values = microbatch_values(model, microbatch)
+    scores = values.index_select(0, torch.from_numpy(last[order]).to(values.device))
+    return scores, [microbatch.keys[index] for index in order]
+
+
+@torch.no_grad()
+def score(model: ScalarModel, samples: Sequence[Sample], *, microbatch_tokens: int, batching: Batching) -> np.ndarray:
+    """One score per sample, float32 [len(samples)]: the value at its last token, of prompt and completion together.
+
+    Read in microbatches of at most `microbatch_tokens` rows; completions with equal prompts share theirs. An empty
+    completion is scored at the prompt's last token. Identity: scores do not depend on what else is in `samples`.
+    """
+    ordinals: dict[bytes, int] = {}  # of the distinct prompts
+    sequences = []
+    for index, (prompt, completion) in enumerate(samples):
+        ordinal = ordinals.setdefault(np.asarray(prompt, dtype=np.int32).tobytes(), len(ordinals))
+        sequences.append(scored_sequence((ordinal, index), prompt, completion))
+    scores = np.zeros(len(samples), dtype=np.float32)
+    for microbatch in batching.collate(sequences, microbatch_tokens):
+        values, keys = microbatch_scores(model, microbatch)
+        scores[[index for _, index in keys]] = values.cpu().numpy()
+    return scores
