@@ -190,6 +190,45 @@ class WarmStartConfig(Section):
     )
 
 
+class RewardModelConfig(Section):
+    """Training a reward model on preferences, before the run that is rewarded by it."""
+
+    candidates: Literal[2, 4] = Field(
+        2, description="Completions per preference: pairs (Bradley-Terry), or the best of four (cross-entropy)."
+    )
+    epochs: Positive = Field(1, description="Passes over the preferences; more than one overfits soon.")
+    steps: Positive | None = Field(
+        None, description="Optimizer updates, whatever that is in passes; null takes epochs."
+    )
+    batch_size: Positive = Field(32, description="Preferences per update.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=5e-5, eps=1e-5, schedule="linear"),
+        description="Optimizer of the reward model.",
+    )
+    head_init: Literal["reward", "zero"] = Field(
+        "reward", description="A fresh head's weights: N(0, 1 / sqrt(hidden_size + 1)), or 0."
+    )
+    normalise: Literal["before_and_after", "reference_bias", "none"] = Field(
+        "before_and_after",
+        description="Scores of the untrained policy's samples get mean 0 and standard deviation 1 before and after "
+        "training; or those of reference completions mean 0 after it; or neither.",
+    )
+    normalise_samples: Positive = Field(
+        256, description="Completions of the untrained policy that before_and_after measures; at least 2."
+    )
+    normalise_unbiased: bool = Field(False, description="Standard deviation over n - 1 instead of n samples.")
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        if self.normalise == "before_and_after" and self.normalise_samples < 2:
+            raise ConfigError(
+                "a standard deviation needs samples",
+                got=f"reward_model.normalise_samples = {self.normalise_samples}",
+                allowed=">= 2 under normalise = 'before_and_after'",
+            )
+        return self
+
+
 class EvalConfig(Section):
     """Held-out evaluation, pinned to one policy version."""
 
