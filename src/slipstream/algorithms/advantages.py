@@ -1,14 +1,21 @@
-"""Advantages of whole completions from the rewards of their group.
+"""Advantages from rewards: of whole completions by their group, and of tokens by a critic's values.
 
-`rewards` [R] and `group_ids` int64 [R] (any numbering) describe the R rollouts of a batch; the result is [R].
+Legend: `rewards` [R] and `group_ids` int64 [R] (any numbering) describe the R rollouts of a batch; their advantages
+are [R]. Packed sequences have T tokens, those of one sequence side by side: `segment_ids` int64 [T] numbers their S
+sequences from 0 up. Sums are taken in float64 and returned in the type of what was given. Nothing here is
+differentiated: advantages and returns are targets.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
+
+# Of completions, by their group
 
 
 def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -16,13 +23,231 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return rewards - _group_average(rewards, group_ids)
 
 
-def group_normalised(rewards: Tensor, group_ids: Tensor, *, std_eps: float) -> Tensor:
-    """A_i = (r_i - mean) / (std + std_eps), with the population standard deviation of its group.
+def group_normalised(rewards: Tensor, group_ids: Tensor, *, std_eps: float, unbiased: bool = False) -> Tensor:
+    """A_i = (r_i - mean) / (std + std_eps), with the standard deviation of its group.
 
-    GRPO (DeepSeekMath, section 4.1). Identity: a group of equal rewards gets 0, however small `std_eps` is.
+    GRPO (DeepSeekMath, section 4.1). `unbiased` divides the squares by G - 1 (TRL, with std_eps = 1e-4) and not by G.
+    Identity: a group of equal rewards gets 0, however small `std_eps` is; so does a group of one.
     """
     centred = group_mean(rewards, group_ids)
-    return centred / (_group_average(centred.square(), group_ids).sqrt() + std_eps)
+    variance = _group_average(centred.square(), group_ids)
+    if unbiased:
+        counts = _group_counts(group_ids)
+        variance = variance * (counts / (counts - 1).clamp(min=1.0)).to(variance.dtype)
+    return centred / (variance.sqrt() + std_eps)
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A_i = r_i - mean of the others of its group. RLOO (Ahmadian et al., arXiv:2402.14740, section 3).
+
+    ShapeError for a group of one. Identity: G / (G - 1) times `group_mean`.
+    """
+    counts = _group_counts(group_ids)
+    if (counts < 2).any():
+        raise ShapeError("leave-one-out needs at least two rollouts per group", got="a group of one")
+    return group_mean(rewards, group_ids) * (counts / (counts - 1)).to(rewards.dtype)
+
+
+def greedy_baseline(rewards: Tensor, baselines: Tensor) -> Tensor:
+    """A_i = r_i - b_i, with `baselines` [R] the reward of the greedy completion of the same prompt.
+
+    ReMax (Li et al., arXiv:2310.10505, section 4). Identity: the greedy completion itself has advantage 0.
+    """
+    _check_shapes(rewards, baselines)
+    return rewards - baselines
+
+
+# Several rewards at once
+
+
+def combine_rewards(
+    parts: Tensor,
+    weights: Tensor,
+    group_ids: Tensor,
+    *,
+    normalise_first: bool = False,
+    std_eps: float = 1e-4,
+    unbiased: bool = False,
+) -> Tensor:
+    """sum_k w_k r_ik, [R]: one reward from the K of each rollout (LlamaRL, L9: several reward models or judges).
+
+    `parts` [R, K], `weights` [K]. Under `normalise_first` every reward is first made group-relative,
+    (r_ik - mean) / (std + std_eps) in its group, so that none drowns the others by its scale: the sum is an advantage
+    already, which GDPO (arXiv:2601.05242, "normalize_then_sum" in TRL) whitens over the batch (`whiten`). Either way
+    NaN says that a reward does not apply to a rollout: it counts in no mean and adds nothing.
+    Identity: with one part of weight 1 the two are the reward and its `group_normalised`.
+    """
+    num_parts = parts.shape[-1] if parts.ndim else 0
+    if parts.ndim != 2 or weights.shape != (num_parts,) or group_ids.shape != parts.shape[:1]:
+        raise ShapeError(
+            "rewards are combined from one column per weight and one row per group id",
+            got=f"parts {tuple(parts.shape)}, weights {tuple(weights.shape)}, group ids {tuple(group_ids.shape)}",
+        )
+    total = parts.new_zeros(len(parts))
+    for column, weight in zip(parts.unbind(dim=1), weights, strict=True):
+        applies = ~column.isnan()
+        values = column[applies]
+        if normalise_first:
+            values = group_normalised(values, group_ids[applies], std_eps=std_eps, unbiased=unbiased)
+        total[applies] += weight * values
+    return total
+
+
+def cap_violations(rewards: Tensor, constraints: Tensor, thresholds: Tensor, *, cap: float) -> Tensor:
+    """min(r_i, cap) where a constraint is violated, r_i elsewhere, [R].
+
+    `constraints` [R, K] are the verdicts of K judges and `thresholds` [K] the least that each accepts; NaN is no
+    verdict, and no violation. After CGPO (Xu et al., arXiv:2409.20370), which gives violating completions the
+    reward 0 on a scale of 0 to 1: a good answer cannot buy off a broken rule, as it can in a weighted sum.
+    Identity: cap = inf changes nothing.
+    """
+    if constraints.ndim != 2 or constraints.shape != (*rewards.shape, *thresholds.shape):
+        raise ShapeError(
+            "constraints need one row per reward and one column per threshold",
+            got=f"{tuple(constraints.shape)} for {tuple(rewards.shape)} rewards, {tuple(thresholds.shape)} thresholds",
+        )
+    is_violated = (constraints < thresholds).any(dim=1)
+    return torch.where(is_violated, rewards.clamp(max=cap), rewards)
+
+
+# Of tokens, by a critic
+
+
+def place_scores(
+    scores: Tensor,
+    kl: Tensor | None,
+    segment_ids: Tensor,
+    *,
+    kl_coef: float = 0.0,
+    place: Literal["last", "after_last"] = "last",
+    discount: float = 1.0,
+    has_slot: Tensor | None = None,
+) -> Tensor:
+    """Rewards of tokens [T]: the penalty -kl_coef * kl_t on each, and the score of its sequence on the last one.
+
+    `scores` [S], `kl` [T] of any estimator (N uses k1 of policy and reference) or None. The minus is N's code; the
+    post prints none. A sequence without tokens here has nowhere to put its score.
+
+    `place` says where the score belongs:
+    - "last": on the last token. The original RLHF code and its reproduction (N), LHPD.
+    - "after_last": on the step after it. The TL;DR reproduction (SFFD), and TRL's PPO after it, put the score on the
+      first padding token after EOS. Packed sequences end at EOS and have no such slot. With a value of 0 there, what
+      GAE carries back from it to the last token is discount * score for discount = gamma * lam, so that is placed;
+      a critic's own value of the slot, which both let in, is left out. Sequences cut at the length limit had no slot
+      there, either, and keep the whole score: `has_slot` bool [S] is False for them (None: all have one).
+    Identity: with gamma = lam = 1 both places are the same.
+    """
+    if kl is not None:
+        _check_shapes(kl, segment_ids)
+    if len(segment_ids) and int(segment_ids[-1]) >= len(scores):
+        raise ShapeError("one score is needed per sequence", got=f"{len(scores)} for segment {int(segment_ids[-1])}")
+    if place == "after_last":
+        discounted = scores * discount
+        scores = discounted if has_slot is None else torch.where(has_slot, discounted, scores)
+    at_end = scores[segment_ids]
+    rewards = torch.where(_is_last(segment_ids), at_end, 0.0)
+    return rewards if kl is None else rewards - kl_coef * kl
+
+
+def penalised_scores(scores: Tensor, kl: Tensor, segment_ids: Tensor, *, kl_coef: float) -> Tensor:
+    """R_i = score_i - kl_coef * sum_t kl_t, [S]: the penalty of a whole completion, for estimators without a critic.
+
+    RLOO with the penalty in the reward (A, appendix B). `scores` [S], `kl` [T]. Identity: the sum of `place_scores`
+    over each sequence.
+    """
+    _check_shapes(kl, segment_ids)
+    penalties = torch.zeros(len(scores), dtype=torch.float64, device=kl.device).index_add_(0, segment_ids, kl.double())
+    return (scores.double() - kl_coef * penalties).to(scores.dtype)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, segment_ids: Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over packed sequences: (advantages, returns), both [T].
+
+        delta_t = r_t + gamma * V_{t+1} - V_t,   A_t = delta_t + gamma * lam * A_{t+1},   returns = A + V
+
+    with V = A = 0 after the last token of each sequence. Schulman et al. (arXiv:1506.02438, equation 16); N, item 30.
+    `values` V_t is the critic's at the state before token t. Returns are of these advantages, before any whitening.
+    Identity: lam = 0 gives delta; gamma = lam = 1 gives the sum of the rewards to come, minus V_t.
+    """
+    _check_shapes(rewards, values, segment_ids)
+    exact = values.double()
+    deltas = rewards.double() + gamma * _next_in_segment(exact, segment_ids) - exact
+    advantages = _discounted_sums(deltas, torch.full_like(exact, gamma * lam), segment_ids)
+    return advantages.to(values.dtype), (advantages + exact).to(values.dtype)
+
+
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    ratios: Tensor,
+    segment_ids: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    max_rho: float = 1.0,
+    max_c: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """V-trace, GAE corrected for staleness: (advantages, returns), both [T].
+
+        rho_t = min(ratio_t, max_rho),   c_t = lam * min(ratio_t, max_c)
+        delta_t = rho_t * (r_t + gamma * V_{t+1} - V_t)
+        returns_t = v_t,   v_t - V_t = delta_t + gamma * c_t * (v_{t+1} - V_{t+1})
+        A_t = r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t
+
+    with V = v = 0 after the last token of each sequence. IMPALA (Espeholt et al., arXiv:1802.01561, section 4); the
+    mixture in A_t is rlax's, the paper has v_{t+1} alone, as here with lam = 1. `ratios` [T] = policy / behaviour of
+    each token, without gradient. IMPALA multiplies A_t by rho_t: here the loss does, as `aipo` with
+    max_ratio = max_rho, or the ratio would count twice.
+    Identity: ratios of 1 and max_rho, max_c >= 1 give `gae`, whatever the lam.
+    """
+    _check_shapes(rewards, values, ratios, segment_ids)
+    exact, weights = values.double(), ratios.double()
+    next_values = _next_in_segment(exact, segment_ids)
+    errors = rewards.double() + gamma * next_values - exact
+    factors = gamma * lam * weights.clamp(max=max_c)
+    corrections = _discounted_sums(weights.clamp(max=max_rho) * errors, factors, segment_ids)
+    advantages = errors + gamma * lam * _next_in_segment(corrections, segment_ids)
+    return advantages.to(values.dtype), (exact + corrections).to(values.dtype)
+
+
+def whiten(
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    shift_mean: bool = True,
+    unbiased: bool = False,
+    eps: float = 1e-8,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps), plus the mean again unless `shift_mean`; 0 where `mask` is False.
+
+    N, item 29, on values of any shape: rewards keep their mean (shift_mean = False), advantages lose it. The original
+    code has the population variance; `unbiased` divides by n - 1 (TRL, and the reproductions that use torch.var).
+    Identity: the result has variance var / (var + eps) and mean 0, or the mean it had.
+    """
+    kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    _check_shapes(values, kept)
+    count = kept.sum()
+    exact = values.double()
+    mean = torch.where(kept, exact, 0.0).sum() / count.clamp(min=1)
+    centred = torch.where(kept, exact - mean, 0.0)
+    variance = centred.square().sum() / (count - int(unbiased)).clamp(min=1)
+    whitened = centred * torch.rsqrt(variance + eps)
+    if not shift_mean:
+        whitened = torch.where(kept, whitened + mean, 0.0)
+    return whitened.to(values.dtype)
+
+
+def _check_shapes(*tensors: Tensor) -> None:
+    if len({tensor.shape for tensor in tensors}) > 1:
+        raise ShapeError("these belong together entry by entry", got=" and ".join(str(tuple(t.shape)) for t in tensors))
+
+
+def _group_counts(group_ids: Tensor) -> Tensor:
+    """float64 [R]: the size of the group of each entry."""
+    _, dense, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    return counts.double()[dense]
 
 
 def _group_average(values: Tensor, group_ids: Tensor) -> Tensor:
@@ -40,3 +265,34 @@ def _group_average(values: Tensor, group_ids: Tensor) -> Tensor:
     sums = torch.zeros(num_groups, dtype=torch.float64, device=values.device)
     sums.index_add_(0, dense, (values - origin[dense]).double())
     return (origin.double() + sums / counts).to(values.dtype)[dense]
+
+
+def _is_last(segment_ids: Tensor) -> Tensor:
+    """bool [T]: True on the last token of each sequence."""
+    is_last = torch.ones_like(segment_ids, dtype=torch.bool)
+    is_last[:-1] = segment_ids[1:] != segment_ids[:-1]
+    return is_last
+
+
+def _next_in_segment(values: Tensor, segment_ids: Tensor) -> Tensor:
+    """[T]: the value of the next token of the same sequence, 0 at its last one."""
+    return torch.where(_is_last(segment_ids), 0.0, values.roll(-1))
+
+
+def _discounted_sums(deltas: Tensor, factors: Tensor, segment_ids: Tensor) -> Tensor:
+    """y_t = delta_t + factor_t * y_{t+1} within each sequence, y = 0 after its end; all [T], float64.
+
+    Doubling: after round n, y_t holds the terms of 2^n tokens from t on, and `factors` what the next ones count. No
+    loop over tokens; and what a sequence gets does not depend on what it is packed with, bit for bit.
+    """
+    sums = deltas
+    factors = torch.where(_is_last(segment_ids), 0.0, factors)
+    reach = 1
+    while reach < len(sums) and factors.any():
+        goes_on = factors[:-reach] != 0.0
+        step = torch.where(goes_on, factors[:-reach] * sums[reach:], 0.0)
+        sums = torch.cat([sums[:-reach] + step, sums[-reach:]])
+        onward = torch.where(goes_on, factors[:-reach] * factors[reach:], 0.0)
+        factors = torch.cat([onward, torch.zeros_like(factors[-reach:])])
+        reach *= 2
+    return sums
