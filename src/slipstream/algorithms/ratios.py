@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from slipstream.algorithms.segments import segment_mean, segment_sum
 
 
 def token_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -15,9 +19,53 @@ def token_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor)
     return torch.exp(torch.where(mask, policy_logprobs - anchor_logprobs, 0.0))
 
 
+def sequence_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
+    """pi(y|x) / anchor(y|x) = exp(sum_t policy_t - anchor_t) per sequence, [S], differentiable.
+
+    Identity: the product of the sequence's token ratios.
+    """
+    return torch.exp(segment_sum(policy_logprobs - anchor_logprobs, mask, segment_ids))
+
+
+def geometric_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
+    """(pi(y|x) / anchor(y|x))^(1/|y|) = exp(mean_t policy_t - anchor_t) per sequence, [S], differentiable.
+
+    GSPO (arXiv:2507.18071), equation 7. Identity: the geometric mean of the sequence's token ratios.
+    """
+    return torch.exp(segment_mean(policy_logprobs - anchor_logprobs, mask, segment_ids))
+
+
 def truncate(ratios: Tensor, max_ratio: float) -> Tensor:
     """min(ratio, max_ratio): one-sided truncation (LlamaRL, L8). Identity: max_ratio = inf changes nothing."""
     return ratios.clamp(max=max_ratio)
+
+
+def drop_above(ratios: Tensor, max_ratio: float) -> Tensor:
+    """ratio where it is at most max_ratio, else 0. Identity: max_ratio = inf changes nothing."""
+    return torch.where(ratios <= max_ratio, ratios, 0.0)
+
+
+class ClippedSurrogate(NamedTuple):
+    """PPO's objective and where its clip binds, all of the ratios' shape; the flags are bool."""
+
+    objective: Tensor
+    is_low: Tensor
+    is_high: Tensor
+
+
+def clipped_surrogate(ratios: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float) -> ClippedSurrogate:
+    """min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), per token or per sequence.
+
+    PPO (arXiv:1707.06347), equation 7. The flags mark only entries that the minimum pushes off their gradient: r below
+    with A < 0 and r above with A > 0; on the other side the clip does not bind.
+    Identity: eps = inf gives r A.
+    """
+    clipped = ratios.clamp(1.0 - eps_low, 1.0 + eps_high)
+    return ClippedSurrogate(
+        objective=torch.minimum(ratios * advantages, clipped * advantages),
+        is_low=(ratios < 1.0 - eps_low) & (advantages < 0),
+        is_high=(ratios > 1.0 + eps_high) & (advantages > 0),
+    )
 
 
 def effective_sample_size(ratios: Tensor) -> Tensor:

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from slipstream.algorithms.segments import segment_mean
+from slipstream.core.errors import ConfigError
+
+Reduction = Literal["token", "sequence", "constant"]
 
 
 def sum_over_units(values: Tensor, mask: Tensor, *, num_units: int) -> Tensor:
@@ -19,6 +25,30 @@ def sum_over_units(values: Tensor, mask: Tensor, *, num_units: int) -> Tensor:
     `num_units` counts tokens or sequences over the whole optimizer update, not over this microbatch.
     """
     return torch.where(mask, values, 0.0).sum() / num_units
+
+
+def average(
+    values: Tensor, mask: Tensor, segment_ids: Tensor, *, reduction: Reduction, num_units: int, max_tokens: int = 0
+) -> Tensor:
+    """Token values [T] of one microbatch as its part of the update's average, a scalar; S sequences, n_i tokens each.
+
+        token:     sum_t v_t / num_units                         num_units = tokens     (DAPO, arXiv:2503.14476)
+        sequence:  sum_i (1/n_i) sum_t v_it / num_units          num_units = sequences  (GRPO, arXiv:2402.03300)
+        constant:  sum_t v_t / (num_units * max_tokens)          num_units = sequences  (Dr. GRPO, arXiv:2503.20783)
+
+    Only tokens where `mask` [T] count. `num_units` is of the whole optimizer update, so parts add up; every sequence
+    lies in one microbatch. ConfigError when "constant" has no `max_tokens`.
+    Identity: all three agree, the last with `max_tokens` = n, where every sequence has n tokens.
+    """
+    if reduction == "sequence":
+        return segment_mean(values, mask, segment_ids).sum() / num_units
+    if reduction == "token":
+        return sum_over_units(values, mask, num_units=num_units)
+    if max_tokens < 1:
+        raise ConfigError(
+            "reduction 'constant' divides by a number of tokens", got=f"max_tokens = {max_tokens}", allowed="1 or more"
+        )
+    return sum_over_units(values, mask, num_units=num_units * max_tokens)
 
 
 @dataclass(frozen=True)
@@ -62,6 +92,11 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     return Mean(torch.where(mask, values, 0.0).sum(dtype=torch.float64), mask.sum())
 
 
+def masked_share(flags: Tensor, mask: Tensor) -> Mean:
+    """The parts of the share of True in bool `flags` [N] where `mask` [N]."""
+    return Mean((flags & mask).sum(), mask.sum())
+
+
 def masked_max(values: Tensor, mask: Tensor) -> Max:
     """The largest of `values` [T] >= 0 where `mask` [T]; 0 of nothing."""
     return Max(torch.where(mask, values, 0.0).amax() if values.numel() else values.new_zeros(()))
@@ -74,8 +109,14 @@ def merge_metrics(left: Mapping[str, Mean | Max], right: Mapping[str, Mean | Max
 
 
 def metric_values(metrics: Mapping[str, Mean | Max]) -> dict[str, float]:
-    """Numbers for a log. Adds `ess` = mean(ratio)^2 / mean(ratio^2) where both means are there."""
+    """Numbers for a log, and those that follow from several means where these are there.
+
+        ess = mean(ratio)^2 / mean(ratio^2),   explained_variance = 1 - value_error / variance(return)
+    """
     values = {name: part.value() for name, part in metrics.items()}
     if values.get("ratio_squared"):
         values["ess"] = values["ratio"] ** 2 / values["ratio_squared"]
+    if "return_squared" in values:
+        variance = values["return_squared"] - values["return"] ** 2
+        values["explained_variance"] = 1.0 - values["value_error"] / variance if variance > 0.0 else 0.0
     return values

@@ -3,7 +3,8 @@
 SlipstreamError
   ConfigError          the user's input is wrong (exit code 2, nothing was started)
   ShapeError           tensors do not fit together
-  MissingLogprobsError a loss needs an anchor it was not given
+  MissingInputError    a loss needs something that its batch does not carry
+    MissingLogprobsError  log-probabilities of an anchor
   StalenessError       the staleness bound was broken: a bug in the schedule, never the user's
   ChannelError
     ChannelTimeout     a wait on a channel passed its deadline
@@ -43,7 +44,11 @@ class ShapeError(SlipstreamError, ValueError):
     """Tensors do not fit together."""
 
 
-class MissingLogprobsError(SlipstreamError, ValueError):
+class MissingInputError(SlipstreamError, ValueError):
+    """A loss needs an input that the batch does not carry."""
+
+
+class MissingLogprobsError(MissingInputError):
     """A loss needs log-probabilities that the batch does not carry."""
 
 

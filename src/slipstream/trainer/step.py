@@ -186,7 +186,7 @@ def _difference_per_lag(microbatch: PackedMicrobatch, inputs: LossInputs, *, ste
     starts = np.flatnonzero(np.diff(microbatch.segment_ids, prepend=-1))
     oldest = np.minimum.reduceat(microbatch.versions, starts)[microbatch.segment_ids]
     newest = np.maximum.reduceat(microbatch.versions, starts)[microbatch.segment_ids]
-    difference = (inputs.policy_logprobs.detach() - inputs.anchor("behaviour_logprobs")).abs()
+    difference = (inputs.need("policy_logprobs").detach() - inputs.need("behaviour_logprobs")).abs()
     parts: Metrics = {}
     for version in np.unique(oldest[oldest == newest]):
         chosen = torch.from_numpy((oldest == version) & (newest == version)).to(difference.device)

@@ -1,4 +1,4 @@
-"""What every policy loss takes, gives and declares."""
+"""What every loss takes, gives and declares."""
 
 from __future__ import annotations
 
@@ -9,45 +9,81 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.kl import k1, k3
-from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean
-from slipstream.core.errors import MissingLogprobsError
+from slipstream.algorithms.kl import k1, k2, k3
+from slipstream.algorithms.ratios import ClippedSurrogate, token_ratios
+from slipstream.algorithms.reduce import Mean, Metrics, Reduction, average, masked_max, masked_mean, masked_share
+from slipstream.core.errors import MissingInputError, MissingLogprobsError, ShapeError
 
-Unit = Literal["token", "sequence"]
-Anchor = Literal["behaviour_logprobs", "proximal_logprobs", "reference_logprobs"]
+Unit = Literal["token", "sequence", "pair", "choice"]
+Atom = Literal["sequence", "pair", "choice"]
+Kind = Literal["policy", "value", "supervised", "reward_model"]
+InputName = Literal[
+    "policy_logprobs",
+    "advantages",
+    "behaviour_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "values",
+    "anchor_values",
+    "returns",
+    "scores",
+    "labels",
+]
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The targets of one microbatch, all [T] over packed completions.
+    """The targets of one microbatch: [T] over packed completions, [S] over its sequences.
 
     `mask` is True on tokens that count. `segment_ids` int64 names each token's sequence, ascending from 0 and
-    contiguous, so that sequence losses can sum over it. `num_units` counts the loss's unit (tokens or sequences)
-    over the whole optimizer update. Anchors a batch does not carry are None; a loss that needs one says so.
+    contiguous, so that sequence losses can sum over it. `num_units` counts over the whole optimizer update: tokens for
+    a token loss under `reduction` "token", sequences under its other reductions and for sequence losses, else pairs
+    or choices. What a batch does not carry is None; a loss that needs it says so.
+
+    Pairs are adjacent: sequence 2i is the preferred one, 2i + 1 the rejected one. A choice is `num_candidates`
+    adjacent sequences and one label.
     """
 
-    policy_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    segment_ids: Tensor
+    policy_logprobs: Tensor | None  # [T], differentiable
+    advantages: Tensor | None  # [T]
+    mask: Tensor  # bool [T]
+    segment_ids: Tensor  # int64 [T]
     num_units: int
-    behaviour_logprobs: Tensor | None = None
-    proximal_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
+    behaviour_logprobs: Tensor | None = None  # [T], of the policy that sampled
+    proximal_logprobs: Tensor | None = None  # [T], of the policy the clip is centred on
+    reference_logprobs: Tensor | None = None  # [T], of the policy that is not to be left
+    values: Tensor | None = None  # [T], differentiable: the critic's
+    anchor_values: Tensor | None = None  # [T], the critic's when the advantages were computed
+    returns: Tensor | None = None  # [T], the critic's targets
+    scores: Tensor | None = None  # [S], differentiable: the reward model's
+    labels: Tensor | None = None  # int64 [S / num_candidates], index of the chosen candidate
+    reduction: Reduction = "token"
+    max_tokens: int = 0  # the constant of reduction "constant"
 
-    def anchor(self, name: Anchor) -> Tensor:
-        """The anchor's logprobs [T]; MissingLogprobsError when the batch does not carry them."""
-        logprobs = {
-            "behaviour_logprobs": self.behaviour_logprobs,
-            "proximal_logprobs": self.proximal_logprobs,
-            "reference_logprobs": self.reference_logprobs,
-        }[name]
-        if logprobs is None:
-            raise MissingLogprobsError(
+    def need(self, name: InputName) -> Tensor:
+        """The input called `name`; MissingInputError when the batch does not carry it (MissingLogprobsError of
+        logprobs)."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            is_anchor = name.endswith("_logprobs")
+            raise (MissingLogprobsError if is_anchor else MissingInputError)(
                 f"the loss needs {name}, which this batch does not carry",
-                hint="a loss never guesses its anchor: record them, or take a loss that does without",
+                hint="a loss never guesses its anchor: record them, or take a loss that does without"
+                if is_anchor
+                else None,
             )
-        return logprobs
+        return value
+
+    def average(self, values: Tensor) -> Tensor:
+        """This microbatch's part of the update's average of token `values` [T], under `reduction`: a scalar."""
+        return average(
+            values,
+            self.mask,
+            self.segment_ids,
+            reduction=self.reduction,
+            num_units=self.num_units,
+            max_tokens=self.max_tokens,
+        )
 
 
 LossFunction = Callable[..., tuple[Tensor, Metrics]]
@@ -57,39 +93,83 @@ LossFunction = Callable[..., tuple[Tensor, Metrics]]
 class Loss:
     """An entry of LOSSES: `function(inputs, **params) -> (scalar loss, metrics)`.
 
-    `unit` is what the sum is divided by the count of; `requires` names the anchors it cannot do without;
-    `params` are its constants with their defaults.
+    `unit` is what the sum is divided by the count of; `requires` names the inputs it cannot do without; `params` are
+    its constants with their defaults, and `choices` the words allowed for those that are words.
     """
 
     function: LossFunction
     unit: Unit
-    requires: tuple[Anchor, ...]
-    params: Mapping[str, float] = field(default_factory=dict)
+    requires: tuple[InputName, ...]
+    params: Mapping[str, float | str] = field(default_factory=dict)
+    kind: Kind = "policy"
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def atom(self) -> Atom:
+        """What must lie in one microbatch, whole: a sequence even for token losses, or a pair or choice of them."""
+        return "sequence" if self.unit == "token" else self.unit
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """The loss of a microbatch and its metrics as parts that add up. Raises MissingLogprobsError."""
+        """The loss of a microbatch and its metrics as parts that add up. Raises MissingInputError."""
         for name in self.requires:
-            inputs.anchor(name)
+            inputs.need(name)
         return self.function(inputs, **self.params)
 
 
 @torch.no_grad()
-def off_policy_metrics(inputs: LossInputs, ratios: Tensor, *, clipped: Tensor) -> Metrics:
-    """How far the policy is from the one that sampled: what every loss reports, as parts that add up.
+def off_policy_metrics(inputs: LossInputs) -> Metrics:
+    """How far the policy is from the one that sampled, per token: what every policy loss reports, as parts that add up.
 
-    `ratios` [T] before truncation; `clipped` bool [T] marks tokens that truncation or clipping changed. KL(behaviour
-    || policy) is estimated from the behaviour policy's own samples.
+    Nothing where the batch carries no behaviour logprobs. KL(behaviour || policy) is estimated from the behaviour
+    policy's own samples; k2 is the "approxkl" of PPO's implementations.
     """
-    behaviour = inputs.anchor("behaviour_logprobs")
-    policy, mask = inputs.policy_logprobs.detach(), inputs.mask
-    ratios = ratios.detach()
+    if inputs.behaviour_logprobs is None:
+        return {}
+    behaviour, policy, mask = inputs.behaviour_logprobs, inputs.need("policy_logprobs").detach(), inputs.mask
+    ratios = token_ratios(policy, behaviour, mask)
     return {
         "ratio": masked_mean(ratios, mask),
         "ratio_squared": masked_mean(ratios.square(), mask),
         "ratio_max": masked_max(ratios, mask),
-        "clipped_frac": Mean((clipped & mask).sum(), mask.sum()),
         "kl_k1": masked_mean(k1(behaviour, policy), mask),
+        "kl_k2": masked_mean(k2(behaviour, policy), mask),
         "kl_k3": masked_mean(k3(behaviour, policy), mask),
         "logprob_diff_mean": masked_mean((policy - behaviour).abs(), mask),
         "logprob_diff_max": masked_max((policy - behaviour).abs(), mask),
+    }
+
+
+@torch.no_grad()
+def clip_metrics(surrogate: ClippedSurrogate, mask: Tensor) -> Metrics:
+    """The share of tokens (or sequences) where `mask` is True that the clip holds back, in all and on each side."""
+    return {
+        "clipped_frac": masked_share(surrogate.is_low | surrogate.is_high, mask),
+        "clipped_low_frac": masked_share(surrogate.is_low, mask),
+        "clipped_high_frac": masked_share(surrogate.is_high, mask),
+    }
+
+
+@torch.no_grad()
+def sequence_ratio_metrics(ratios: Tensor) -> Metrics:
+    """Mean and maximum of the ratios [S] of whole sequences."""
+    everything = torch.ones_like(ratios, dtype=torch.bool)
+    return {"sequence_ratio": masked_mean(ratios, everything), "sequence_ratio_max": masked_max(ratios, everything)}
+
+
+def pair_up(per_sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """[S] as the preferred and the rejected of S / 2 adjacent pairs. ShapeError when one is without the other."""
+    if len(per_sequence) % 2:
+        raise ShapeError("pairs are two adjacent sequences", got=f"{len(per_sequence)} sequences")
+    return per_sequence[0::2], per_sequence[1::2]
+
+
+@torch.no_grad()
+def preference_metrics(preferred: Tensor, rejected: Tensor) -> Metrics:
+    """How often and by how much the preferred of each pair has the larger score; scores [P]."""
+    everything = torch.ones_like(preferred, dtype=torch.bool)
+    return {
+        "preference_accuracy": Mean((preferred > rejected).sum(), everything.sum()),
+        "preference_margin": masked_mean(preferred - rejected, everything),
+        "score_preferred": masked_mean(preferred, everything),
+        "score_rejected": masked_mean(rejected, everything),
     }

@@ -1,0 +1,45 @@
+"""Sums and means over the sequences of a packed microbatch, differentiable and the same in every run.
+
+`segment_ids` int64 [T] names each token's sequence: ascending from 0, so that a sequence is one contiguous piece.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import ShapeError
+
+
+def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
+    """sum of `values` [T] where `mask` [T], per sequence: [S]; summed in float64, returned as `values` are.
+
+    Reads one piece after the other: additions at an index run in any order on a GPU, and on a CPU with several threads.
+    ShapeError when the ids are not those of contiguous sequences.
+    Identity: the result of a sequence does not depend on what else is packed with it.
+    """
+    if values.shape != segment_ids.shape or mask.shape != segment_ids.shape or values.ndim != 1:
+        raise ShapeError(
+            "values, mask and segment ids of the same tokens are needed",
+            got=f"{tuple(values.shape)}, {tuple(mask.shape)} and {tuple(segment_ids.shape)}",
+        )
+    if bool((segment_ids[1:] < segment_ids[:-1]).any()):
+        raise ShapeError("segment ids must ascend: each sequence one contiguous piece", got=segment_ids.tolist())
+    lengths = torch.bincount(segment_ids)
+    counted = torch.where(mask, values, 0.0).double()
+    # `unsafe` skips a check of the lengths that fails on an empty batch; bincount's fit by construction.
+    return torch.segment_reduce(counted, "sum", lengths=lengths, unsafe=True).to(values.dtype)
+
+
+def segment_counts(mask: Tensor, segment_ids: Tensor) -> Tensor:
+    """Number of tokens where `mask` [T], per sequence: float32 [S]."""
+    return segment_sum(torch.ones(mask.shape, device=mask.device), mask, segment_ids)
+
+
+def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
+    """Mean of `values` [T] where `mask` [T], per sequence: [S]; 0 for a sequence without any.
+
+    Identity: a sequence of equal values gets exactly that value.
+    """
+    counts = segment_counts(mask, segment_ids).clamp(min=1.0)
+    return segment_sum(values.double(), mask, segment_ids).div(counts).to(values.dtype)
