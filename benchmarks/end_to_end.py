@@ -11,8 +11,9 @@ and with it the lengths, where they are.
 Each side runs once per round, the order rotating. A run's step time is the mean over its steady steps (asynchronous
 steps alternate between short and long, so their median would flatter or hide); the table has the median over rounds
 and their range. The floor is the arithmetic of a step, (2 + 6) FLOP per parameter and token, at the matrix-multiply
-rate that this machine reaches, the best of one second before every round. Valid on an idle machine only: TRL alone
-varied from 0.29 to 8.8 s on `short` while other programs computed. Each line ends with the load average.
+rate that this machine reaches, the best of one second before every round. Below the table: where a step of ours goes,
+in ms per step and process, from the run's own timeline. Valid on an idle machine only: TRL alone varied from 0.29 to
+8.8 s on `short` while other programs computed. Each line ends with the load average.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ from slipstream.models.hf import new_model, save_model
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
+from slipstream.observe.states import in_words
 from slipstream.observe.summary import versions
+from slipstream.observe.timeline import Slice, account_file, process_files, read_timeline, timeline_path
 
 HERE = Path(__file__).resolve().parent
 NUM_PROMPTS, GROUP_SIZE, LR, SEED = 8, 8, 1e-6, 0
@@ -69,11 +72,15 @@ CASES = {case.name: case for case in (Case("short", 16, False), Case("long", 128
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run: seconds and completion tokens per steady step, and seconds of it generating where that is serial."""
+    """One run: seconds and completion tokens per steady step, and seconds of it generating where that is serial.
+
+    `states` are the seconds per step that each of our processes spent in each state.
+    """
 
     step_s: float
     tokens: float
     generation_s: float | None = None
+    states: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def prepare(case: Case, folder: Path) -> int:
@@ -122,7 +129,25 @@ def measure_slipstream(case: Case, mode: str, folder: Path, *, steps: int, warm_
     ended = {line["step"]: line["wall_s"] for line in lines}
     first, last = warm_up - 1, warm_up + steps - 1
     tokens = [line["tokens_trained"] for line in lines if first < line["step"] <= last]
-    return Measurement((ended[last] - ended[first]) / steps, statistics.mean(tokens))
+    return Measurement(
+        (ended[last] - ended[first]) / steps, statistics.mean(tokens), states=states_per_step(out, first, last)
+    )
+
+
+def states_per_step(run_dir: Path, first: int, last: int) -> dict[str, dict[str, float]]:
+    """Seconds per step of each process in each state, from the end of training step `first` to that of step `last`."""
+    trained = [
+        record
+        for record in read_timeline(timeline_path(run_dir, "trainer"))
+        if isinstance(record, Slice) and record.state == "train"
+    ]
+    end_s = {record.args["step"]: record.end_ns / 1e9 for record in trained}
+    return {
+        path.stem: {
+            state: seconds / (last - first) for state, seconds in account_file(path, end_s[first], end_s[last]).items()
+        }
+        for path in process_files(run_dir)
+    }
 
 
 def measure_trl(case: Case, python: Path, folder: Path, *, steps: int, warm_up: int) -> Measurement:
@@ -196,6 +221,13 @@ def show(result: dict[str, Any]) -> None:
             f"| {f'{statistics.median(generation):.3f}' if generation else ''} "
             f"| {medians['trl'] / medians[side]:.2f} | {statistics.median(run.tokens for run in runs[side]):.0f} |"
         )
+    for side in ("sync", "async"):
+        print(f"\n{side}, ms a step, means over rounds:")
+        for process in ("trainer", "generator-0", "rewards"):
+            spent = [run.states[process] for run in runs[side]]
+            means = {state: statistics.mean(s.get(state, 0.0) for s in spent) for state in set().union(*spent)}
+            shown = sorted(((seconds, state) for state, seconds in means.items() if seconds >= 5e-4), reverse=True)
+            print(f"  {process:<12} " + ", ".join(f"{in_words(state)} {1e3 * seconds:.0f}" for seconds, state in shown))
     floor_s = 8 * result["num_params"] * tokens / result["flops"]
     print(f"\nFloor: {floor_s:.3f} s a step at {result['flops'] / 1e9:.0f} GFLOP/s.")
     if floor_s > min(medians.values()):

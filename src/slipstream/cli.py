@@ -80,10 +80,12 @@ def eval_command(argv: Sequence[str]) -> int:
     result = evaluate(
         config, num_prompts=options.num_prompts, num_samples=1 if options.num_samples is None else options.num_samples
     )
-    passes = {f"pass@{k}": value for k, value in result.pass_at_k.items() if k > 1}
-    table = Table("model", "prompts", "greedy", "sampled", *passes)
-    accuracies = [result.accuracy, result.sampled_accuracy, *passes.values()]
-    table.add_row(str(model), str(result.num_prompts), *(f"{value:.3f}" for value in accuracies))
+    several = {f"pass@{k}": value for k, value in result.pass_at_k.items() if k > 1}
+    if result.num_samples > 1:
+        several["with signal"] = result.signal_frac  # groups that RL could learn from
+    table = Table("model", "prompts", "greedy", "sampled", *several)
+    shares = [result.accuracy, result.sampled_accuracy, *several.values()]
+    table.add_row(str(model), str(result.num_prompts), *(f"{value:.3f}" for value in shares))
     _console.print(table)
     if result.num_failed:
         _console.print(f"{result.num_failed} answers could not be scored: they count as wrong", style="yellow")

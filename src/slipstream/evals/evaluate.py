@@ -56,7 +56,8 @@ class EvalResult:
     """Accuracies in 0..1 over `num_prompts` held-out prompts, and every answer: greedy ones first, by prompt.
 
     `sampled_accuracy` is the mean over `num_samples` samples per prompt at temperature 1; `pass_at_k` maps k to the
-    unbiased estimate from them. `num_failed` counts answers whose scoring failed.
+    unbiased estimate from them. `signal_frac` is the share of prompts whose samples differ in reward, as RL with groups
+    of `num_samples` needs. `num_failed` counts answers whose scoring failed.
     """
 
     checkpoint: str
@@ -64,6 +65,7 @@ class EvalResult:
     accuracy: float
     sampled_accuracy: float
     pass_at_k: dict[int, float]
+    signal_frac: float
     num_prompts: int
     num_samples: int
     num_failed: int
@@ -122,12 +124,17 @@ def evaluate(
         sum(answer.is_correct for answer in sampled[start : start + num_samples])
         for start in range(0, len(sampled), num_samples)
     ]
+    has_signal = [
+        len({answer.reward for answer in sampled[start : start + num_samples]}) > 1
+        for start in range(0, len(sampled), num_samples)
+    ]
     return EvalResult(
         checkpoint=str(config.model.path),
         recipe=config.recipe,
         accuracy=_accuracy(greedy),
         sampled_accuracy=_accuracy(sampled),
         pass_at_k=mean_pass_at_k(num_correct, num_samples),
+        signal_frac=sum(has_signal) / len(has_signal),
         num_prompts=num_greedy,
         num_samples=num_samples,
         num_failed=sum(answer.failure is not None for answer in answers),

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.models.config import TransformerConfig
+from slipstream.models.linear import Linear, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -70,10 +71,10 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), signed_sin)
 
 
-def _linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
+def _linear(in_features: int, out_features: int, bias: bool) -> Linear:
     """Uninitialised: weights come from a checkpoint or from `initialise`, and no global random state is touched."""
-    linear: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias)  # type: ignore[no-untyped-call]
-    return linear
+    layer: Linear = nn.utils.skip_init(Linear, in_features, out_features, bias=bias)  # type: ignore[no-untyped-call]
+    return layer
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
@@ -189,4 +190,4 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 whatever the model's precision."""
         weight = self.embedding.weight if self.config.tie_embeddings else self.head.weight
-        return F.linear(hidden.float(), weight.float())
+        return linear(hidden.float(), weight.float())

@@ -1,0 +1,70 @@
+"""Matrix products of every linear layer: oneDNN for float32 on a CPU, `F.linear` for everything else.
+
+torch's own float32 product on a CPU is MKL's, which uses AVX2 on processors of AMD. oneDNN, which ships with torch
+too, uses AVX-512 there (`benchmarks/linear.py` compares the two), and a row of its product has the same bits at every number
+of rows but 1: the decode engine needs less, a multiple of 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _find_onednn() -> Any:
+    """torch's operator (input, weight, bias, activation, its scalars, its algorithm) -> Tensor, or None without oneDNN.
+
+    The one torch.compile emits for linear layers on CPUs; not public, hence the search.
+    """
+    namespace = torch.ops.mkldnn
+    if torch.backends.mkldnn.is_available() and hasattr(namespace, "_linear_pointwise"):
+        return namespace._linear_pointwise
+    return None
+
+
+_onednn = _find_onednn()
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, K] times weight [M, K] transposed, plus bias [M]: [N, M] by oneDNN."""
+    out: Tensor = _onednn(x, weight, bias, "none", [], "")
+    return out
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    """y = x W^T + b;  dx = dy W,  dW = dy^T x,  db = sum over rows of dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()  # the gradient of a sum is one number with strides of 0
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            _product(grad, weight.t()) if needs_x else None,
+            _product(grad.t(), x.t()) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, K], weight [M, K], bias [M] -> x W^T + b [N, M], differentiable. Identity: equals `F.linear` to rounding."""
+    if _onednn is None or x.ndim != 2 or not (x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32):
+        return F.linear(x, weight, bias)
+    out: Tensor = _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose product is `linear`'s."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, in_features] -> [N, out_features]."""
+        return linear(x, self.weight, self.bias)
