@@ -246,8 +246,8 @@ def _check_shapes(*tensors: Tensor) -> None:
 
 def _group_counts(group_ids: Tensor) -> Tensor:
     """float64 [R]: the size of the group of each entry."""
-    _, dense, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    return counts.double()[dense]
+    _, dense = torch.unique(group_ids, return_inverse=True)
+    return torch.bincount(dense).double()[dense]
 
 
 def _group_average(values: Tensor, group_ids: Tensor) -> Tensor:
