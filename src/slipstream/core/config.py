@@ -213,20 +213,10 @@ class RewardModelConfig(Section):
         description="Scores of the untrained policy's samples get mean 0 and standard deviation 1 before and after "
         "training; or those of reference completions mean 0 after it; or neither.",
     )
-    normalise_samples: Positive = Field(
-        256, description="Completions of the untrained policy that before_and_after measures; at least 2."
+    normalise_samples: Annotated[int, Field(ge=2)] = Field(
+        256, description="Completions of the untrained policy that before_and_after measures."
     )
     normalise_unbiased: bool = Field(False, description="Standard deviation over n - 1 instead of n samples.")
-
-    @model_validator(mode="after")
-    def _check_samples(self) -> Self:
-        if self.normalise == "before_and_after" and self.normalise_samples < 2:
-            raise ConfigError(
-                "a standard deviation needs samples",
-                got=f"reward_model.normalise_samples = {self.normalise_samples}",
-                allowed=">= 2 under normalise = 'before_and_after'",
-            )
-        return self
 
 
 class EvalConfig(Section):

@@ -46,7 +46,7 @@ class ScalarModel(nn.Module):
 
         r_t = gain * (w . h_t + b) + bias
 
-    Ziegler et al. (arXiv:1909.08593), section 2.1, and their code: `gain` and `bias` normalise a reward model, and are
+    Ziegler et al. (arXiv:1909.08593), section 2, and their code: `gain` and `bias` normalise a reward model, and are
     1 and 0 otherwise. They are parameters, not buffers: that code trains them too, and so a model's flat tensor holds
     all that decides a score. No dropout anywhere. Weights are uninitialised, the head's too.
     """

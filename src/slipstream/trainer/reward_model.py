@@ -1,0 +1,309 @@
+"""Training a reward model on preferences: which of several completions of one prompt is best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from slipstream.algorithms.losses import Loss, LossInputs, loss_named
+from slipstream.core.config import RewardModelConfig
+from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
+from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
+from slipstream.models.flat import FlatParameters
+from slipstream.models.scalar import ScalarModel
+from slipstream.models.scoring import Sample, microbatch_scores, score, scored_sequence
+from slipstream.trainer.optim import FlatAdamW
+
+__all__ = [
+    "Normalisation",
+    "Preference",
+    "RewardModelUpdate",
+    "normalise",
+    "normalise_on_references",
+    "preference_accuracy",
+    "reward_model_updates",
+    "score",
+]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A label: of `candidates`, completions of one prompt with their EOS, the one at index `best` was chosen.
+
+    Token arrays are int32.
+    """
+
+    prompt_tokens: np.ndarray
+    candidates: tuple[np.ndarray, ...]
+    best: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the model reads: the prompt once."""
+        return len(self.prompt_tokens) + sum(map(len, self.candidates))
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The candidates behind their prompt, the best one first."""
+        others = [tokens for index, tokens in enumerate(self.candidates) if index != self.best]
+        return [(self.prompt_tokens, tokens) for tokens in [self.candidates[self.best], *others]]
+
+
+@dataclass(frozen=True)
+class RewardModelUpdate:
+    """What update `index` (0-indexed) did; all but `grad_norm` and `lr` are means over its preferences, before it.
+
+    `loss` is nats per preference. `accuracy` is the share whose best candidate scored above all others (a tie is
+    wrong); `chosen_mean` and `rejected_mean` are the scores of best candidates and of all the others.
+    """
+
+    index: int
+    loss: float
+    accuracy: float
+    chosen_mean: float
+    rejected_mean: float
+    grad_norm: float
+    lr: float
+    num_preferences: int
+
+
+def reward_model_updates(
+    model: ScalarModel,
+    flat: FlatParameters,
+    preferences: Sequence[Preference],
+    *,
+    config: RewardModelConfig,
+    microbatch_tokens: int,
+    seed: int,
+    batching: Batching,
+    samples: Sequence[Sample] = (),
+) -> Iterator[RewardModelUpdate]:
+    """Maximise the likelihood of the choices given the scores of the last tokens; yields after each update.
+
+        L = -(1/num_preferences) * sum over preferences of log softmax(scores of the candidates)[best]
+
+    Pairs take the table's `bradley_terry`, which is that for two candidates (arXiv:2009.01325, section 3.4), four take
+    `choice` (arXiv:1909.08593, equation 1). Batches come from seeded shuffles, each preference used once per pass; a
+    pass ends with a smaller batch if need be. Temperature, dropout and padding do not occur.
+
+    `samples` are what `config.normalise` measures: completions of the untrained policy for "before_and_after",
+    reference completions for "reference_bias". The second normalisation follows the last update: exhaust the iterator.
+
+    ConfigError without preferences or samples, or with preferences of another number of candidates; NonFiniteError
+    before an update that is not finite.
+    """
+    if not preferences:
+        raise ConfigError("a reward model needs preferences", got="none", allowed="at least one")
+    if config.normalise != "none" and not samples:
+        raise ConfigError(
+            "there is nothing to normalise the reward model on",
+            got=f"no samples with reward_model.normalise = '{config.normalise}'",
+            hint="pass samples, or set reward_model.normalise = 'none'",
+        )
+    _check(preferences, config.candidates)
+    loss = loss_named("bradley_terry", {}) if config.candidates == 2 else loss_named("choice", {"num_candidates": 4})
+    num_updates = config.steps or config.epochs * math.ceil(len(preferences) / config.batch_size)
+    optimizer = FlatAdamW(model, flat, config.optimizer, total_updates=num_updates)
+
+    normalise_scores = partial(
+        normalise,
+        model,
+        samples,
+        unbiased=config.normalise_unbiased,
+        microbatch_tokens=microbatch_tokens,
+        batching=batching,
+    )
+    if config.normalise == "before_and_after":
+        normalise_scores()
+    batches = _shuffled_batches(len(preferences), config.batch_size, seed)
+    for index in range(num_updates):
+        batch = [preferences[chosen] for chosen in next(batches)]
+        optimizer.zero_grad()
+        total, scores = _accumulate(model, batch, loss, microbatch_tokens, batching)
+        if not math.isfinite(total):
+            raise NonFiniteError(
+                "the reward model's loss is not finite; weights were not changed", got=f"loss {total} at update {index}"
+            )
+        lr = optimizer.lr
+        grad_norm = optimizer.step()
+        yield RewardModelUpdate(
+            index=index,
+            loss=total,
+            accuracy=_accuracy(scores),
+            chosen_mean=float(scores[:, 0].mean()),
+            rejected_mean=float(scores[:, 1:].mean()),
+            grad_norm=grad_norm,
+            lr=lr,
+            num_preferences=len(batch),
+        )
+    if config.normalise == "before_and_after":
+        normalise_scores()
+    elif config.normalise == "reference_bias":
+        normalise_on_references(model, samples, microbatch_tokens=microbatch_tokens, batching=batching)
+
+
+def _accumulate(
+    model: ScalarModel, batch: Sequence[Preference], loss: Loss, microbatch_tokens: int, batching: Batching
+) -> tuple[float, np.ndarray]:
+    """Gradient of one update in the parameters, its loss, and all scores, float64 [P, candidates], the best first."""
+    total = 0.0
+    rows = []
+    for microbatch in _microbatches(batch, microbatch_tokens, batching):
+        scores, keys = microbatch_scores(model, microbatch)
+        num_candidates = len(batch[0].candidates)
+        microbatch_loss, _ = loss(
+            LossInputs(
+                policy_logprobs=None,
+                advantages=None,
+                mask=torch.ones(len(keys), dtype=torch.bool, device=scores.device),
+                segment_ids=torch.arange(len(keys), device=scores.device),
+                num_units=len(batch),
+                scores=scores,
+                labels=torch.zeros(len(keys) // num_candidates, dtype=torch.int64, device=scores.device),
+            )
+        )
+        torch.autograd.backward(microbatch_loss)
+        total += float(microbatch_loss.detach())
+        rows.append(scores.detach().double().cpu().numpy().reshape(-1, num_candidates))
+    return total, np.concatenate(rows)
+
+
+def _microbatches(
+    preferences: Sequence[Preference], microbatch_tokens: int, batching: Batching
+) -> Iterator[PackedMicrobatch]:
+    """Whole preferences in microbatches of at most `microbatch_tokens` rows; a longer one gets one of its own.
+
+    Keys are (preference, candidate), the best candidate at 0. `collate` gets as many rows as fit, so it gives one each.
+    """
+    sequences: list[TrainSequence] = []
+    num_rows = 0
+    for ordinal, preference in enumerate(preferences):
+        if sequences and num_rows + preference.num_rows > microbatch_tokens:
+            yield from batching.collate(sequences, num_rows)
+            sequences, num_rows = [], 0
+        sequences += [scored_sequence((ordinal, rank), *sample) for rank, sample in enumerate(preference.samples)]
+        num_rows += preference.num_rows
+    yield from batching.collate(sequences, num_rows)
+
+
+def _shuffled_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Endless: passes over 0..count-1, each in an order of its own, its last batch as large as what is left."""
+    generator = np.random.default_rng(seed)
+    while True:
+        order = generator.permutation(count).tolist()
+        yield from (order[start : start + batch_size] for start in range(0, count, batch_size))
+
+
+def _check(preferences: Sequence[Preference], num_candidates: int) -> None:
+    for index, preference in enumerate(preferences):
+        if len(preference.candidates) != num_candidates:
+            raise ConfigError(
+                f"preference {index} has another number of candidates",
+                got=len(preference.candidates),
+                allowed=num_candidates,
+                hint="set reward_model.candidates to what the data has",
+            )
+        if not 0 <= preference.best < num_candidates:
+            raise ConfigError(
+                f"preference {index} chooses a candidate that is not there",
+                got=f"best = {preference.best}",
+                allowed=f"0..{num_candidates - 1}",
+            )
+        if not len(preference.prompt_tokens) or not all(map(len, preference.candidates)):
+            raise ShapeError(f"preference {index} has an empty prompt or candidate")
+
+
+def _accuracy(scores: np.ndarray) -> float:
+    """Share of rows [P, candidates] whose first score is above all others."""
+    return float(np.mean(scores[:, 0] > scores[:, 1:].max(axis=1)))
+
+
+def preference_accuracy(
+    model: ScalarModel, preferences: Sequence[Preference], *, microbatch_tokens: int, batching: Batching
+) -> float:
+    """Share of preferences whose best candidate the model scores above all others; a tie is wrong.
+
+    ConfigError without preferences, or when their numbers of candidates differ.
+    """
+    if not preferences:
+        raise ConfigError("accuracy needs preferences", got="none", allowed="at least one")
+    num_candidates = len(preferences[0].candidates)
+    _check(preferences, num_candidates)
+    samples = [sample for preference in preferences for sample in preference.samples]
+    scores = score(model, samples, microbatch_tokens=microbatch_tokens, batching=batching)
+    return _accuracy(scores.reshape(-1, num_candidates))
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What `normalise` found (mean and standard deviation of the scores under gain 1, bias 0) and set."""
+
+    mean: float
+    std: float
+    gain: float
+    bias: float
+
+
+def normalise(
+    model: ScalarModel,
+    samples: Sequence[Sample],
+    *,
+    target_mean: float = 0.0,
+    target_std: float = 1.0,
+    unbiased: bool = False,
+    microbatch_tokens: int,
+    batching: Batching,
+) -> Normalisation:
+    """Set the model's gain and bias so that `samples` score with `target_mean` and `target_std`.
+
+        gain = target_std / std,   bias = target_mean - gain * mean,   of the scores under gain 1 and bias 0
+
+    Ziegler et al. (arXiv:1909.08593), section 2, with samples of the untrained policy. Their code takes the
+    population's standard deviation; `unbiased` divides by n - 1, as PyTorch's `std` does in a later reproduction.
+    ConfigError for fewer than two samples or equal scores, NonFiniteError for others that have no moments; gain is 1
+    and bias 0 then.
+    """
+    if len(samples) < 2:
+        raise ConfigError("normalising takes samples", got=len(samples), allowed="at least 2")
+    with torch.no_grad():
+        model.gain.fill_(1.0)
+        model.bias.zero_()
+    scores = score(model, samples, microbatch_tokens=microbatch_tokens, batching=batching).astype(np.float64)
+    mean, std = float(scores.mean()), float(scores.std(ddof=int(unbiased)))
+    if not (math.isfinite(mean) and math.isfinite(std)):
+        raise NonFiniteError("the reward model's scores are not finite", got=f"mean {mean}, standard deviation {std}")
+    if np.ptp(scores) == 0.0:
+        raise ConfigError(
+            "the reward model cannot be normalised: all samples score the same",
+            got=f"{mean:g} for {len(samples)} samples",
+            hint="a head that starts at zero, or samples that are all equal? take head_init = 'reward'",
+        )
+    gain = target_std / std
+    found = Normalisation(mean, std, gain, bias=target_mean - gain * mean)
+    with torch.no_grad():
+        model.gain.fill_(found.gain)
+        model.bias.fill_(found.bias)
+    return found
+
+
+def normalise_on_references(
+    model: ScalarModel, references: Sequence[Sample], *, microbatch_tokens: int, batching: Batching
+) -> float:
+    """Shift the model's bias so that `references` score 0 on average; returns the average it took away.
+
+    Huang et al. (arXiv:2403.17031): the gain stays, so differences between scores do. ConfigError without references.
+    """
+    if not references:
+        raise ConfigError("normalising takes references", got="none", allowed="at least one")
+    scores = score(model, references, microbatch_tokens=microbatch_tokens, batching=batching)
+    mean = float(scores.mean(dtype=np.float64))
+    if not math.isfinite(mean):
+        raise NonFiniteError("the reward model's scores are not finite", got=f"mean {mean}")
+    with torch.no_grad():
+        model.bias.sub_(mean)
+    return mean
