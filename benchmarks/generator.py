@@ -1,10 +1,11 @@
 """Decode speed of the engine on a small random Llama: tokens/s, ms per step and the share of the GEMM floor reached.
 
-    PYTHONPATH=src python benchmarks/generator.py [--threads N] [--repeats R] [--model small|tiny]
+    python benchmarks/generator.py [--threads N] [--repeats R] [--models small tiny]
 
-Workload: `--groups` prompts x 8 completions; random weights, so lengths are geometric, stopping with probability near
-1 / V per token and `--new-tokens` at most. The floor is the matmul work of all decoded and prefilled tokens at the GEMM
-rate measured on this machine in the same run.
+`small` is the model of the comparison with TRL (3.4 M parameters), `tiny` the quickstart's (0.65 M). Workload:
+`--groups` prompts x 8 completions; random weights, so lengths are geometric, stopping with probability near 1 / V per
+token and `--new-tokens` at most. The floor is the matmul work of all decoded and prefilled tokens at the GEMM rate
+measured on this machine in the same run.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import torch
 
 from slipstream.generator.engine import Engine, Finished, Request
 from slipstream.models.config import TransformerConfig
+from slipstream.models.linear import linear
 from slipstream.models.transformer import Transformer
 
 PROMPT_TOKENS = 16
 GROUP_SIZE = 8
 VOCAB = 72
+MODELS = {"small": (256, 768, 4, 4), "tiny": (128, 384, 3, 4)}  # hidden, inner, layers, heads
 
 
 class Stopwatch:
@@ -67,13 +70,14 @@ def random_llama(hidden: int, inner: int, layers: int, heads: int) -> Transforme
     return model
 
 
+@torch.inference_mode()
 def gemm_rate(repeats: int = 20) -> float:
     """Best FLOP/s of a 1024 x 1024 x 1024 fp32 matmul."""
-    a, b, out = (torch.randn(1024, 1024) for _ in range(3))
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
-        torch.mm(a, b, out=out)
+        linear(a, b)
         best = min(best, time.perf_counter() - start)
     return 2 * 1024**3 / best
 
@@ -95,10 +99,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--model", choices=["small", "tiny"], default="small")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = random_llama(256, 704, 4, 4) if args.model == "small" else random_llama(128, 352, 3, 4)
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(f"hardware       {platform.machine()}, {args.threads} threads, torch {torch.__version__}")
+    print(f"commit         {commit.stdout.strip() or 'unknown'}")
+    for name in args.models:
+        measure(name, args)
+
+
+def measure(name: str, args: argparse.Namespace) -> None:
+    """Print what `name` reaches."""
+    model = random_llama(*MODELS[name])
     num_params = sum(p.numel() for p in model.parameters())
     matmul_params = num_params - model.embedding.weight.numel()
     rng = np.random.default_rng(0)
@@ -119,11 +133,7 @@ def main() -> None:
     num_steps = len(runs[0][1].seconds["decode"])
     wall_s = statistics.median(walls)
     floor_s = 2 * matmul_params * (num_tokens + args.groups * (PROMPT_TOKENS - 1)) / flops_per_s
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(f"hardware       {platform.machine()}, {args.threads} threads, torch {torch.__version__}")
-    print(f"commit         {commit.stdout.strip() or 'unknown'}")
-    print(f"model          {num_params / 1e6:.2f} M parameters, vocabulary {VOCAB}")
+    print(f"\nmodel          {name}: {num_params / 1e6:.2f} M parameters, vocabulary {VOCAB}")
     print(f"workload       {len(requests)} completions, {num_tokens} tokens, {num_steps} steps")
     print(f"wall           {wall_s:.3f} s median of {args.repeats} (min {walls[0]:.3f}, max {walls[-1]:.3f})")
     print(f"tokens/s       {num_tokens / wall_s:,.0f}")

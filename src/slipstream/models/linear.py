@@ -1,8 +1,8 @@
 """Matrix products of every linear layer: oneDNN for float32 on a CPU, `F.linear` for everything else.
 
-torch's own float32 product on a CPU is MKL's, which uses AVX2 on processors of AMD. oneDNN, which ships with torch
-too, uses AVX-512 there (`benchmarks/linear.py` compares the two), and a row of its product has the same bits at every number
-of rows but 1: the decode engine needs less, a multiple of 8.
+torch's own float32 product on a CPU is MKL's, which leaves half of some processors' rate (AMD's) unused. oneDNN, which
+ships with torch too, reaches it (`benchmarks/linear.py` compares the two), and a row of its product has the same bits
+at every number of rows but 1: the decode engine asks for less, multiples of 8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _find_onednn() -> Any:
     The one torch.compile emits for linear layers on CPUs; not public, hence the search.
     """
     namespace = torch.ops.mkldnn
-    if torch.backends.mkldnn.is_available() and hasattr(namespace, "_linear_pointwise"):
+    if torch._C._has_mkldnn and hasattr(namespace, "_linear_pointwise"):
         return namespace._linear_pointwise
     return None
 
@@ -55,9 +55,14 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, K], weight [M, K], bias [M] -> x W^T + b [N, M], differentiable. Identity: equals `F.linear` to rounding."""
+    """x [N, K], weight [M, K], bias [M] -> x W^T + b [N, M], differentiable.
+
+    Identity: equals `F.linear` up to rounding.
+    """
     if _onednn is None or x.ndim != 2 or not (x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32):
         return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _product(x, weight, bias)
     out: Tensor = _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
