@@ -109,7 +109,6 @@ def reward_model_updates(
     loss = loss_named("bradley_terry", {}) if config.candidates == 2 else loss_named("choice", {"num_candidates": 4})
     num_updates = config.steps or config.epochs * math.ceil(len(preferences) / config.batch_size)
     optimizer = FlatAdamW(model, flat, config.optimizer, total_updates=num_updates)
-
     normalise_scores = partial(
         normalise,
         model,
