@@ -1,7 +1,7 @@
-"""Record what TRL's own PPO code makes of random inputs, for tests/algorithms/test_trl_gae.py.
+"""Record what TRL's own PPO code makes of random inputs, for the tests in tests/algorithms.
 
     python3 -m venv /tmp/trl-ppo
-    /tmp/trl-ppo/bin/pip install trl==0.11.4 transformers==4.46.3 datasets==3.1.0 accelerate==1.1.1 torch==2.13.0
+    /tmp/trl-ppo/bin/pip install trl==0.11.4 transformers==4.46.3 datasets==3.1.0 accelerate==1.1.1 rich torch==2.13.0
     /tmp/trl-ppo/bin/python scripts/record_trl_gae.py > tests/data/trl_gae.json
 
 TRL 0.11 is the last one whose PPO keeps these steps in functions of their own; today's TRL has no PPO.

@@ -174,7 +174,7 @@ def test_scores_go_to_the_last_token_of_their_sequence():
 
 
 def test_the_place_after_eos_is_the_padded_loops_with_a_value_of_0_there():
-    """SFFD: rows of 6, the score on the first padding token where there is one, else on the last token."""
+    """The TL;DR reproduction: rows of 6, the score on the first padding token where there is one, else on the last."""
     torch.manual_seed(0)
     lengths, width, gamma, lam = [4, 6, 1, 5], 6, 0.9, 0.8
     scores = torch.randn(4, dtype=torch.float64)

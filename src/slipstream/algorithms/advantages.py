@@ -38,7 +38,7 @@ def group_normalised(rewards: Tensor, group_ids: Tensor, *, std_eps: float, unbi
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """A_i = r_i - mean of the others of its group. RLOO (Ahmadian et al., arXiv:2402.14740, section 3).
+    """A_i = r_i - mean of the others of its group. RLOO (Ahmadian et al., arXiv:2402.14740).
 
     ShapeError for a group of one. Identity: G / (G - 1) times `group_mean`.
     """
@@ -51,7 +51,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def greedy_baseline(rewards: Tensor, baselines: Tensor) -> Tensor:
     """A_i = r_i - b_i, with `baselines` [R] the reward of the greedy completion of the same prompt.
 
-    ReMax (Li et al., arXiv:2310.10505, section 4). Identity: the greedy completion itself has advantage 0.
+    ReMax (Li et al., arXiv:2310.10505). Identity: the greedy completion itself has advantage 0.
     """
     _check_shapes(rewards, baselines)
     return rewards - baselines
@@ -129,12 +129,13 @@ def place_scores(
     post prints none. A sequence without tokens here has nowhere to put its score.
 
     `place` says where the score belongs:
-    - "last": on the last token. The original RLHF code and its reproduction (N), LHPD.
-    - "after_last": on the step after it. The TL;DR reproduction (SFFD), and TRL's PPO after it, put the score on the
-      first padding token after EOS. Packed sequences end at EOS and have no such slot. With a value of 0 there, what
-      GAE carries back from it to the last token is discount * score for discount = gamma * lam, so that is placed;
-      a critic's own value of the slot, which both let in, is left out. Sequences cut at the length limit had no slot
-      there, either, and keep the whole score: `has_slot` bool [S] is False for them (None: all have one).
+    - "last": on the last token, as the original RLHF code and its reproduction do (N).
+    - "after_last": on the step after it. The TL;DR reproduction (Huang et al., arXiv:2403.17031), and TRL's later PPO
+      after it, put the score on the first padding token after EOS. Packed sequences end at EOS and have no such slot.
+      With a value of 0 there, what GAE carries back from it to the last token is discount * score for
+      discount = gamma * lam, so that is placed; a critic's own value of the slot, which both let in, is left out.
+      Sequences cut at the length limit had no slot there, either, and keep the whole score: `has_slot` bool [S] is
+      False for them (None: all have one).
     Identity: with gamma = lam = 1 both places are the same.
     """
     if kl is not None:
@@ -152,8 +153,8 @@ def place_scores(
 def penalised_scores(scores: Tensor, kl: Tensor, segment_ids: Tensor, *, kl_coef: float) -> Tensor:
     """R_i = score_i - kl_coef * sum_t kl_t, [S]: the penalty of a whole completion, for estimators without a critic.
 
-    RLOO with the penalty in the reward (A, appendix B). `scores` [S], `kl` [T]. Identity: the sum of `place_scores`
-    over each sequence.
+    Proximal RLOO in A's code, with k1 of behaviour policy and reference. `scores` [S], `kl` [T].
+    Identity: the sum of `place_scores` over each sequence.
     """
     _check_shapes(kl, segment_ids)
     penalties = torch.zeros(len(scores), dtype=torch.float64, device=kl.device).index_add_(0, segment_ids, kl.double())

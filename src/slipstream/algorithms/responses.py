@@ -26,7 +26,8 @@ def truncate_at_token(response: np.ndarray, token: int, *, after: int = 0) -> np
     """`response` up to and with its first `token` at an index >= `after`; all of it where there is none.
 
     N, item 24: 13 (".") after 16 for sentiment, 198 (a line feed) after 55 for TL;DR and CNN/DM; EOS after 0 in the
-    TL;DR reproduction (SFFD) and in TRL. These replace the rest by padding: padded to the old length, this is theirs.
+    TL;DR reproduction (arXiv:2403.17031) and in TRL. These replace the rest by padding: padded to the old length,
+    this is theirs.
     Identity: truncating twice is truncating once.
     """
     found = np.flatnonzero(response[after:] == token)
@@ -44,7 +45,7 @@ def penalise_missing_token(
 ) -> np.ndarray:
     """Scores float [S], with a penalty where a response lacks `token` at an index >= `after`.
 
-        replace:   -penalty            the original RLHF code, its reproduction (N, item 26), SFFD, and A's -1
+        replace:   -penalty            the original RLHF code, its reproduction (N, item 26), TL;DR's, and A's -1
         subtract:  score - penalty     TRL's missing_eos_penalty
 
     `penalty` is in units of the score and not negative: ConfigError otherwise, because the sources write -1 for the
