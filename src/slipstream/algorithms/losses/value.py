@@ -21,15 +21,16 @@ def value_loss(inputs: LossInputs, *, clip: float) -> tuple[Tensor, Metrics]:
     values, anchor, returns = inputs.need("values"), inputs.need("anchor_values"), inputs.need("returns")
     # Masked before squaring: what stands at other tokens may be anything.
     error = torch.where(inputs.mask, values - returns, 0.0)
-    moved = torch.where(inputs.mask, values - anchor, 0.0).clamp(-clip, clip)
-    clipped_error = torch.where(inputs.mask, anchor - returns, 0.0) + moved
+    moved = torch.where(inputs.mask, values - anchor, 0.0)
+    clipped_error = torch.where(inputs.mask, anchor - returns, 0.0) + moved.clamp(-clip, clip)
     loss = inputs.average(0.5 * torch.maximum(error.square(), clipped_error.square()))
+    is_clipped = (moved.abs() > clip) & (clipped_error.square() > error.square())
     values = values.detach()
     return loss, {
         "value": masked_mean(values, inputs.mask),
         "value_squared": masked_mean(values.square(), inputs.mask),
         "value_error": masked_mean(error.detach().square(), inputs.mask),
-        "value_clipped_frac": masked_share(clipped_error.square() > error.square(), inputs.mask),
+        "value_clipped_frac": masked_share(is_clipped, inputs.mask),
         "return": masked_mean(returns, inputs.mask),
         "return_squared": masked_mean(returns.square(), inputs.mask),
     }
