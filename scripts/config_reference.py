@@ -130,11 +130,20 @@ def _presets() -> str:
 
 
 def _losses() -> str:
-    rows = ["| `loss.name` | divided by the number of | `loss.params` and their defaults |", "|---|---|---|"]
+    lead = (
+        "Those of kind policy are values of `loss.name`, their parameters keys of `loss.params`. A loss per token is\n"
+        "divided by the number of sequences under reductions other than `token`.\n"
+    )
+    rows = ["| loss | kind | divided by the number of | parameters and their defaults |", "|---|---|---|---|"]
     for name, loss in LOSSES.items():
-        params = ", ".join(f"`{key} = {value}`" for key, value in loss.params.items())
-        rows.append(f"| `{name}` | {loss.unit}s | {params} |")
-    return "\n".join(rows) + "\n"
+        params = ", ".join(_param(key, value, loss.choices.get(key, ())) for key, value in loss.params.items())
+        rows.append(f"| `{name}` | {loss.kind.replace('_', ' ')} | {loss.unit}s | {params} |")
+    return lead + "\n" + "\n".join(rows) + "\n"
+
+
+def _param(key: str, value: Any, words: tuple[str, ...]) -> str:
+    others = [f'`"{word}"`' for word in words if word != value]
+    return f"`{key} = {_toml(value)}`" + (f" (or {', '.join(others)})" if others else "")
 
 
 if __name__ == "__main__":

@@ -353,6 +353,22 @@ def test_completions_without_a_counted_token_change_nothing(name):
     torch.testing.assert_close(got[1][mask], expected[1])
 
 
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize(("name", "params"), [("proximal_rloo", {}), ("aipo", {"level": "sequence"})])
+def test_a_ratio_that_no_float_holds_leaves_the_gradient_finite(name, params, advantage):
+    inputs = random_inputs([200, 3])
+    inputs = replace(
+        inputs,
+        policy_logprobs=inputs.policy_logprobs.float(),
+        behaviour_logprobs=(inputs.policy_logprobs - (inputs.segment_ids == 0).double()).float(),
+        advantages=torch.full((203,), advantage),
+    )
+    assert (inputs.policy_logprobs - inputs.behaviour_logprobs).sum().exp() == INF
+    loss, grad, _ = evaluate(name, inputs, **params)
+    assert math.isfinite(loss)
+    assert grad.isfinite().all()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_inputs_stay_float32(name):
     inputs = random_inputs(LENGTHS)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from slipstream.algorithms.segments import segment_mean, segment_sum
 
+MAX_LOG_RATIO = 60.0
+
 
 def token_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor) -> Tensor:
     """exp(policy_t - anchor_t), [T], differentiable in `policy_logprobs`; 1 and without gradient where `mask` is False.
@@ -22,9 +24,11 @@ def token_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor)
 def sequence_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
     """pi(y|x) / anchor(y|x) = exp(sum_t policy_t - anchor_t) per sequence, [S], differentiable.
 
+    At most e^60, and without gradient there: a long sequence can pass what a float holds, and the gradient of an
+    infinite ratio is NaN even where a clip binds.
     Identity: the product of the sequence's token ratios.
     """
-    return torch.exp(segment_sum(policy_logprobs - anchor_logprobs, mask, segment_ids))
+    return torch.exp(segment_sum(policy_logprobs - anchor_logprobs, mask, segment_ids).clamp(max=MAX_LOG_RATIO))
 
 
 def geometric_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
