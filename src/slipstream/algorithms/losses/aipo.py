@@ -40,9 +40,9 @@ def aipo_loss(
     is_clipped = surrogate.is_low | surrogate.is_high
     limited = drop_above(ratios, max_ratio) if mode == "mask" else truncate(ratios, max_ratio)
     weights = torch.where(is_clipped, 0.0, limited)
-    return -inputs.average(weights * advantages * policy), off_policy_metrics(inputs) | clip_metrics(
-        surrogate, inputs.mask
-    ) | {"clipped_frac": masked_share(is_above | is_clipped, inputs.mask)}
+    metrics = off_policy_metrics(inputs) | clip_metrics(surrogate, inputs.mask)
+    metrics["clipped_frac"] = masked_share(is_above | is_clipped, inputs.mask)
+    return -inputs.average(weights * advantages * policy), metrics
 
 
 def aipo_masked_loss(inputs: LossInputs, *, max_ratio: float) -> tuple[Tensor, Metrics]:
