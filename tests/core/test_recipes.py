@@ -129,7 +129,7 @@ def test_unknown_preset() -> None:
         ({"weight_update": "inflight"}, r"(?s)'weight_update'.*'between_batches' or 'in_flight'"),
         ({"trainer": 3}, r"(?s)'trainer'.*a table"),
         ({"prompts": {"tasks": [{}]}}, r"(?s)'prompts\.tasks\.0\.name'.*nothing.*no default"),
-        ({"loss": {"params": {"a": "x"}}}, r"(?s)'loss\.params\.a'.*a number"),
+        ({"loss": {"std_eps": "x"}}, r"(?s)'loss\.std_eps'.*a number"),
         ({"steps": 0, "seed": -1}, r"also wrong: "),
         ({"publish_every": 10}, r"publish_every leaves generators no version"),
     ],

@@ -62,7 +62,7 @@ def test_gradient_equals_a_plain_loop_over_sequences_in_float64():
     )
     model, _, optimizer = setup(config)
     twin = hugging_face_twin(model)
-    batch = prepare_batch(groups, config=config.loss, step=0, max_staleness=0)
+    batch = prepare_batch(groups, config=config, step=0)
     train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching)
     # The optimizer clips in place; undo it by comparing directions, and norms through the metric below.
     ours = optimizer.grad / optimizer.grad.norm()
@@ -103,7 +103,7 @@ def test_shared_prompts_equal_every_sequence_alone_in_float64(capacity):
     config = run_config()
     model, _, optimizer = setup(config)
     twin = hugging_face_twin(model)
-    batch = prepare_batch(groups, config=config.loss, step=0, max_staleness=0)
+    batch = prepare_batch(groups, config=config, step=0)
     microbatches = batching.collate(batch.of(groups), capacity)
     num_rows = sum(microbatch.num_tokens for microbatch in microbatches)
     assert num_rows < sum(sequence.num_inputs for sequence in batch.sequences.values())
@@ -231,9 +231,9 @@ def test_truncated_completions_keep_mask_and_penalty():
     group = Group(ordinal=0, rollouts=(cut, whole))
 
     def prepared(**loss):
-        config = run_config(loss={"advantages": "group_mean", **loss}).loss
-        batch = prepare_batch([group], config=config, step=0, max_staleness=0)
-        return batch.sequences[0, 0], rollout_advantages([group], config).tolist(), batch.metrics
+        config = run_config(loss={"advantages": "group_mean", **loss})
+        batch = prepare_batch([group], config=config, step=0)
+        return batch.sequences[0, 0], list(rollout_advantages([group], config).values()), batch.metrics
 
     kept, advantages, metrics = prepared(truncated="keep")
     assert kept.num_targets == cut.completion.num_tokens
@@ -245,6 +245,8 @@ def test_truncated_completions_keep_mask_and_penalty():
     _, advantages, metrics = prepared(truncated="penalty", truncation_reward=-1.0)
     assert advantages == [-0.5, 0.5]
     assert metrics["reward_mean"] == 0.5
+    _, advantages, _ = prepared(truncated="subtract", truncation_reward=-3.0)
+    assert advantages == [-1.0, 1.0]
 
 
 def test_a_batch_of_masked_completions_changes_nothing():
@@ -279,7 +281,7 @@ def test_a_large_head_in_chunks_equals_the_whole(monkeypatch):
     for limit in (1 << 26, 4 * VOCAB_SIZE):
         monkeypatch.setattr("slipstream.trainer.step.MAX_LOGITS", limit)
         model, _, optimizer = setup(config)
-        batch = prepare_batch(groups, config=config.loss, step=0, max_staleness=0)
+        batch = prepare_batch(groups, config=config, step=0)
         (microbatch,) = batching.collate(batch.of(groups), 10_000)
         optimizer.zero_grad()
         logprobs, entropies = microbatch_logprobs(model, microbatch, temperature=1.0)

@@ -111,7 +111,7 @@ def merge_metrics(left: Mapping[str, Mean | Max], right: Mapping[str, Mean | Max
 def metric_values(metrics: Mapping[str, Mean | Max]) -> dict[str, float]:
     """Numbers for a log, and those that follow from several means where these are there.
 
-        ess = mean(ratio)^2 / mean(ratio^2),   explained_variance = 1 - value_error / variance(return)
+    ess = mean(ratio)^2 / mean(ratio^2),   explained_variance = 1 - value_error / variance(return)
     """
     values = {name: part.value() for name, part in metrics.items()}
     if values.get("ratio_squared"):

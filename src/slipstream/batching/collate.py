@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.core.errors import ConfigError
-from slipstream.core.packed import PackedMicrobatch, TrainSequence
+from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.core.packed import OPTIONAL_COLUMNS, PackedMicrobatch, TrainSequence
 from slipstream.core.types import Group
 
 
-def split_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[list[Group]]:
-    """Deal whole groups, in canonical order, into parts whose sizes differ by at most one.
+def split_minibatches(
+    groups: Sequence[Group], num_minibatches: int, *, order: Sequence[int] | None = None
+) -> list[list[Group]]:
+    """Deal whole groups, in canonical order or that `order` of it, into parts whose sizes differ by at most one.
 
     Dealt like cards, so that each part has old and new groups alike. ConfigError if a part would be empty.
     """
@@ -26,14 +28,17 @@ def split_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[lis
             hint="lower trainer.minibatches or raise groups_per_step",
         )
     canonical = sorted(groups, key=lambda group: group.ordinal)
+    if order is not None:
+        canonical = [canonical[index] for index in order]
     return [canonical[part::num_minibatches] for part in range(num_minibatches)]
 
 
 @dataclass(frozen=True)
 class Atom:
-    """What collation has to know of a sequence: it reads `num_own` rows, and `num_prompt` that siblings may share.
+    """What collation has to know of what it never splits: a sequence, or several of one prompt (a pair).
 
-    `prompt` is (ordinal, the prompt's tokens as bytes): equal tokens alone, in two groups, are not shared.
+    It reads `num_own` rows, and `num_prompt` that siblings may share. `prompt` is (ordinal, the prompt's tokens as
+    bytes): equal tokens alone, in two groups, are not shared.
     """
 
     key: tuple[int, int]
@@ -74,45 +79,53 @@ def first_fit(atoms: Sequence[Atom], capacity_tokens: int) -> list[list[int]]:
     return bins
 
 
-def collate(sequences: Sequence[TrainSequence], capacity_tokens: int) -> list[PackedMicrobatch]:
+def collate(sequences: Sequence[TrainSequence], capacity_tokens: int, *, atom_size: int = 1) -> list[PackedMicrobatch]:
     """Pack sequences into microbatches of at most `capacity_tokens` rows, each with every prompt at most once (M8).
 
-    Sequences without a token to train on are left out: they would add nothing to any loss.
+    Every `atom_size` sequences in the order given stay together, side by side in that order. Those in which a sequence
+    has no token to train on are left out: they would add nothing to any loss.
     Identity: logprobs, losses and gradients are those of every sequence read alone.
     """
-    trained = [sequence for sequence in sequences if sequence.num_targets]
-    atoms = [_atom(sequence) for sequence in trained]
+    if len(sequences) % atom_size:
+        raise ShapeError("sequences do not fill whole atoms", got=len(sequences), allowed=f"a multiple of {atom_size}")
+    whole = [sequences[start : start + atom_size] for start in range(0, len(sequences), atom_size)]
+    trained = [members for members in whole if all(sequence.num_targets for sequence in members)]
+    atoms = [_atom(members) for members in trained]
     return [
-        _pack([trained[index] for index in members], [atoms[index] for index in members])
-        for members in first_fit(atoms, capacity_tokens)
+        _pack([sequence for index in chosen for sequence in trained[index]])
+        for chosen in first_fit(atoms, capacity_tokens)
     ]
 
 
-def _atom(sequence: TrainSequence) -> Atom:
-    prompt = sequence.prompt
-    return Atom(
-        key=sequence.key,
-        prompt=(sequence.key[0], prompt.tobytes()),
-        num_prompt=len(prompt),
-        num_own=sequence.num_inputs - len(prompt),
-    )
+def _prompt_of(sequence: TrainSequence) -> tuple[int, bytes]:
+    return sequence.key[0], sequence.prompt.tobytes()
 
 
-def _pack(sequences: Sequence[TrainSequence], atoms: Sequence[Atom]) -> PackedMicrobatch:
-    lengths = tuple(atom.num_prompt + atom.num_own for atom in atoms)
+def _atom(members: Sequence[TrainSequence]) -> Atom:
+    prompts = {_prompt_of(sequence): len(sequence.prompt) for sequence in members}
+    num_rows = sum(prompts.values()) + sum(sequence.num_inputs - len(sequence.prompt) for sequence in members)
+    shared, num_prompt = next(iter(prompts.items()))
+    if len(prompts) > 1:
+        shared, num_prompt = (members[0].key[0], b""), 0  # nothing that a sibling could share as a whole
+    return Atom(key=members[0].key, prompt=shared, num_prompt=num_prompt, num_own=num_rows - num_prompt)
+
+
+def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
+    lengths = tuple(sequence.num_inputs for sequence in sequences)
     starts = [0, *itertools.accumulate(lengths)]  # of each sequence in `rows`
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     rows: list[np.ndarray] = []
     prompt_rows: dict[tuple[int, bytes], np.ndarray] = {}
     num_rows = 0
-    for sequence, atom, length in zip(sequences, atoms, lengths, strict=True):
-        first = atom.num_prompt if atom.prompt in prompt_rows else 0  # the first token that has no row yet
+    for sequence, length in zip(sequences, lengths, strict=True):
+        prompt, num_prompt = _prompt_of(sequence), len(sequence.prompt)
+        first = num_prompt if prompt in prompt_rows else 0  # the first token that has no row yet
         added = np.arange(num_rows, num_rows + length - first, dtype=np.int64)
         if first:
-            rows.append(prompt_rows[atom.prompt])
+            rows.append(prompt_rows[prompt])
         else:
-            prompt_rows[atom.prompt] = added[: atom.num_prompt]
+            prompt_rows[prompt] = added[:num_prompt]
         rows.append(added)
         tokens.append(sequence.tokens[first:length])
         positions.append(np.arange(first, length, dtype=np.int64))
@@ -136,7 +149,16 @@ def _pack(sequences: Sequence[TrainSequence], atoms: Sequence[Atom]) -> PackedMi
         versions=of_targets("versions", np.int64),
         segment_ids=np.repeat(np.arange(len(sequences), dtype=np.int64), [len(index) for index in trained]),
         keys=tuple(sequence.key for sequence in sequences),
+        **{name: of_targets(name, np.float32) for name in _columns_of(sequences)},
     )
+
+
+def _columns_of(sequences: Sequence[TrainSequence]) -> list[str]:
+    """The optional columns that the sequences carry: all of them the same ones."""
+    carried = {tuple(name for name in OPTIONAL_COLUMNS if vars(sequence)[name] is not None) for sequence in sequences}
+    if len(carried) > 1:
+        raise ShapeError("sequences of a batch carry different columns", got=" and ".join(map(str, sorted(carried))))
+    return list(carried.pop())
 
 
 def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:

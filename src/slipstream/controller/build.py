@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.algorithms.losses import loss_named
+from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
@@ -16,6 +16,7 @@ from slipstream.controller.pipeline import Node, Pipeline, gather, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
 from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import check_model_path
 from slipstream.core.types import WarmStart
 from slipstream.generator.executor import Generator
@@ -31,9 +32,38 @@ DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a
 def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
     """Raise ConfigError for what the schema cannot see: models, losses, tasks and rewards that are not there."""
     check_model_path(config)
-    loss_named(config.loss.name, config.loss.params)
+    check_loss(config)
     if not has_own_reward:
         check_rewards(config.rewards, task_table(config.prompts.tasks))
+
+
+def check_loss(config: RunConfig) -> None:
+    """Raise ConfigError for a loss that is not there, is no policy loss, or cannot go with the rest."""
+    loss = loss_named(config.loss.name, config.loss.params)
+    if loss.kind != "policy":
+        raise ConfigError(
+            f"'{config.loss.name}' is not a loss of a policy",
+            got=f"a {loss.kind.replace('_', ' ')} loss",
+            allowed=", ".join(sorted(name for name, other in LOSSES.items() if other.kind == "policy")),
+        )
+    if loss.atom == "pair" and config.loss.select != "best_and_worst":
+        raise ConfigError(
+            f"loss '{config.loss.name}' trains on pairs",
+            got=f"loss.select = '{config.loss.select}'",
+            allowed="loss.select = 'best_and_worst'",
+        )
+    if loss.unit != "token" and config.loss.reduction != "token":
+        raise ConfigError(
+            f"loss '{config.loss.name}' is of whole completions: there are no tokens to reduce",
+            got=f"loss.reduction = '{config.loss.reduction}'",
+            allowed="the default",
+        )
+    if loss.unit != "token" and config.has_critic:
+        raise ConfigError(
+            f"loss '{config.loss.name}' is of whole completions, a critic's advantages are of tokens",
+            got="loss.advantages = 'gae'",
+            allowed="a token loss with it, e.g. 'ppo'",
+        )
 
 
 def make_generator(config: RunConfig, replica: int = 0) -> Generator:
@@ -44,7 +74,7 @@ def make_generator(config: RunConfig, replica: int = 0) -> Generator:
 def make_trainer(config: RunConfig, resume: str | None = None) -> Trainer:
     """The trainer executor, with the group buffer and collation beside it."""
     in_flight = (config.max_staleness + 1) * config.groups_per_step + config.reorder_window
-    buffer = GroupBuffer(config.completions_per_group, max_groups=16 * in_flight + 1024)
+    buffer = GroupBuffer(config.samples_per_group, max_groups=16 * in_flight + 1024)
     return Trainer(config=config, buffer=buffer, batching=collate, resume=resume)
 
 
@@ -105,7 +135,7 @@ def default_pipeline(
 
 def build_schedule(config: RunConfig, snapshot: Snapshot | None = None) -> Schedule:
     """The schedule of a run, from its start or from a checkpoint's snapshot."""
-    group = config.completions_per_group
+    group = config.samples_per_group
     schedule_config = ScheduleConfig(
         groups_per_step=config.groups_per_step,
         completions_per_group=group,

@@ -330,14 +330,14 @@ class Controller:
                     ordinal=command.ordinal,
                     replica=command.replica,
                     prompt=self.work.prompt_of(command.ordinal),
-                    num_samples=self.config.completions_per_group,
+                    num_samples=self.config.samples_per_group,
                 )
                 self._send(f"generator-{command.replica}", admit)
             case TrainStep():
                 self._send("trainer", command)
             case Skip():
                 assert isinstance(event, GroupScored)
-                has_failed = event.num_failed >= self.config.completions_per_group
+                has_failed = event.num_failed >= self.config.samples_per_group
                 for ordinal in command.ordinals:
                     self.ledger.dropped(ordinal, has_failed=has_failed)
                 self._send("trainer", command)

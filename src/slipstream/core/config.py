@@ -83,6 +83,7 @@ class GeneratorConfig(Section):
     segment_tokens: Positive | None = Field(
         None, description="Export and resume completions every so many tokens when a newer version waits (L6)."
     )
+    stop_at_eos: bool = Field(True, description="End completions at EOS; false samples max_new_tokens always (N).")
     kv_on_update: Literal["keep", "recompute"] = Field(
         "keep", description="What an in-flight swap does with the KV cache: keep it (Magistral) or rebuild it."
     )
@@ -101,6 +102,9 @@ class RewardTerm(Section):
         "'file.py:function' with TRL's signature."
     )
     weight: float = Field(1.0, description="Factor of this term in the sum.")
+    at_least: float | None = Field(
+        None, description="Makes the term a constraint: below this, the reward is at most rewards.violation_cap (CGPO)."
+    )
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword parameters of a built-in function.")
 
 
@@ -115,28 +119,79 @@ class RewardsConfig(Section):
         5.0, description="Limit of one scoring call in seconds; then the worker is killed."
     )
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
+    violation_cap: float = Field(0.0, description="Largest reward of a completion that violates a constraint.")
     max_chars: Positive = Field(20_000, description="Longer completions are cut to so many characters before scoring.")
+    truncate_token: NonNegative | None = Field(
+        None,
+        description="Token id up to which a completion is scored, e.g. a period's; without it it counts as truncated. "
+        "Training still covers all sampled tokens (N).",
+    )
+    truncate_after: NonNegative = Field(0, description="Completion tokens to pass over before looking for it.")
     failure_reward: float = Field(0.0, description="Reward of a completion whose scoring failed or timed out.")
     trust_verifier: bool = Field(
         False, description="Run verifiers known to evaluate model text even where the platform cannot isolate them."
     )
 
 
-class LossConfig(Section):
-    """The policy loss and its advantages."""
+Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "greedy_baseline", "gae", "reward"]
+GROUP_RELATIVE: tuple[Advantages, ...] = ("group_mean", "group_normalised", "leave_one_out", "greedy_baseline")
+"""Estimators that give every rollout of a group of equal rewards an advantage of 0."""
 
-    name: str = Field("aipo", description="Key of `algorithms.losses.LOSSES`.")
-    params: dict[str, float] = Field(default_factory=dict, description="The loss's own constants, e.g. max_ratio = 4.")
-    advantages: Literal["group_mean", "group_normalised"] = Field(
-        "group_normalised", description="r - mean, or (r - mean) / (std + std_eps), over the group."
+
+class LossConfig(Section):
+    """The policy loss, its advantages, and which completions of a group are trained on."""
+
+    name: str = Field("aipo", description="Key of `algorithms.losses.LOSSES`, of kind 'policy'.")
+    params: dict[str, float | str] = Field(
+        default_factory=dict, description="The loss's own constants, e.g. max_ratio = 4."
+    )
+    reduction: Literal["token", "sequence", "constant"] = Field(
+        "token",
+        description="Token losses divide by tokens (DAPO, P3), average sequence means (GRPO), or divide by "
+        "sequences x max_new_tokens (Dr. GRPO).",
+    )
+    advantages: Advantages = Field(
+        "group_normalised",
+        description="r - mean, (r - mean) / (std + std_eps), r - mean of the others, or r - reward of the greedy "
+        "completion (ReMax: one more is sampled), over the group; from a critic; or the reward itself.",
     )
     std_eps: PositiveFloat = Field(0.1, description="Added to the group's standard deviation.")
-    entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus, in nats per token.")
-    truncated: Literal["keep", "mask", "penalty"] = Field(
-        "keep", description="Completions that hit max_new_tokens: train as they are, mask, or set their reward."
+    unbiased_std: bool = Field(False, description="Divide the group's variance by G - 1 (TRL), not by G (GRPO).")
+    whiten_advantages: Literal["no", "batch", "minibatch"] = Field(
+        "no", description="Advantages to mean 0 and variance 1, over the tokens of the batch or of each minibatch (N)."
     )
-    truncation_reward: float = Field(0.0, description="Reward of truncated completions under truncated = 'penalty'.")
+    several_rewards: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
+        "sum_then_normalise", description="Weigh the rewards' sum, or each reward's group-normalised value (GDPO)."
+    )
+    select: Literal["all", "best", "best_and_worst"] = Field(
+        "all", description="Completions of a group that are trained on (A5); pair losses need best_and_worst."
+    )
+    entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus, in nats per token.")
+    truncated: Literal["keep", "mask", "penalty", "subtract"] = Field(
+        "keep",
+        description="Completions without their end: train as they are, mask, replace their reward by "
+        "truncation_reward, or add it (TRL).",
+    )
+    truncation_reward: float = Field(0.0, description="Of completions without their end; -1 in most sources.")
     skip_no_signal: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
+
+
+class KLConfig(Section):
+    """The penalty for leaving the reference policy, which is frozen beside the trainer."""
+
+    coef: NonNegativeFloat = Field(0.0, description="Weight of the KL divergence, per nat; 0: no reference is kept.")
+    place: Literal["reward", "loss"] = Field(
+        "reward",
+        description="Taken off the reward (PPO, RLOO: behaviour policy against reference) or added to the loss.",
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
+    )
+    reference: str | None = Field(None, description="Folder of the reference's checkpoint; null: policy version 0.")
+    target: PositiveFloat | None = Field(
+        None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
+    )
+    horizon: PositiveFloat = Field(10_000.0, description="Completions over which coef follows the target.")
 
 
 class OptimizerConfig(Section):
@@ -156,11 +211,36 @@ class OptimizerConfig(Section):
     warmup_updates: NonNegative = Field(0, description="Linear warm-up, in optimizer updates.")
 
 
+class CriticConfig(Section):
+    """The value function of loss.advantages = 'gae': values are recomputed when a batch is trained on."""
+
+    model: Literal["own", "head"] = Field("own", description="A model of its own, or a head on the policy's states.")
+    path: str | None = Field(
+        None, description="Checkpoint an own critic starts from: a reward model or a policy; null: the policy's start."
+    )
+    head_init: Literal["zero", "reward"] = Field(
+        "zero", description="Fresh heads: all 0 (N), or like a reward model's."
+    )
+    coef: PositiveFloat = Field(0.1, description="Weight of the value loss.")
+    clip: PositiveFloat = Field(0.2, description="Values move at most so far from those before the step; inf: free.")
+    gamma: Fraction = Field(1.0, description="Discount per token.")
+    lam: Fraction = Field(0.95, description="GAE's lambda: 1 is the return, 0 one step of bootstrapping.")
+    whiten_rewards: bool = Field(False, description="Token rewards to variance 1, their mean kept (N).")
+    score_place: Literal["last", "after_last"] = Field(
+        "last", description="The score's token: the last one, or the step after it (TL;DR reproduction, TRL)."
+    )
+    vtrace: bool = Field(False, description="Correct advantages and values for staleness (IMPALA); off: plain GAE.")
+    max_rho: PositiveFloat = Field(1.0, description="V-trace's largest importance weight of an error.")
+    max_c: PositiveFloat = Field(1.0, description="V-trace's largest weight of what is traced back.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The critic's own optimizer.")
+
+
 class TrainerConfig(Section):
     """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
 
-    minibatches: Positive = Field(1, description="Optimizer updates per pass over the batch (M7).")
-    epochs: Positive = Field(1, description="Passes over the batch per step.")
+    minibatches: Positive = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
+    epochs: Positive = Field(1, description="Passes over the batch per step (A4's T).")
+    shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")
     microbatch_tokens: Positive = Field(
         8192, description="Tokens of a microbatch (M7, M8); a prompt that completions share counts once."
     )
@@ -260,13 +340,24 @@ class RunConfig(Section):
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="Sampling and decoding.")
     rewards: RewardsConfig = Field(default_factory=RewardsConfig, description="Scoring.")
     loss: LossConfig = Field(default_factory=LossConfig, description="Loss and advantages.")
+    kl: KLConfig = Field(default_factory=KLConfig, description="Penalty for leaving the reference policy.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training step.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="Value function of actor-critic PPO.")
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="SFT before RL.")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="Held-out evaluation.")
 
     @property
     def updates_per_step(self) -> int:
         return self.trainer.minibatches * self.trainer.epochs
+
+    @property
+    def has_critic(self) -> bool:
+        return self.loss.advantages == "gae"
+
+    @property
+    def samples_per_group(self) -> int:
+        """Completions sampled per prompt: G, and ReMax's greedy one behind them."""
+        return self.completions_per_group + (self.loss.advantages == "greedy_baseline")
 
     @property
     def completions_per_step(self) -> int:
@@ -312,12 +403,7 @@ class RunConfig(Section):
                 allowed="segment_tokens with weight_update = 'between_batches'",
                 hint="drop segment_tokens, or use the preset 'bounded'",
             )
-        if self.completions_per_group < 2:
-            raise ConfigError(
-                "group advantages need at least two completions per prompt",
-                got=f"completions_per_group = {self.completions_per_group}",
-                allowed=">= 2",
-            )
+        self._check_loss()
         if self.trainer.minibatches > self.groups_per_step:
             raise ConfigError(
                 "a minibatch must hold at least one group",
@@ -344,3 +430,49 @@ class RunConfig(Section):
                 allowed="hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0",
             )
         return self
+
+    def _check_loss(self) -> None:
+        loss = self.loss
+        needs_two = loss.select == "best_and_worst" or (
+            loss.advantages in GROUP_RELATIVE and loss.advantages != "greedy_baseline"
+        )
+        if needs_two and self.completions_per_group < 2:
+            raise ConfigError(
+                "group advantages need at least two completions per prompt",
+                got=f"completions_per_group = {self.completions_per_group} with advantages = '{loss.advantages}'",
+                allowed=">= 2",
+                hint="one completion per prompt takes advantages = 'gae', 'greedy_baseline' or 'reward'",
+            )
+        if loss.several_rewards == "normalise_then_sum" and loss.advantages != "group_normalised":
+            raise ConfigError(
+                "normalised rewards are summed to advantages, which leaves nothing to another estimator",
+                got=f"several_rewards = 'normalise_then_sum' with advantages = '{loss.advantages}'",
+                allowed="advantages = 'group_normalised'",
+            )
+        terms = self.rewards.terms
+        if terms and all(term.at_least is not None for term in terms):
+            raise ConfigError(
+                "constraints alone are no reward",
+                got="rewards.terms that all have at_least",
+                allowed="one term without it",
+            )
+        adjusts_reward = (
+            any(term.at_least is not None for term in terms)
+            or loss.truncated in ("penalty", "subtract")
+            or (self.kl.coef > 0 and self.kl.place == "reward")
+        )
+        if loss.several_rewards == "normalise_then_sum" and adjusts_reward:
+            raise ConfigError(
+                "normalised rewards have no sum that a constraint, a truncation or a KL penalty could change",
+                got="several_rewards = 'normalise_then_sum' with at_least, loss.truncated or kl in the reward",
+                allowed="several_rewards = 'sum_then_normalise'",
+            )
+        if self.kl.place == "loss" and self.kl.estimator == "k1" and self.kl.coef:
+            raise ConfigError(
+                "the gradient of k1 in the loss is zero on average: it penalises nothing",
+                got="kl.place = 'loss' with kl.estimator = 'k1'",
+                allowed="k2 or k3 in the loss, any in the reward",
+                hint="set kl.estimator = 'k3' (GRPO)",
+            )
+        if self.kl.target is not None and not self.kl.coef:
+            raise ConfigError("an adaptive KL coefficient needs a start", got="kl.coef = 0", hint="N starts at 0.15")

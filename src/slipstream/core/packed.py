@@ -14,6 +14,8 @@ import numpy as np
 
 from slipstream.core.types import Group, Rollout
 
+OPTIONAL_COLUMNS = ("reference_logprobs", "proximal_logprobs", "values", "returns")
+
 
 @dataclass(frozen=True)
 class TrainSequence:
@@ -22,6 +24,8 @@ class TrainSequence:
     `tokens` int32 [T] are prompt and completion. `mask` bool [T] is True on tokens that are trained on: sampled ones,
     or a demonstration's. `behaviour_logprobs` and `advantages` float32 [T] and `versions` int32 [T] hold on these
     tokens; elsewhere they are 0, 0 and -1. `key` is (ordinal, sample): the canonical order, and the tie-breaker.
+    `OPTIONAL_COLUMNS`, float32 [T] on the same tokens, are there when the loss or the critic needs them: a batch's
+    sequences carry the same ones.
     """
 
     key: tuple[int, int]
@@ -30,6 +34,10 @@ class TrainSequence:
     behaviour_logprobs: np.ndarray
     advantages: np.ndarray
     versions: np.ndarray
+    reference_logprobs: np.ndarray | None = None
+    proximal_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None  # the critic's, at the state before each token
+    returns: np.ndarray | None = None  # the critic's targets
 
     @property
     def num_inputs(self) -> int:
@@ -71,6 +79,10 @@ class PackedMicrobatch:
     versions: np.ndarray
     segment_ids: np.ndarray
     keys: tuple[tuple[int, int], ...]
+    reference_logprobs: np.ndarray | None = None
+    proximal_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    returns: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -92,9 +104,13 @@ class PackedMicrobatch:
 class Batching(Protocol):
     """What the trainer needs of the batching edge; the module `batching.collate` provides it."""
 
-    def collate(self, sequences: Sequence[TrainSequence], capacity_tokens: int) -> list[PackedMicrobatch]: ...
+    def collate(
+        self, sequences: Sequence[TrainSequence], capacity_tokens: int, *, atom_size: int = 1
+    ) -> list[PackedMicrobatch]: ...
 
-    def split_minibatches(self, groups: Sequence[Group], num_minibatches: int) -> list[list[Group]]: ...
+    def split_minibatches(
+        self, groups: Sequence[Group], num_minibatches: int, *, order: Sequence[int] | None = None
+    ) -> list[list[Group]]: ...
 
     def padding_frac(self, microbatches: Sequence[PackedMicrobatch]) -> float: ...
 

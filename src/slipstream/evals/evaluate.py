@@ -21,7 +21,7 @@ from slipstream.evals.pass_at_k import mean_pass_at_k
 from slipstream.evals.scoring import score
 from slipstream.evals.target import eval_target
 from slipstream.generator.engine import Engine, Request
-from slipstream.generator.executor import EVAL_STREAM, decode_text
+from slipstream.generator.executor import EVAL_STREAM, decode_text, scored_part
 from slipstream.models.build import build_policy, stop_token_ids
 from slipstream.models.transformer import Transformer
 from slipstream.prompts import build_prompts, task_table
@@ -173,7 +173,7 @@ def _answer(
     """Completions sorted by (prompt, sample), `ordinal` counting `prompts`."""
     generator = config.generator
     max_len = min(model.config.max_positions, config.prompts.max_prompt_tokens + generator.max_new_tokens)
-    stop_ids = stop_token_ids(tokenizer, generator.stop_token_ids)
+    stop_ids = stop_token_ids(tokenizer, generator)
     engine = Engine(
         model,
         num_slots=config.eval.num_slots,
@@ -206,7 +206,7 @@ def _answer(
                     sample=item.sample,
                     prompt=prompts[item.ordinal],
                     segments=(segment,),
-                    text=decode_text(tokenizer, item.tokens, stop_ids),
+                    text=decode_text(tokenizer, scored_part(item.tokens, config.rewards), stop_ids),
                     finish_reason=item.finish_reason,
                 )
             )

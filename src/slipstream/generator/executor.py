@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.logprobs import probe_logprobs
-from slipstream.core.config import RunConfig
+from slipstream.algorithms.responses import truncate_at_token
+from slipstream.core.config import RewardsConfig, RunConfig
 from slipstream.core.executor import Context, Executor, Spans
 from slipstream.core.types import (
     Admit,
@@ -80,7 +81,7 @@ class Generator(Executor):
         self.parameters = FlatParameters(model)
         longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
         self.max_len = min(model.config.max_positions, longest)
-        self.stop_ids = stop_token_ids(self.tokenizer, config.generator.stop_token_ids)
+        self.stop_ids = stop_token_ids(self.tokenizer, config.generator)
         self.spans = Labelled(context.spans)
         self.engine = self._new_engine(model, config.generator.num_slots, self.spans)
         assert context.subscriber is not None, "a generator needs a WEIGHTS channel"
@@ -142,7 +143,7 @@ class Generator(Executor):
                 self.prompts[message.ordinal] = (message.prompt, message.num_samples)
                 self.engine.submit(
                     [
-                        self._request(message.ordinal, sample, message.prompt, self.config.generator.temperature)
+                        self._request(message.ordinal, sample, message.prompt, self._temperature_of(sample))
                         for sample in range(message.num_samples)
                     ]
                 )
@@ -155,6 +156,11 @@ class Generator(Executor):
                 self._is_finished = True
             case _:
                 raise TypeError(f"a generator does not take {type(message).__name__}")
+
+    def _temperature_of(self, sample: int) -> float:
+        """Greedy for ReMax's baseline, which is sampled behind the group's own completions."""
+        is_baseline = sample >= self.config.completions_per_group
+        return 0.0 if is_baseline else self.config.generator.temperature
 
     def _request(
         self, ordinal: int, sample: int, prompt: Prompt, temperature: float, *, stream: int = TRAIN_STREAM
@@ -252,7 +258,7 @@ class Generator(Executor):
             sample=item.sample,
             prompt=prompt,
             segments=(segment,),
-            text=decode_text(self.tokenizer, item.tokens, self.stop_ids),
+            text=decode_text(self.tokenizer, scored_part(item.tokens, self.config.rewards), self.stop_ids),
             finish_reason=item.finish_reason,
             replica=self.replica,
             purpose=purpose,
@@ -302,6 +308,13 @@ class Generator(Executor):
 
     def close(self) -> None:
         self.weights.close()
+
+
+def scored_part(tokens: np.ndarray, rewards: RewardsConfig) -> np.ndarray:
+    """What rewards see of a completion's tokens: up to `rewards.truncate_token`, or all."""
+    if rewards.truncate_token is None:
+        return tokens
+    return truncate_at_token(tokens, rewards.truncate_token, after=rewards.truncate_after)
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: list[int]) -> str:

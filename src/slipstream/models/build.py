@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.config import ModelConfig
+from slipstream.core.config import GeneratorConfig, ModelConfig
 from slipstream.models.hf import load_model, load_tokenizer, new_model
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import Transformer
@@ -34,7 +34,7 @@ def build_policy(
     return model, tokenizer
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS and whatever the config adds, ascending."""
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return sorted({*eos, *extra})
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, config: GeneratorConfig) -> list[int]:
+    """Tokens that end a completion, ascending: the tokenizer's EOS, unless it shall not, and what the config adds."""
+    ends = config.stop_at_eos and tokenizer.eos_token_id is not None
+    return sorted({*([tokenizer.eos_token_id] if ends else []), *config.stop_token_ids})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from slipstream.core.config import RewardsConfig, TaskConfig
+from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop
 from slipstream.rewards.checks import check_isolation, setup_of
-from slipstream.rewards.functions import term_names, weighted_sum
+from slipstream.rewards.functions import combined_reward, term_names
 from slipstream.rewards.inline import CallableScorer
 from slipstream.rewards.pool import Scored, ScoringPool
 from slipstream.rewards.protocol import Job
@@ -71,11 +71,11 @@ class Rewards(Executor):
         """Start the workers and wait until they have imported what they need."""
         self._context = context
         if self._function is not None:
-            self._names, self._weights = ["reward"], [1.0]
+            self._names, self._terms = ["reward"], [RewardTerm(function="reward")]
             self._pool = CallableScorer(self._function, timeout_s=self._config.timeout_s, clock=context.clock)
         else:
             setup = setup_of(self._config, self._tasks)
-            self._names, self._weights = term_names(setup.terms), [term.weight for term in self._config.terms]
+            self._names, self._terms = term_names(setup.terms), self._config.terms
             self._pool = ScoringPool(setup, num_workers=self._config.num_workers, clock=context.clock)
             self._pool.wait_ready()
             check_isolation(setup, self._pool.isolation, trust_verifier=self._config.trust_verifier)
@@ -151,7 +151,7 @@ class Rewards(Executor):
         reward, failure = self._config.failure_reward, scored.failure
         if failure is None:
             try:
-                reward = weighted_sum(self._weights, scored.parts)
+                reward = combined_reward(self._terms, scored.parts, violation_cap=self._config.violation_cap)
             except ValueError as error:
                 failure = str(error)
         self._counts["failed"] += failure is not None

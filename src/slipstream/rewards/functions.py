@@ -1,7 +1,7 @@
 """Reward functions: a plain table of built-ins, and the user's own by import path.
 
 A factory takes its parameters as keywords and returns a scorer, Job -> float, or None to abstain. Everything here
-runs inside a worker, except `weighted_sum` and the checks of names.
+runs inside a worker, except `combined_reward` and the checks of names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slipstream.core.config import RewardTerm
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.rewards.protocol import Job, Task, Term
 
@@ -287,6 +288,20 @@ def term_names(terms: Sequence[Term]) -> list[str]:
         same = sum(other.function == term.function for other in terms[:i])
         names.append(term.function if not same else f"{term.function}#{same + 1}")
     return names
+
+
+def combined_reward(terms: Sequence[RewardTerm], parts: Sequence[float | None], *, violation_cap: float) -> float:
+    """The weighted sum of the terms that are no constraints, at most `violation_cap` where a constraint is violated.
+
+    CGPO (arXiv:2409.20370). A constraint that abstains (None) is not violated. ValueError as in `weighted_sum`.
+    """
+    summed = [(term.weight, part) for term, part in zip(terms, parts, strict=True) if term.at_least is None]
+    reward = weighted_sum([weight for weight, _ in summed], [part for _, part in summed])
+    is_violated = any(
+        term.at_least is not None and part is not None and not part >= term.at_least
+        for term, part in zip(terms, parts, strict=True)
+    )
+    return min(reward, violation_cap) if is_violated else reward
 
 
 def weighted_sum(weights: Sequence[float], parts: Sequence[float | None]) -> float:

@@ -2,6 +2,7 @@
 
     step_<n>/  policy.safetensors     weights by parameter name
                optimizer.safetensors  AdamW's moments, flat
+               critic*.safetensors    the same two of a critic, where there is one
                random.safetensors     torch's generators and numpy's key
                state.json             step, updates, python's generator, the caller's extra
                manifest.json          size and CRC-32 of each of them; written last
@@ -36,6 +37,7 @@ from slipstream.trainer.optim import FlatAdamW
 FORMAT = 1
 MANIFEST = "manifest.json"
 PREFIX = "step_"
+Trained = tuple[FlatParameters, FlatAdamW]
 log = logging.getLogger(__name__)
 
 
@@ -61,19 +63,21 @@ def save_checkpoint(
     step: int,
     keep: int | None = None,
     extra: Mapping[str, Any] | None = None,
+    critic: Trained | None = None,
 ) -> None:
     """Write policy, optimizer and random state after `step` steps under `path`; it appears there whole or not at all.
 
-    `extra` (JSON) travels along. An existing checkpoint at `path` is replaced only once the new one is on disk; then
-    all but the `keep` newest beside it are deleted.
+    `critic` is what else is trained, `extra` (JSON) travels along. An existing checkpoint at `path` is replaced only
+    once the new one is on disk; then all but the `keep` newest beside it are deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     tensors, python_state = _random_state()
-    save_file({name: view.detach() for name, view in flat.named_views().items()}, partial / "policy.safetensors")
-    save_file(optimizer.state_dict(), partial / "optimizer.safetensors")
+    for names, (trained, adam) in _files((flat, optimizer), critic):
+        save_file({name: view.detach() for name, view in trained.named_views().items()}, partial / names[0])
+        save_file(adam.state_dict(), partial / names[1])
     save_file(tensors, partial / "random.safetensors")
     state = {"step": step, "num_updates": optimizer.num_updates, "random": python_state, "extra": dict(extra or {})}
     (partial / "state.json").write_text(json.dumps(state))
@@ -96,16 +100,42 @@ def save_checkpoint(
         prune_checkpoints(path.parent, keep=keep)
 
 
-def load_checkpoint(path: Path, flat: FlatParameters, optimizer: FlatAdamW) -> Restored:
-    """Restore policy, optimizer and all random generators from `path`, bit for bit.
+def load_checkpoint(
+    path: Path, flat: FlatParameters, optimizer: FlatAdamW, *, critic: Trained | None = None
+) -> Restored:
+    """Restore policy, optimizer, `critic` and all random generators from `path`, bit for bit.
 
     CheckpointError, with nothing changed, when the checkpoint is torn or belongs to another model.
     """
     verify_checkpoint(path)
-    policy, moments = load_file(path / "policy.safetensors"), load_file(path / "optimizer.safetensors")
-    views = flat.named_views()
-    shapes = {name: tuple(view.shape) for name, view in views.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in policy.items()}
+    stored = []
+    for names, (trained, adam) in _files((flat, optimizer), critic):
+        if not (path / names[0]).is_file():
+            raise CheckpointError(f"checkpoint {path} belongs to another model", got=f"no {names[0]}")
+        weights = load_file(path / names[0])
+        _check_shapes(path, trained, weights)
+        stored.append((trained, adam, weights, load_file(path / names[1])))
+    for trained, adam, weights, moments in stored:
+        adam.load_state_dict(moments)
+        with torch.no_grad():
+            for name, view in trained.named_views().items():
+                view.copy_(weights[name])
+    state = json.loads((path / "state.json").read_text())
+    _set_random_state(load_file(path / "random.safetensors"), state["random"])
+    return Restored(path=path, step=state["step"], num_updates=state["num_updates"], extra=state["extra"])
+
+
+def _files(policy: Trained, critic: Trained | None) -> list[tuple[tuple[str, str], Trained]]:
+    """What is trained, with the files of its weights and of its optimizer."""
+    parts = [(("policy.safetensors", "optimizer.safetensors"), policy)]
+    if critic is not None:
+        parts.append((("critic.safetensors", "critic_optimizer.safetensors"), critic))
+    return parts
+
+
+def _check_shapes(path: Path, flat: FlatParameters, weights: Mapping[str, Tensor]) -> None:
+    shapes = {name: tuple(view.shape) for name, view in flat.named_views().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if shapes != found:
         differing = sorted(n for n in shapes.keys() | found.keys() if shapes.get(n) != found.get(n))
         raise CheckpointError(
@@ -113,13 +143,6 @@ def load_checkpoint(path: Path, flat: FlatParameters, optimizer: FlatAdamW) -> R
             got=", ".join(f"{name} {found.get(name)}" for name in differing[:4]),
             allowed=", ".join(f"{name} {shapes.get(name)}" for name in differing[:4]),
         )
-    optimizer.load_state_dict(moments)
-    with torch.no_grad():
-        for name, view in views.items():
-            view.copy_(policy[name])
-    state = json.loads((path / "state.json").read_text())
-    _set_random_state(load_file(path / "random.safetensors"), state["random"])
-    return Restored(path=path, step=state["step"], num_updates=state["num_updates"], extra=state["extra"])
 
 
 def verify_checkpoint(path: Path) -> None:

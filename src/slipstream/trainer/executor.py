@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from slipstream.algorithms.kl import AdaptiveKL
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
@@ -34,11 +36,13 @@ from slipstream.core.types import (
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
+from slipstream.models.transformer import Transformer
 from slipstream.observe.recorder import RolloutRecorder
-from slipstream.trainer.checkpoint import load_checkpoint, save_checkpoint
+from slipstream.trainer.checkpoint import Trained, load_checkpoint, save_checkpoint
+from slipstream.trainer.critic import Critic
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.policy import effective_reward
-from slipstream.trainer.step import train_on_batch
+from slipstream.trainer.policy import effective_reward, has_signal
+from slipstream.trainer.step import Auxiliary, needed_columns, train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
 
 PROBE_TOKENS = 32
@@ -80,8 +84,11 @@ class Trainer(Executor):
         self.probe_tokens = generator.integers(0, vocab_size, PROBE_TOKENS, dtype=np.int32)
         self.recorder = RolloutRecorder(context.run_dir / "rollouts.jsonl")
         self.warm_start: Iterator[SupervisedUpdate] | None = None
+        self.reference: Transformer | None = None
+        self.critic: Critic | None = None
+        self.kl = AdaptiveKL(config.kl.coef, config.kl.target or 1.0, config.kl.horizon)
         if self.resume is not None:
-            self.version = load_checkpoint(Path(self.resume), self.parameters, self.optimizer).step
+            self._resume(Path(self.resume))
         context.spans.set_idle_state("wait_generation")
         if self.resume is not None or not config.warm_start.steps:
             self._be_ready()
@@ -139,7 +146,35 @@ class Trainer(Executor):
                 )
             )
 
+    def _resume(self, path: Path) -> None:
+        self._build_auxiliary()
+        restored = load_checkpoint(path, self.parameters, self.optimizer, critic=self._trained_critic())
+        self.version = restored.step
+        self.kl = replace(self.kl, coef=restored.extra.get("kl_coef", self.kl.coef))
+
+    def _build_auxiliary(self) -> None:
+        """The reference and the critic, from the policy at version 0 where the config names nothing else."""
+        config = self.config
+        if config.has_critic:
+            self.critic = Critic(config, self.model)
+        if "reference_logprobs" not in needed_columns(config):
+            return
+        path = config.kl.reference
+        if path is None and config.warm_start.steps:  # no checkpoint on disk has these weights yet
+            folder = self.context.run_dir / "reference"
+            if self.resume is None:
+                save_model(self.model, folder, self.tokenizer)
+            path = str(folder)
+        model = config.model if path is None else config.model.model_copy(update={"path": path})
+        self.reference, _ = build_policy(model, seed=config.seed, tokenizer=self.tokenizer)
+        self.reference.requires_grad_(False)
+
+    def _trained_critic(self) -> Trained | None:
+        return None if self.critic is None else (self.critic.flat, self.critic.optimizer)
+
     def _be_ready(self) -> None:
+        if self.resume is None:
+            self._build_auxiliary()
         num_params = self.parameters.flat.numel()
         self.context.outputs["events"].put(
             Ready(executor=self.context.name, num_params=num_params, version=self.version)
@@ -159,10 +194,10 @@ class Trainer(Executor):
         return has_news
 
     def _scored(self, group: Group) -> GroupScored:
-        rewards = [effective_reward(rollout, self.config.loss) for rollout in group.rollouts]
+        rewards = [effective_reward(rollout, self.config) for rollout in group.rollouts]
         return GroupScored(
             ordinal=group.ordinal,
-            has_signal=max(rewards) - min(rewards) > 1e-8,
+            has_signal=has_signal(group, self.config),
             mean_reward=sum(rewards) / len(rewards),
             num_failed=sum(rollout.failure is not None for rollout in group.rollouts),
             min_version=min(rollout.completion.min_version for rollout in group.rollouts),
@@ -189,7 +224,8 @@ class Trainer(Executor):
                         self.optimizer,
                         step=self.version,
                         keep=self.config.trainer.keep_checkpoints,
-                        extra={"schedule": message.schedule},
+                        extra={"schedule": message.schedule, "kl_coef": self.kl.coef},
+                        critic=self._trained_critic(),
                     )
                 events.put(CheckpointSaved(step=message.step, path=message.path))
             case Export():
@@ -205,8 +241,16 @@ class Trainer(Executor):
         groups = self.buffer.take(command.ordinals)
         with self.context.spans.span("train", step=command.step):
             metrics = train_on_batch(
-                self.model, self.optimizer, groups, config=self.config, step=command.step, batching=self.batching
+                self.model,
+                self.optimizer,
+                groups,
+                config=self.config,
+                step=command.step,
+                batching=self.batching,
+                auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef),
             )
+        if self.config.kl.target is not None:
+            self.kl = self.kl.updated(metrics["kl_reference_sum"], self.config.completions_per_step)
         self.version = command.step + 1
         self.context.outputs["events"].put(StepDone(step=command.step, version=self.version, metrics=metrics))
         is_last = self.version == self.config.steps

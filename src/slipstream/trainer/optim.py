@@ -90,13 +90,7 @@ class FlatAdamW:
 
         NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
         """
-        grad_norm = float(torch.linalg.vector_norm(self.grad))
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError(
-                "the gradient is not finite; weights were not changed",
-                got=f"gradient norm {grad_norm} at update {self.num_updates}",
-                hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
-            )
+        grad_norm = self.finite_grad_norm()
         if grad_norm > self._config.max_grad_norm:
             self.grad.mul_(self._config.max_grad_norm / (grad_norm + 1e-6))
         lr = self.lr
@@ -109,6 +103,17 @@ class FlatAdamW:
         self._adamw.param_groups[0]["eps"] = corrected_eps(self._config, update=self.num_updates + 1)
         self._adamw.step()
         self.num_updates += 1
+        return grad_norm
+
+    def finite_grad_norm(self) -> float:
+        """The gradient's norm. NonFiniteError when it is NaN or inf."""
+        grad_norm = float(torch.linalg.vector_norm(self.grad))
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError(
+                "the gradient is not finite; weights were not changed",
+                got=f"gradient norm {grad_norm} at update {self.num_updates}",
+                hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+            )
         return grad_norm
 
     def state_dict(self) -> dict[str, Tensor]:

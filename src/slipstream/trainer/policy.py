@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,66 +10,127 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.advantages import group_mean, group_normalised
-from slipstream.core.config import LossConfig
+from slipstream.algorithms.advantages import (
+    combine_rewards,
+    gae,
+    greedy_baseline,
+    group_mean,
+    group_normalised,
+    leave_one_out,
+    place_scores,
+    vtrace,
+    whiten,
+)
+from slipstream.algorithms.kl import KL_ESTIMATORS
+from slipstream.algorithms.responses import has_token
+from slipstream.core.config import GROUP_RELATIVE, RunConfig
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import TrainSequence
 from slipstream.core.staleness import check_bound, staleness_of, token_versions
 from slipstream.core.types import Completion, Group, Rollout
+from slipstream.trainer.measure import Columns, Key, with_columns
+
+Measure = Callable[[Sequence[TrainSequence]], Mapping[str, Columns]]
+"""Sequences -> the columns that the loss and the critic need, by name (`core.packed.OPTIONAL_COLUMNS`)."""
 
 
-@dataclass(frozen=True)
-class PreparedBatch:
-    """The training sequences of a batch by (ordinal, sample), and what is known of it before any update."""
-
-    sequences: dict[tuple[int, int], TrainSequence]
-    metrics: dict[str, float]
-
-    def of(self, groups: Sequence[Group]) -> list[TrainSequence]:
-        """The sequences of `groups`, in their order."""
-        return [
-            self.sequences[rollout.completion.ordinal, rollout.completion.sample]
-            for group in groups
-            for rollout in group.rollouts
-        ]
+def key_of(rollout: Rollout) -> Key:
+    return rollout.completion.ordinal, rollout.completion.sample
 
 
-def is_truncated(completion: Completion) -> bool:
-    """True when the completion was cut (by length or deadline) and not ended by a stop token."""
-    return completion.finish_reason != "stop"
+# Rewards
 
 
-def effective_reward(rollout: Rollout, config: LossConfig) -> float:
-    """The reward advantages are made of: under truncated = 'penalty' a truncated completion has its own."""
-    if config.truncated == "penalty" and is_truncated(rollout.completion):
-        return config.truncation_reward
+def is_truncated(completion: Completion, config: RunConfig) -> bool:
+    """True when the completion lacks its end: a stop token, or `rewards.truncate_token` where that is asked for."""
+    token = config.rewards.truncate_token
+    if token is None:
+        return completion.finish_reason != "stop"
+    tokens = np.concatenate([segment.tokens for segment in completion.segments])
+    return not has_token(tokens, token, after=config.rewards.truncate_after)
+
+
+def effective_reward(rollout: Rollout, config: RunConfig) -> float:
+    """The reward advantages are made of: `loss.truncated` may replace or lower that of a truncated completion."""
+    loss = config.loss
+    if loss.truncated in ("penalty", "subtract") and is_truncated(rollout.completion, config):
+        return loss.truncation_reward + (rollout.reward if loss.truncated == "subtract" else 0.0)
     return rollout.reward
 
 
-def rollout_advantages(groups: Sequence[Group], config: LossConfig) -> np.ndarray:
-    """float32 [R]: one advantage per rollout, in the order of `groups` and their rollouts."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+def has_signal(group: Group, config: RunConfig) -> bool:
+    """False when every rollout of `group` would get the advantage 0."""
+    rewards = [effective_reward(rollout, config) for rollout in group.rollouts]
+    return config.loss.advantages not in GROUP_RELATIVE or max(rewards) - min(rewards) > 1e-8
+
+
+def split_baseline(group: Group, config: RunConfig) -> tuple[tuple[Rollout, ...], Rollout | None]:
+    """The rollouts of `group` that may be trained on, and ReMax's greedy one, sampled behind them."""
+    if config.samples_per_group == config.completions_per_group:
+        return group.rollouts, None
+    return group.rollouts[:-1], group.rollouts[-1]
+
+
+def rollout_advantages(
+    groups: Sequence[Group], config: RunConfig, penalties: Mapping[Key, float] | None = None
+) -> dict[Key, float]:
+    """One advantage per rollout; `penalties` are taken off the rewards (the KL of whole completions).
+
+    Not for advantages = 'gae', whose tokens have their own.
+    """
+    loss = config.loss
+    members = [split_baseline(group, config) for group in groups]
+    rollouts = [rollout for trained, _ in members for rollout in trained]
+    keys = [key_of(rollout) for rollout in rollouts]
+    group_ids = torch.tensor([ordinal for ordinal, _ in keys], dtype=torch.int64)
+    if loss.several_rewards == "normalise_then_sum":
+        parts = torch.tensor([_parts(rollout, config) for rollout in rollouts], dtype=torch.float32)
+        weights = torch.tensor([term.weight for term in config.rewards.terms])
+        normalised = combine_rewards(
+            parts, weights, group_ids, normalise_first=True, std_eps=loss.std_eps, unbiased=loss.unbiased_std
+        )
+        return dict(zip(keys, normalised.tolist(), strict=True))
     rewards = torch.tensor([effective_reward(rollout, config) for rollout in rollouts], dtype=torch.float32)
-    group_ids = torch.tensor([rollout.completion.ordinal for rollout in rollouts], dtype=torch.int64)
+    if penalties is not None:
+        rewards -= torch.tensor([penalties[key] for key in keys], dtype=torch.float32)
+    baselines = {
+        group.ordinal: effective_reward(baseline, config)
+        for group, (_, baseline) in zip(groups, members, strict=True)
+        if baseline is not None
+    }
     estimators: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "group_mean": group_mean,
-        "group_normalised": partial(group_normalised, std_eps=config.std_eps),
+        "group_normalised": partial(group_normalised, std_eps=loss.std_eps, unbiased=loss.unbiased_std),
+        "leave_one_out": leave_one_out,
+        "greedy_baseline": lambda r, ids: greedy_baseline(r, torch.tensor([baselines[i] for i in ids.tolist()])),
+        "reward": lambda r, _: r,
     }
-    advantages: np.ndarray = estimators[config.advantages](rewards, group_ids).numpy()
-    return advantages
+    return dict(zip(keys, estimators[loss.advantages](rewards, group_ids).tolist(), strict=True))
 
 
-def train_sequence(completion: Completion, advantage: float, *, is_masked: bool = False) -> TrainSequence:
-    """Prompt and completion as one sequence; trained on are sampled tokens (none under `is_masked`)."""
+def _parts(rollout: Rollout, config: RunConfig) -> list[float]:
+    """The rewards of each term, NaN where a term does not apply; a failed rollout has its reward for every term."""
+    if rollout.failure is not None:
+        return [rollout.reward] * len(config.rewards.terms)
+    return [float("nan") if part is None else part for part in rollout.reward_parts.values()]
+
+
+# Sequences
+
+
+def train_sequence(completion: Completion, *, is_masked: bool = False) -> TrainSequence:
+    """Prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on.
+
+    Under `is_masked` none are.
+    """
     prompt = completion.prompt.tokens
     if not len(prompt):
         raise ShapeError(
             "a prompt needs at least one token for the first completion token to be predicted from",
             got=f"an empty prompt ({completion.prompt.prompt_id})",
         )
-    given = np.zeros(len(prompt), dtype=np.float32)
     sampled = [np.zeros(len(prompt), dtype=bool)]
-    behaviour = [given]
+    behaviour = [np.zeros(len(prompt), dtype=np.float32)]
     for segment in completion.segments:
         sampled.append(np.full(len(segment.tokens), segment.is_sampled))
         if segment.behaviour_logprobs is None:
@@ -83,37 +144,197 @@ def train_sequence(completion: Completion, advantage: float, *, is_masked: bool 
         tokens=np.concatenate([prompt, *(segment.tokens for segment in completion.segments)]).astype(np.int32),
         mask=mask,
         behaviour_logprobs=np.where(mask, np.concatenate(behaviour), 0).astype(np.float32),
-        advantages=np.where(mask, np.float32(advantage), np.float32(0)),
+        advantages=np.zeros(len(mask), dtype=np.float32),
         versions=np.where(mask, versions, np.int32(-1)),
     )
 
 
-def prepare_batch(groups: Sequence[Group], *, config: LossConfig, step: int, max_staleness: int) -> PreparedBatch:
-    """Advantages, loss masks and staleness of a batch. StalenessError if a token is outside the bound."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+def selected(group: Group, config: RunConfig) -> list[Rollout]:
+    """The rollouts of `group` that `loss.select` trains on: all by sample, the best, or the best and then the worst.
+
+    A5: K completions are sampled, two are trained on. Of equal rewards the lowest sample is best, and the highest of
+    the others worst.
+    """
+    rollouts, _ = split_baseline(group, config)
+    if config.loss.select == "all":
+        return list(rollouts)
+    ranked = sorted(rollouts, key=lambda rollout: -effective_reward(rollout, config))
+    return ranked[:1] if config.loss.select == "best" else [ranked[0], ranked[-1]]
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """From rewards to advantages of tokens, over the batch or over each minibatch.
+
+    `advantages` are those of whole completions, or None under GAE: then `scores` are placed on tokens, less `kl_coef`
+    times the KL of behaviour and reference policy where the penalty is a part of the reward.
+    """
+
+    config: RunConfig
+    scores: Mapping[Key, float]
+    advantages: Mapping[Key, float] | None
+    kl_coef: float
+
+    def apply(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+        """`sequences` with advantages, and returns under GAE, on their targets."""
+        counts = [sequence.num_targets for sequence in sequences]
+        if not sum(counts):
+            return list(sequences)
+        trained = [index for index, count in enumerate(counts) if count]
+        segment_ids = torch.repeat_interleave(torch.tensor([counts[index] for index in trained]))
+        columns: dict[str, Tensor] = {}
+        if self.advantages is None:
+            columns["advantages"], columns["returns"] = self._token_advantages(
+                [sequences[index] for index in trained], segment_ids
+            )
+        else:
+            whole = torch.tensor([self.advantages[sequences[index].key] for index in trained], dtype=torch.float32)
+            columns["advantages"] = whole[segment_ids]
+        if self.config.loss.whiten_advantages != "no":
+            columns["advantages"] = whiten(columns["advantages"])
+        shaped = list(sequences)
+        split_at = np.cumsum([counts[index] for index in trained])[:-1]
+        for name, column in columns.items():
+            for index, values in zip(trained, np.split(column.numpy(), split_at), strict=True):
+                shaped[index] = with_columns(shaped[index], **{name: values})
+        if self.advantages is None:  # what carries no target carries the same columns
+            shaped = [s if s.returns is not None else with_columns(s, returns=np.zeros(0)) for s in shaped]
+        return shaped
+
+    def _token_advantages(self, sequences: Sequence[TrainSequence], segment_ids: Tensor) -> tuple[Tensor, Tensor]:
+        critic, kl = self.config.critic, self.config.kl
+        behaviour, values = targets_of(sequences, "behaviour_logprobs"), targets_of(sequences, "values")
+        penalty = None
+        if self.kl_coef and kl.place == "reward":
+            penalty = KL_ESTIMATORS[kl.estimator](behaviour, targets_of(sequences, "reference_logprobs"))
+        rewards = place_scores(
+            torch.tensor([self.scores[sequence.key] for sequence in sequences], dtype=torch.float32),
+            penalty,
+            segment_ids,
+            kl_coef=self.kl_coef,
+            place=critic.score_place,
+            discount=critic.gamma * critic.lam,
+        )
+        if critic.whiten_rewards:
+            rewards = whiten(rewards, shift_mean=False)
+        if not critic.vtrace:
+            return gae(rewards, values, segment_ids, gamma=critic.gamma, lam=critic.lam)
+        ratios = (targets_of(sequences, "proximal_logprobs") - behaviour).exp()
+        return vtrace(
+            rewards,
+            values,
+            ratios,
+            segment_ids,
+            gamma=critic.gamma,
+            lam=critic.lam,
+            max_rho=critic.max_rho,
+            max_c=critic.max_c,
+        )
+
+
+def targets_of(sequences: Sequence[TrainSequence], name: str) -> Tensor:
+    """float32 [T]: column `name` of all targets, sequence after sequence."""
+    return torch.from_numpy(np.concatenate([vars(sequence)[name][sequence.mask] for sequence in sequences]))
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """The training sequences of a batch, and what is known of it before any update.
+
+    `keys` are those trained on, by ordinal, in the order of `selected`.
+    """
+
+    sequences: dict[Key, TrainSequence]
+    keys: dict[int, tuple[Key, ...]]
+    shaping: Shaping
+    metrics: dict[str, float]
+
+    def of(self, groups: Sequence[Group]) -> list[TrainSequence]:
+        """The sequences of `groups`, in their order: a minibatch."""
+        sequences = [self.sequences[key] for group in groups for key in self.keys[group.ordinal]]
+        return self.shaping.apply(sequences) if self.shaping.config.loss.whiten_advantages == "minibatch" else sequences
+
+
+def prepare_batch(
+    groups: Sequence[Group],
+    *,
+    config: RunConfig,
+    step: int,
+    measure: Measure | None = None,
+    kl_coef: float | None = None,
+) -> PreparedBatch:
+    """Selection, loss masks, advantages and staleness of a batch. StalenessError if a token is outside the bound.
+
+    `measure` reads the columns that the loss and the critic need (None: they need none), and `kl_coef` is the present
+    coefficient, by default the configured one. A KL penalty in the reward is that of the sampled tokens, behaviour
+    policy against reference: it is measured on all rollouts, since unselected ones are in their group's baseline.
+    """
+    kl_coef = config.kl.coef if kl_coef is None else kl_coef
+    rollouts = [rollout for group in groups for rollout in split_baseline(group, config)[0]]
     staleness = np.concatenate(
         [staleness_of(token_versions(rollout.completion.segments), step=step) for rollout in rollouts]
     )
-    check_bound(staleness, max_staleness=max_staleness, step=step)
-    sequences = [
-        train_sequence(
+    check_bound(staleness, max_staleness=config.max_staleness, step=step)
+    chosen = {group.ordinal: tuple(key_of(rollout) for rollout in selected(group, config)) for group in groups}
+    is_chosen = {key for keys in chosen.values() for key in keys}
+    penalises_reward = bool(kl_coef) and config.kl.place == "reward"
+    sequences = {
+        key_of(rollout): train_sequence(
             rollout.completion,
-            float(advantage),
-            is_masked=config.truncated == "mask" and is_truncated(rollout.completion),
+            is_masked=config.loss.truncated == "mask" and is_truncated(rollout.completion, config),
         )
-        for rollout, advantage in zip(rollouts, rollout_advantages(groups, config), strict=True)
-    ]
-    metrics = _reward_metrics(rollouts) | _staleness_metrics(staleness)
-    return PreparedBatch({sequence.key: sequence for sequence in sequences}, metrics)
+        for rollout in rollouts
+        if penalises_reward or key_of(rollout) in is_chosen
+    }
+    columns = {} if measure is None else measure(list(sequences.values()))
+    sequences = {
+        key: with_columns(sequence, **{name: values[key] for name, values in columns.items()})
+        for key, sequence in sequences.items()
+    }
+    kl = _reference_kl(sequences, config) if "reference_logprobs" in columns else None
+    penalties = {key: kl_coef * total for key, total in kl.items()} if kl is not None and penalises_reward else None
+    shaping = Shaping(
+        config=config,
+        scores={key_of(rollout): effective_reward(rollout, config) for rollout in rollouts},
+        advantages=None if config.has_critic else rollout_advantages(groups, config, penalties),
+        kl_coef=kl_coef,
+    )
+    trained = [sequences[key] for group in groups for key in chosen[group.ordinal]]
+    metrics = _reward_metrics(rollouts, config) | _staleness_metrics(staleness)
+    if kl is not None:
+        num_sampled = sum(sequence.num_targets for sequence in sequences.values())
+        metrics |= {
+            "kl_reference": sum(kl.values()) / max(num_sampled, 1),
+            "kl_reference_sum": float(np.mean(list(kl.values()))),
+            "kl_coef": kl_coef,
+        }
+    shaped = {sequence.key: sequence for sequence in shaping.apply(trained)}
+    return PreparedBatch(shaped, chosen, shaping, metrics)
 
 
-def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _reference_kl(sequences: Mapping[Key, TrainSequence], config: RunConfig) -> dict[Key, float]:
+    """KL of behaviour policy and reference by `kl.estimator`, summed over each completion's sampled tokens."""
+    estimate = KL_ESTIMATORS[config.kl.estimator]
+    return {
+        key: float(
+            estimate(targets_of([sequence], "behaviour_logprobs"), targets_of([sequence], "reference_logprobs"))
+            .double()
+            .sum()
+        )
+        for key, sequence in sequences.items()
+    }
+
+
+def _reward_metrics(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str, float]:
     rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     metrics = {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "completion_tokens_mean": float(np.mean([rollout.completion.num_tokens for rollout in rollouts])),
-        "truncated_frac": float(np.mean([is_truncated(rollout.completion) for rollout in rollouts])),
+        "truncated_frac": float(np.mean([is_truncated(rollout.completion, config) for rollout in rollouts])),
         "failed_frac": float(np.mean([rollout.failure is not None for rollout in rollouts])),
     }
     parts: dict[str, list[float]] = {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.logprobs import token_logprobs_and_entropy
 from slipstream.algorithms.losses import Loss, LossInputs, loss_named
 from slipstream.algorithms.reduce import (
@@ -24,11 +27,13 @@ from slipstream.algorithms.reduce import (
 )
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import NonFiniteError
-from slipstream.core.packed import Batching, PackedMicrobatch
+from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
 from slipstream.core.staleness import staleness_in_updates
 from slipstream.core.types import Group
 from slipstream.models.attention import PackedAttention
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.critic import Critic
+from slipstream.trainer.measure import Columns, measure
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.policy import prepare_batch
 
@@ -36,12 +41,10 @@ from slipstream.trainer.policy import prepare_batch
 MAX_LOGITS = 1 << 26
 
 
-def microbatch_logprobs(
-    model: Transformer, microbatch: PackedMicrobatch, *, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Policy logprobs of the microbatch's targets and the entropies they were drawn with, float32 [M] each.
+def microbatch_states(model: Transformer, microbatch: PackedMicrobatch) -> Tensor:
+    """The final states [M, hidden] that the microbatch's targets are predicted from.
 
-    A prompt shared by several completions is read once; logits are computed only where a target is predicted.
+    A prompt shared by several completions is read once.
     """
     device = next(model.parameters()).device
     hidden = model(
@@ -51,8 +54,18 @@ def microbatch_logprobs(
     )
     # A shared prompt's last row predicts several targets. The gradient of `hidden[index]` adds them up by atomic
     # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.
-    predicting = F.embedding(torch.from_numpy(microbatch.target_index).to(device), hidden)
-    targets = torch.from_numpy(microbatch.targets).to(device)
+    return F.embedding(torch.from_numpy(microbatch.target_index).to(device), hidden)
+
+
+def microbatch_logprobs(
+    model: Transformer, microbatch: PackedMicrobatch, *, temperature: float, states: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Policy logprobs of the microbatch's targets and the entropies they were drawn with, float32 [M] each.
+
+    `states` are `microbatch_states`, for a caller who has them. Logits are computed only where a target is predicted.
+    """
+    predicting = microbatch_states(model, microbatch) if states is None else states
+    targets = torch.from_numpy(microbatch.targets).to(predicting.device)
 
     def head(rows: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs_and_entropy(model.logits(rows), chunk_targets, temperature)
@@ -69,6 +82,18 @@ def microbatch_logprobs(
     return torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks])
 
 
+@dataclass(frozen=True)
+class Auxiliary:
+    """The trainer's models besides the policy: the frozen `reference` and the `critic`, where the config has them.
+
+    `kl_coef` is the present coefficient of an adaptive KL penalty; None takes `kl.coef`.
+    """
+
+    reference: Transformer | None = None
+    critic: Critic | None = None
+    kl_coef: float | None = None
+
+
 def train_on_batch(
     model: Transformer,
     optimizer: FlatAdamW,
@@ -77,42 +102,61 @@ def train_on_batch(
     config: RunConfig,
     step: int,
     batching: Batching,
+    auxiliary: Auxiliary = Auxiliary(),
 ) -> dict[str, float]:
     """Train step `step` on `groups`: the policy goes from version `step` to `step + 1`. Returns its metrics.
 
-    Advantages once per batch; then `epochs` passes over `minibatches` updates. The first update measures how far the
-    policy is from the behaviour policy before any weight of this step changed (`logprob_diff_max/lag_<n>`: completions
-    sampled wholly under the version n steps back; rounding only at lag 0).
-    `tokens_read` counts the rows of all microbatches, a prompt once per microbatch; `tokens_trained` the targets.
-    Raises StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss or gradient
-    that is not finite.
+    Reference and proximal logprobs, values and advantages once per batch, at consumption: stale completions are judged
+    by the policy and critic that train on them. Then `epochs` passes over `minibatches` updates. The first update
+    measures how far the policy is from the behaviour policy before any weight of this step changed
+    (`logprob_diff_max/lag_<n>`: completions sampled wholly under the version n steps back; rounding only at lag 0).
+    `tokens_read` counts the rows of all microbatches of the first pass, a prompt once per microbatch; `tokens_trained`
+    its targets. Raises StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss or
+    gradient that is not finite.
     """
     started_s = time.perf_counter()
     loss = loss_named(config.loss.name, config.loss.params)
-    batch = prepare_batch(groups, config=config.loss, step=step, max_staleness=config.max_staleness)
-    minibatches = [
-        batching.collate(batch.of(part), config.trainer.microbatch_tokens)
-        for part in batching.split_minibatches(groups, config.trainer.minibatches)
-    ]
+    update_of = _Update(model, optimizer, config=config, loss=loss, auxiliary=auxiliary)
+    batch = prepare_batch(
+        groups,
+        config=config,
+        step=step,
+        measure=partial(update_of.measure, batching=batching) if update_of.columns else None,
+        kl_coef=auxiliary.kl_coef,
+    )
+    num_minibatches = config.trainer.minibatches
     parts: Metrics = {}
     losses: list[float] = []
     grad_norms: list[float] = []
+    first_pass: list[PackedMicrobatch] = []
     staleness_updates_max = 0
+    minibatches: list[list[PackedMicrobatch]] = []
     for update in range(config.updates_per_step):
-        microbatches = minibatches[update % len(minibatches)]
+        epoch, index = divmod(update, num_minibatches)
+        if index == 0 and (epoch == 0 or config.trainer.shuffle):
+            minibatches = [
+                batching.collate(batch.of(part), config.trainer.microbatch_tokens, atom_size=update_of.atom_size)
+                for part in batching.split_minibatches(
+                    groups, num_minibatches, order=_epoch_order(groups, config, step=step, epoch=epoch)
+                )
+            ]
+        microbatches = minibatches[index]
+        if epoch == 0:
+            first_pass += microbatches
         if not microbatches:  # every completion of this minibatch is masked
             continue
-        loss_value, update_parts = _accumulate(
-            model, optimizer, microbatches, loss=loss, config=config, measured_step=None if losses else step
-        )
+        loss_value, update_parts = update_of.accumulate(microbatches, measured_step=None if losses else step)
         lr = optimizer.lr
+        if auxiliary.critic is not None:
+            auxiliary.critic.optimizer.finite_grad_norm()  # before either of them changes weights
         grad_norms.append(optimizer.step())
+        if auxiliary.critic is not None:
+            auxiliary.critic.optimizer.step()
         losses.append(loss_value)
         parts = merge_metrics(parts, update_parts) if parts else update_parts
         staleness = np.concatenate([step - microbatch.versions for microbatch in microbatches])
         distance = staleness_in_updates(staleness, updates_per_step=config.updates_per_step, update_in_step=update)
         staleness_updates_max = max(staleness_updates_max, int(distance.max()))
-    everything = [microbatch for microbatches in minibatches for microbatch in microbatches]
     return {
         **batch.metrics,
         **metric_values(parts),
@@ -121,64 +165,157 @@ def train_on_batch(
         "lr": lr if losses else optimizer.lr,
         "num_updates": float(len(losses)),
         "staleness_updates_max": float(staleness_updates_max),
-        "tokens_trained": float(sum(microbatch.num_targets for microbatch in everything)),
-        "tokens_read": float(sum(microbatch.num_tokens for microbatch in everything)),
-        "num_microbatches": float(len(everything)),
-        "padding_frac": batching.padding_frac(everything),
-        "padded_layout_frac": batching.padded_layout_frac(everything),
+        "tokens_trained": float(sum(microbatch.num_targets for microbatch in first_pass)),
+        "tokens_read": float(sum(microbatch.num_tokens for microbatch in first_pass)),
+        "num_microbatches": float(len(first_pass)),
+        "padding_frac": batching.padding_frac(first_pass),
+        "padded_layout_frac": batching.padded_layout_frac(first_pass),
         "train_s": time.perf_counter() - started_s,
     }
 
 
-def _accumulate(
-    model: Transformer,
-    optimizer: FlatAdamW,
-    microbatches: Sequence[PackedMicrobatch],
-    *,
-    loss: Loss,
-    config: RunConfig,
-    measured_step: int | None,
-) -> tuple[float, Metrics]:
-    """Gradient of one update in `optimizer.grad`, its loss, and its metrics as parts."""
-    num_tokens = sum(microbatch.num_targets for microbatch in microbatches)
-    num_sequences = sum(len(microbatch.keys) for microbatch in microbatches)
-    optimizer.zero_grad()
-    total = 0.0
-    parts: Metrics = {}
-    for microbatch in microbatches:
-        logprobs, entropies = microbatch_logprobs(model, microbatch, temperature=config.generator.temperature)
-        inputs = _loss_inputs(
-            microbatch, logprobs, num_units={"token": num_tokens, "sequence": num_sequences}[loss.unit]
-        )
-        microbatch_loss, microbatch_parts = loss(inputs)
-        if config.loss.entropy_coef:
-            bonus = sum_over_units(entropies, inputs.mask, num_units=num_tokens)
-            microbatch_loss = microbatch_loss - config.loss.entropy_coef * bonus
-        torch.autograd.backward(microbatch_loss)
-        total += float(microbatch_loss.detach())
-        microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
-        if measured_step is not None:
-            microbatch_parts |= _difference_per_lag(microbatch, inputs, step=measured_step)
-        parts = merge_metrics(parts, microbatch_parts)
-    if not math.isfinite(total):
-        raise NonFiniteError(
-            "the loss is not finite; weights were not changed",
-            got=f"loss {total} at update {optimizer.num_updates}",
-            hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
-        )
-    return total, parts
+def _epoch_order(groups: Sequence[Group], config: RunConfig, *, step: int, epoch: int) -> list[int] | None:
+    """In which order the groups are dealt into the minibatches of `epoch`: None is the canonical one."""
+    if not config.trainer.shuffle:
+        return None
+    order: list[int] = np.random.default_rng((config.seed, step, epoch)).permutation(len(groups)).tolist()
+    return order
 
 
-def _loss_inputs(microbatch: PackedMicrobatch, logprobs: Tensor, *, num_units: int) -> LossInputs:
-    device = logprobs.device
-    return LossInputs(
-        policy_logprobs=logprobs,
-        behaviour_logprobs=torch.from_numpy(microbatch.behaviour_logprobs).to(device),
-        advantages=torch.from_numpy(microbatch.advantages).to(device),
-        mask=torch.ones(len(logprobs), dtype=torch.bool, device=device),
-        segment_ids=torch.from_numpy(microbatch.segment_ids).to(device),
-        num_units=num_units,
-    )
+def needed_columns(config: RunConfig) -> tuple[str, ...]:
+    """What has to be measured on a batch before its first update, for its loss, its penalty and its critic."""
+    requires = loss_named(config.loss.name, config.loss.params).requires
+    is_needed = {
+        "reference_logprobs": "reference_logprobs" in requires or config.kl.coef > 0,
+        "proximal_logprobs": "proximal_logprobs" in requires or (config.has_critic and config.critic.vtrace),
+        "values": config.has_critic,
+    }
+    return tuple(name for name, needed in is_needed.items() if needed)
+
+
+class _Update:
+    """One step's way from microbatches to gradients, of the policy and of the critic beside it."""
+
+    def __init__(
+        self, model: Transformer, optimizer: FlatAdamW, *, config: RunConfig, loss: Loss, auxiliary: Auxiliary
+    ) -> None:
+        self.model, self.optimizer, self.config, self.loss = model, optimizer, config, loss
+        self.auxiliary = auxiliary
+        self.columns = needed_columns(config)
+        self.atom_size = 2 if loss.atom == "pair" else 1
+        self.kl_coef = config.kl.coef if auxiliary.kl_coef is None else auxiliary.kl_coef
+        self.kl_in_loss = self.kl_coef if config.kl.place == "loss" else 0.0
+
+    def measure(self, sequences: Sequence[TrainSequence], *, batching: Batching) -> dict[str, Columns]:
+        """The columns that the config needs, under the weights of this moment."""
+        readers: dict[str, Callable[[PackedMicrobatch], Tensor]] = {
+            "reference_logprobs": partial(self._logprobs, self.auxiliary.reference),
+            "proximal_logprobs": partial(self._logprobs, self.model),
+            "values": self._values,
+        }
+        return {
+            name: measure(
+                readers[name], sequences, microbatch_tokens=self.config.trainer.microbatch_tokens, batching=batching
+            )
+            for name in self.columns
+        }
+
+    def _logprobs(self, model: Transformer | None, microbatch: PackedMicrobatch) -> Tensor:
+        assert model is not None, "the config needs a reference policy, and none was built"
+        return microbatch_logprobs(model, microbatch, temperature=self.config.generator.temperature)[0]
+
+    def _values(self, microbatch: PackedMicrobatch) -> Tensor:
+        critic = self.auxiliary.critic
+        assert critic is not None, "the config needs a critic, and none was built"
+        states = microbatch_states(self.model, microbatch) if critic.is_head else torch.empty(0)
+        return critic.values(microbatch, states)
+
+    def accumulate(
+        self, microbatches: Sequence[PackedMicrobatch], *, measured_step: int | None
+    ) -> tuple[float, Metrics]:
+        """Gradients of one update in the optimizers, the policy's loss, and metrics as parts."""
+        num_tokens = sum(microbatch.num_targets for microbatch in microbatches)
+        num_sequences = sum(len(microbatch.keys) for microbatch in microbatches)
+        by_token = self.loss.unit == "token" and self.config.loss.reduction == "token"
+        num_units = num_tokens if by_token else num_sequences // self.atom_size
+        self.optimizer.zero_grad()
+        critic = self.auxiliary.critic
+        if critic is not None:
+            critic.optimizer.zero_grad()
+        total = 0.0
+        parts: Metrics = {}
+        for microbatch in microbatches:
+            states = microbatch_states(self.model, microbatch)
+            logprobs, entropies = microbatch_logprobs(
+                self.model, microbatch, temperature=self.config.generator.temperature, states=states
+            )
+            inputs = self._inputs(microbatch, logprobs, num_units=num_units)
+            policy_loss, microbatch_parts = self.loss(inputs)
+            if self.config.loss.entropy_coef:
+                bonus = sum_over_units(entropies, inputs.mask, num_units=num_tokens)
+                policy_loss = policy_loss - self.config.loss.entropy_coef * bonus
+            if self.kl_in_loss:
+                kl = KL_ESTIMATORS[self.config.kl.estimator](logprobs, inputs.need("reference_logprobs"))
+                is_averaged = self.loss.unit == "token"
+                mean_kl = inputs.average(kl) if is_averaged else sum_over_units(kl, inputs.mask, num_units=num_tokens)
+                policy_loss = policy_loss + self.kl_in_loss * mean_kl
+            backward = policy_loss
+            if critic is not None:
+                value_loss, value_parts = self._value_loss(critic, microbatch, states, inputs, num_tokens)
+                backward = policy_loss + self.config.critic.coef * value_loss
+                microbatch_parts |= value_parts
+            torch.autograd.backward(backward)
+            total += float(policy_loss.detach())
+            microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
+            if measured_step is not None:
+                microbatch_parts |= _difference_per_lag(microbatch, inputs, step=measured_step)
+            parts = merge_metrics(parts, microbatch_parts)
+        if not math.isfinite(total):
+            raise NonFiniteError(
+                "the loss is not finite; weights were not changed",
+                got=f"loss {total} at update {self.optimizer.num_updates}",
+                hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+            )
+        return total, parts
+
+    def _value_loss(
+        self, critic: Critic, microbatch: PackedMicrobatch, states: Tensor, inputs: LossInputs, num_tokens: int
+    ) -> tuple[Tensor, Metrics]:
+        def column(values: np.ndarray | None) -> Tensor:
+            assert values is not None, "a batch for a critic carries values and returns"
+            return torch.from_numpy(values).to(inputs.mask.device)
+
+        return loss_named("value", {"clip": self.config.critic.clip})(
+            LossInputs(
+                policy_logprobs=None,
+                advantages=None,
+                mask=inputs.mask,
+                segment_ids=inputs.segment_ids,
+                num_units=num_tokens,
+                values=critic.values(microbatch, states),
+                anchor_values=column(microbatch.values),
+                returns=column(microbatch.returns),
+            )
+        )
+
+    def _inputs(self, microbatch: PackedMicrobatch, logprobs: Tensor, *, num_units: int) -> LossInputs:
+        device = logprobs.device
+
+        def column(values: np.ndarray | None) -> Tensor | None:
+            return None if values is None else torch.from_numpy(values).to(device)
+
+        return LossInputs(
+            policy_logprobs=logprobs,
+            behaviour_logprobs=torch.from_numpy(microbatch.behaviour_logprobs).to(device),
+            reference_logprobs=column(microbatch.reference_logprobs),
+            proximal_logprobs=column(microbatch.proximal_logprobs),
+            advantages=torch.from_numpy(microbatch.advantages).to(device),
+            mask=torch.ones(len(logprobs), dtype=torch.bool, device=device),
+            segment_ids=torch.from_numpy(microbatch.segment_ids).to(device),
+            num_units=num_units,
+            reduction=self.config.loss.reduction,
+            max_tokens=self.config.generator.max_new_tokens,
+        )
 
 
 def _difference_per_lag(microbatch: PackedMicrobatch, inputs: LossInputs, *, step: int) -> Metrics:

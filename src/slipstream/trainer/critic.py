@@ -1,0 +1,64 @@
+"""The value function of actor-critic PPO: a model of its own, or a head on the policy's states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.core.config import RunConfig
+from slipstream.core.packed import PackedMicrobatch
+from slipstream.models.flat import FlatParameters
+from slipstream.models.scalar import ScalarModel, load_scalar_model, new_scalar_model
+from slipstream.models.scoring import microbatch_values
+from slipstream.models.transformer import Transformer
+from slipstream.trainer.optim import FlatAdamW
+
+
+class Critic:
+    """V(state before each target), with an optimizer of its own.
+
+    A head reads the policy's states, and its loss trains the policy's trunk too, as in OpenAI's code (N, item 22). A
+    model of its own may start from a reward model, head included, as in the TL;DR reproduction.
+    """
+
+    def __init__(self, config: RunConfig, policy: Transformer) -> None:
+        critic = config.critic
+        self.is_head = critic.model == "head"
+        self.module: ScalarModel | nn.Linear
+        if self.is_head:
+            self.module = _head(policy, critic.head_init, config.seed)
+        elif critic.path is not None:
+            self.module = load_scalar_model(
+                Path(critic.path),
+                head_init=critic.head_init,
+                seed=config.seed,
+                max_positions=policy.config.max_positions,
+            )
+        else:
+            self.module = new_scalar_model(policy, head_init=critic.head_init, seed=config.seed)
+        self.flat = FlatParameters(self.module)
+        self.optimizer = FlatAdamW(
+            self.module, self.flat, critic.optimizer, total_updates=config.steps * config.updates_per_step
+        )
+
+    def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
+        """float32 [M], differentiable; `states` [M, hidden] are the policy's at the rows that predict the targets."""
+        if isinstance(self.module, ScalarModel):
+            return microbatch_values(self.module, microbatch)
+        values: Tensor = self.module(states.float())
+        return values.squeeze(-1)
+
+
+@torch.no_grad()
+def _head(policy: Transformer, init: str, seed: int) -> nn.Linear:
+    hidden = policy.config.hidden_size
+    head: nn.Linear = nn.utils.skip_init(nn.Linear, hidden, 1)  # type: ignore[no-untyped-call]
+    if init == "reward":
+        generator = torch.Generator().manual_seed(seed)
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / (hidden + 1) ** 0.5)
+    else:
+        head.weight.zero_()
+    head.bias.zero_()
+    return head.to(policy.embedding.weight.device)

@@ -1,0 +1,52 @@
+"""What is measured on a batch before its first update: logprobs under frozen policies, and the critic's values.
+
+One float32 per token that is trained on, by (ordinal, sample); nothing here is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
+
+Key = tuple[int, int]  # (ordinal, sample)
+Columns = dict[Key, np.ndarray]
+
+
+@torch.no_grad()
+def measure(
+    read: Callable[[PackedMicrobatch], Tensor],
+    sequences: Sequence[TrainSequence],
+    *,
+    microbatch_tokens: int,
+    batching: Batching,
+) -> Columns:
+    """What `read` gives for the targets of each sequence, float32 [num_targets]; none for a sequence without targets.
+
+    `read` maps a microbatch to [M], one number per target. Identity: equals reading every sequence alone.
+    """
+    columns = {sequence.key: np.zeros(0, dtype=np.float32) for sequence in sequences}
+    for microbatch in batching.collate(sequences, microbatch_tokens):
+        read_values = read(microbatch).float().cpu().numpy()
+        ends = np.cumsum(np.bincount(microbatch.segment_ids, minlength=len(microbatch.keys)))
+        columns.update(zip(microbatch.keys, np.split(read_values, ends[:-1]), strict=True))
+    return columns
+
+
+def with_columns(sequence: TrainSequence, **columns: np.ndarray) -> TrainSequence:
+    """`sequence` with these columns, each given for its targets: float32 [num_targets]."""
+    spread: dict[str, Any] = {name: _spread(sequence, values) for name, values in columns.items()}
+    return replace(sequence, **spread)
+
+
+def _spread(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
+    """float32 [T]: `values` on the targets of `sequence`, 0 elsewhere."""
+    column = np.zeros(len(sequence.tokens), dtype=np.float32)
+    column[sequence.mask] = values
+    return column
