@@ -48,8 +48,8 @@ def thread_environment(num_threads: int) -> dict[str, str]:
     """Variables every numerical library reads when it is loaded.
 
     Waiting OpenMP threads spin for microseconds, then sleep. Seen with two threads, decoding 64 x 16 tokens and one
-    training pass in ms: alone 150 and 170 without spinning, 113 and 170 so, 112 and 155 with OpenMP's default, which
-    spins long; with two other busy processes 185 and 424, 276 and 315, 335 and 545.
+    training pass in ms (`benchmarks/waiting.py`): alone 142 and 214 without spinning, 72 and 154 so, 77 and 174 with
+    OpenMP's default, which spins long; beside two busy processes 231 and 493, 449 and 485, 628 and 1472.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return dict.fromkeys(names, str(num_threads)) | {"GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
