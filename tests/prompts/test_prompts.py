@@ -17,6 +17,7 @@ from slipstream.core.config import DemonstrationConfig, PromptsConfig, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Prompt
 from slipstream.prompts import PromptStream, build_prompts, count_overlap, demonstrations, task_table
+from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
 from slipstream.prompts.template import Template
 
@@ -319,3 +320,74 @@ def test_demonstrations_mix_kinds_by_weight(tokenizer: PreTrainedTokenizerFast) 
         assert text in (prompt.answer, prompt.columns["word"])
         copies += text == prompt.columns["word"]
     assert 0.70 < copies / 1500 < 0.80
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_a_long_post_loses_its_last_lines_and_then_characters(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    posts = ["one\ntwo\nthree", "fits", "no line breaks at all", "first line is too long\nx"]
+    rows = [{"post": post, "title": f"t{index}"} for index, post in enumerate(posts)]
+    config = run_config(
+        dataset=write_rows(tmp_path / "posts.jsonl", rows),
+        prompt_column="post",
+        template="{title}:{question};",
+        max_prompt_tokens=4 + len("one\ntwo"),
+        too_long="shorten",
+        shorten_column="question",
+        num_eval=1,
+    )
+    made = build_prompts(config, tokenizer)
+    texts = sorted(prompt.text for prompt in [*made.train.prompts, *made.eval])
+    assert texts == ["t0:one\ntwo;", "t1:fits;", "t2:no line;", "t3:first l;"]
+    assert made.report.num_too_long == 0
+
+
+def test_cut_keeps_the_first_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = [{"prompt": text} for text in ("abcdefghij", "short", "zyxwvutsrq")]
+    config = run_config(dataset=write_rows(tmp_path / "p.jsonl", rows), max_prompt_tokens=6, too_long="cut", num_eval=1)
+    made = build_prompts(config, tokenizer)
+    assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == ["abcdef", "short", "zyxwvu"]
+
+
+def test_prompts_cut_to_the_same_text_are_one_prompt(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = [{"prompt": f"abcdef{tail}"} for tail in ("1", "2", "3")] + [{"prompt": "xyz"}]
+    config = run_config(dataset=write_rows(tmp_path / "p.jsonl", rows), max_prompt_tokens=6, too_long="cut", num_eval=1)
+    made = build_prompts(config, tokenizer)
+    assert made.report.num_duplicates == 2
+    assert made.report.overlap == 0
+    assert len(made.train) + len(made.eval) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("end. A sentence. Another. cut", "A sentence. Another."),
+        ("one. two.", "two."),
+        ("only one.", None),
+        ("none", None),
+        ("a..", "."),
+    ],
+)
+def test_between_periods(text: str, kept: str | None) -> None:
+    assert between_periods(text) == kept
+
+
+def test_rows_without_two_periods_are_left_out(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = [{"prompt": text} for text in ("x. First one. y", "nothing", "x. Second one. y")]
+    config = run_config(dataset=write_rows(tmp_path / "b.jsonl", rows), between_periods=True, num_eval=1)
+    made = build_prompts(config, tokenizer)
+    assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == ["First one.", "Second one."]
+
+
+def test_shortening_needs_a_column_of_the_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="takes the column to shorten"):
+        run_config(dataset="x.jsonl", too_long="shorten", num_eval=1)
+    dataset = write_rows(tmp_path / "p.jsonl", [{"prompt": "abcdefgh", "note": "n"}, {"prompt": "ijklmnop"}])
+    config = run_config(dataset=dataset, max_prompt_tokens=4, too_long="shorten", shorten_column="note", num_eval=1)
+    with pytest.raises(ConfigError, match="no column of the template"):
+        build_prompts(config, tokenizer)

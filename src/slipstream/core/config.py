@@ -58,6 +58,7 @@ class PromptsConfig(Section):
 
     tasks: list[TaskConfig] = Field(default_factory=list, description="reasoning-gym tasks, mixed by weight.")
     dataset: str | None = Field(None, description="Path or hub id of a dataset with columns `prompt` and `answer`.")
+    dataset_config: str | None = Field(None, description="Configuration of a hub dataset that has several.")
     dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
     prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
     answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
@@ -68,7 +69,16 @@ class PromptsConfig(Section):
     )
     chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
     system: str | None = Field(None, description="System message of chat prompts.")
-    max_prompt_tokens: Positive = Field(128, description="Longer prompts are dropped, counted and reported.")
+    between_periods: bool = Field(
+        False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
+    )
+    max_prompt_tokens: Positive = Field(128, description="Longest prompt, in tokens; see too_long.")
+    too_long: Literal["drop", "cut", "shorten"] = Field(
+        "drop",
+        description="Longer prompts are dropped and counted, cut at the right, or shortened: shorten_column loses what "
+        "follows its last line break until the prompt fits, then characters (N).",
+    )
+    shorten_column: str | None = Field(None, description="Column of the template to shorten, e.g. 'post'.")
     num_train: Positive = Field(20_000, description="Distinct training prompts; the stream reshuffles when they end.")
     num_eval: Positive = Field(500, description="Held-out prompts, disjoint from training ones by normalised text.")
 
@@ -108,12 +118,30 @@ class RewardTerm(Section):
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword parameters of a built-in function.")
 
 
+class RewardModelTerm(Section):
+    """One reward model of the weighted sum. It reads the policy's tokens, so both share a tokenizer."""
+
+    path: str = Field(
+        description="Folder of a `*ForSequenceClassification` checkpoint with one label, or 'stage:reward_model'."
+    )
+    name: str = Field("reward_model", description="Name of its part of the reward, in metrics and rollouts.")
+    weight: float = Field(1.0, description="Factor of this term in the sum.")
+    at_least: float | None = Field(
+        None, description="Makes the term a constraint: below this, the reward is at most rewards.violation_cap (CGPO)."
+    )
+
+
 class RewardsConfig(Section):
-    """How completions are scored, one by one, in sandboxed workers."""
+    """How completions are scored: by functions in sandboxed workers, by reward models in an executor of their own."""
 
     terms: list[RewardTerm] = Field(
-        default_factory=lambda: [RewardTerm(function="task")], description="Weighted sum of these."
+        default_factory=lambda: [RewardTerm(function="task")],
+        description="Weighted sum of these; a term of weight 0 is measured only.",
     )
+    models: list[RewardModelTerm] = Field(
+        default_factory=list, description="Reward models added to the sum. Without terms no worker is started."
+    )
+    model_batch_size: Positive = Field(64, description="Completions that reward models score at once, at most.")
     num_workers: Positive = Field(1, description="Sandboxed worker processes.")
     timeout_s: PositiveFloat = Field(
         5.0, description="Limit of one scoring call in seconds; then the worker is killed."
@@ -131,6 +159,23 @@ class RewardsConfig(Section):
     trust_verifier: bool = Field(
         False, description="Run verifiers known to evaluate model text even where the platform cannot isolate them."
     )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [*(term.function for term in self.terms), *(model.name for model in self.models)]
+        repeated = next((model.name for model in self.models if names.count(model.name) > 1), None)
+        if repeated is not None:
+            raise ConfigError(
+                "reward models need names of their own",
+                got=f"'{repeated}' more than once",
+                hint="set rewards.models[].name: metrics and rollouts show each part under it",
+            )
+        return self
+
+    @property
+    def weighted(self) -> list[RewardTerm | RewardModelTerm]:
+        """All terms of the sum in the order of their parts: functions, then models."""
+        return [*self.terms, *self.models]
 
 
 Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "greedy_baseline", "gae", "reward"]
@@ -416,6 +461,12 @@ class RunConfig(Section):
                 got=f"eval.num_prompts = {self.eval.num_prompts}, prompts.num_eval = {self.prompts.num_eval}",
                 allowed="eval.num_prompts <= prompts.num_eval",
             )
+        if (self.prompts.too_long == "shorten") != (self.prompts.shorten_column is not None):
+            raise ConfigError(
+                "shortening prompts takes the column to shorten",
+                got=f"too_long = '{self.prompts.too_long}', shorten_column = {self.prompts.shorten_column!r}",
+                allowed="too_long = 'shorten' with a shorten_column, or neither",
+            )
         if bool(self.prompts.tasks) == bool(self.prompts.dataset):
             raise ConfigError(
                 "exactly one source of prompts is needed",
@@ -449,11 +500,11 @@ class RunConfig(Section):
                 got=f"several_rewards = 'normalise_then_sum' with advantages = '{loss.advantages}'",
                 allowed="advantages = 'group_normalised'",
             )
-        terms = self.rewards.terms
+        terms = self.rewards.weighted
         if terms and all(term.at_least is not None for term in terms):
             raise ConfigError(
                 "constraints alone are no reward",
-                got="rewards.terms that all have at_least",
+                got="rewards.terms and rewards.models that all have at_least",
                 allowed="one term without it",
             )
         adjusts_reward = (

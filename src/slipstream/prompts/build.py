@@ -58,7 +58,8 @@ class _Collector:
     def take(self, rows: Iterable[Row], limit: int) -> list[tuple[str, Prompt]]:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
         fresh: list[tuple[str, Row]] = []
-        for row in rows:
+        for candidate in rows:
+            row = self._encoder.shortened(candidate)
             self.num_candidates += 1
             key = row_key(row.text, row.messages)
             if key in self.seen:

@@ -17,11 +17,13 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[Row]:
     """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed."""
-    for index, record in enumerate(_records(source, config.dataset_split)):
-        yield _row(record, config, template=template, where=f"{source}, record {index}")
+    for index, record in enumerate(_records(source, config.dataset_config, config.dataset_split)):
+        row = _row(record, config, template=template, where=f"{source}, record {index}")
+        if row is not None:
+            yield row
 
 
-def _records(source: str, split: str) -> Iterable[Mapping[str, Any]]:
+def _records(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
     path = Path(source).expanduser()
     if path.is_file() and path.suffix in {".jsonl", ".ndjson"}:
         return _jsonl(path)
@@ -33,12 +35,12 @@ def _records(source: str, split: str) -> Iterable[Mapping[str, Any]]:
     if path.is_file():
         raise ConfigError("unknown kind of dataset file", got=source, allowed=".jsonl, .ndjson, .parquet or a folder")
     if path.is_dir():
-        return _folder(path, split)
+        return _folder(path, name, split)
     if path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1:
         raise ConfigError(
             "dataset not found", got=source, hint="give an existing file or folder, or a hub id 'owner/name'"
         )
-    return _hub(source, split)
+    return _load(source, name, split)
 
 
 def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -55,7 +57,7 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
             yield record
 
 
-def _folder(path: Path, split: str) -> Iterable[Mapping[str, Any]]:
+def _folder(path: Path, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
     import datasets
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -63,24 +65,20 @@ def _folder(path: Path, split: str) -> Iterable[Mapping[str, Any]]:
         if isinstance(loaded, datasets.Dataset):
             return loaded  # type: ignore[no-any-return]
         return _split(loaded, split, source=str(path))
-    return _load(str(path), split)
+    return _load(str(path), name, split)
 
 
-def _hub(name: str, split: str) -> Iterable[Mapping[str, Any]]:
-    return _load(name, split)
-
-
-def _load(name: str, split: str) -> Iterable[Mapping[str, Any]]:
+def _load(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(name)
+        loaded = datasets.load_dataset(source, name)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # not found, offline, unreadable
         raise ConfigError(
-            f"dataset '{name}' cannot be loaded: {type(error).__name__}: {error}",
+            f"dataset '{source}' cannot be loaded: {type(error).__name__}: {error}",
             hint="without network, download it first and give its folder, a JSONL or a parquet file",
         ) from error
-    return _split(loaded, split, source=name)
+    return _split(loaded, split, source=source)
 
 
 def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Mapping[str, Any]]:
@@ -94,7 +92,8 @@ def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Ma
     return records
 
 
-def _row(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> Row:
+def _row(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> Row | None:
+    """The row of `record`, or None for one without the two periods that `between_periods` asks for."""
     if config.prompt_column not in record:
         raise ConfigError(
             f"{where} has no column '{config.prompt_column}'",
@@ -107,11 +106,24 @@ def _row(record: Mapping[str, Any], config: PromptsConfig, *, template: Template
     answer_text = answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     columns["answer"] = answer_text
     if isinstance(prompt, str):
+        if config.between_periods:
+            prompt = between_periods(prompt)
+            if prompt is None:
+                return None
         columns["question"] = prompt
         return Row(text=template.render(columns), task="dataset", answer=answer_text, columns=columns)
     messages = _messages(prompt, where=where)
     columns["question"] = messages[-1]["content"]
     return Row(text=messages[-1]["content"], task="dataset", answer=answer_text, messages=messages, columns=columns)
+
+
+def between_periods(text: str) -> str | None:
+    """`text` from behind its first period to its last one, stripped; None where nothing lies between.
+
+    Whole sentences as queries: N, item 12, for the book corpus.
+    """
+    first, last = text.find("."), text.rfind(".")
+    return text[first + 1 : last + 1].strip() or None if last > first else None
 
 
 def _messages(prompt: Any, *, where: str) -> list[dict[str, Any]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,7 @@ class Encoder:
     def __init__(self, config: PromptsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._template = Template(config.template, field="prompts.template")
         if config.system is not None and not config.chat:
             raise ConfigError(
                 "prompts.system needs a chat template",
@@ -103,6 +106,44 @@ class Encoder:
             )
             for i, row in enumerate(rows)
         ]
+
+    def shortened(self, row: Row) -> Row:
+        """`row`, or what `prompts.too_long` makes of it where its prompt does not fit; chats stay as they are."""
+        if self._config.too_long == "drop" or row.messages is not None or self.fits(self.encode([row])[0]):
+            return row
+        if self._config.too_long == "cut":
+            return self._longest(row.text, lambda text: replace(row, text=text))
+        return self._shorten(row)
+
+    def _shorten(self, row: Row) -> Row:
+        """Without the last lines of `shorten_column`, as few as it takes; then without its last characters."""
+        column = self._config.shorten_column
+        assert column is not None, "the schema asks for a column to shorten"
+        if column not in row.columns or column not in self._template.columns:
+            raise ConfigError(
+                "prompts.shorten_column is no column of the template",
+                got=column,
+                allowed=", ".join(sorted(self._template.columns & row.columns.keys())),
+                hint=did_you_mean(column, self._template.columns),
+            )
+
+        def with_text(text: str) -> Row:
+            return replace(row, text=self._template.render({**row.columns, column: text}))
+
+        text = str(row.columns[column])
+        while "\n" in text:
+            text = text[: text.rindex("\n")]
+            shorter = with_text(text)
+            if self.fits(self.encode([shorter])[0]):
+                return shorter
+        return self._longest(text, with_text)
+
+    def _longest(self, text: str, make: Callable[[str], Row]) -> Row:
+        """`make` of the longest beginning of `text` whose prompt fits; of nothing, where none does."""
+        num_cut = bisect_left(
+            range(len(text)), True, key=lambda cut: self.fits(self.encode([make(text[: len(text) - cut])])[0])
+        )
+        return make(text[: len(text) - num_cut])
 
     def fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.tokens) <= self._config.max_prompt_tokens
