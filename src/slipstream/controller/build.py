@@ -15,15 +15,17 @@ from slipstream.controller.controller import Work
 from slipstream.controller.pipeline import Node, Pipeline, gather, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
-from slipstream.core.config import RunConfig
+from slipstream.core.config import RewardTerm, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import check_model_path
 from slipstream.core.types import WarmStart
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
+from slipstream.models.tokenizer import load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.executor import Rewards
+from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.executor import Trainer
 
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
@@ -33,8 +35,27 @@ def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
     """Raise ConfigError for what the schema cannot see: models, losses, tasks and rewards that are not there."""
     check_model_path(config)
     check_loss(config)
-    if not has_own_reward:
+    check_reward_models(config)
+    if not has_own_reward and (config.rewards.terms or not config.rewards.models):
         check_rewards(config.rewards, task_table(config.prompts.tasks))
+
+
+def check_reward_models(config: RunConfig) -> None:
+    """Raise ConfigError for a reward model that is not there, or reads other tokens than the policy writes."""
+    for model in config.rewards.models:
+        path = Path(model.path)
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"there is no reward model '{model.name}'", got=model.path, allowed="a folder with config.json"
+            )
+        has_tokenizer = (path / "tokenizer.json").is_file()
+        if has_tokenizer and load_tokenizer(path).get_vocab() != build_tokenizer(config.model).get_vocab():
+            raise ConfigError(
+                f"reward model '{model.name}' and the policy have different tokenizers",
+                got=model.path,
+                allowed="a model with the policy's vocabulary",
+                hint="reward models read the tokens that were sampled",
+            )
 
 
 def check_loss(config: RunConfig) -> None:
@@ -83,6 +104,17 @@ def make_rewards(config: RunConfig, reward: Callable[..., Any] | None = None) ->
     return Rewards(config=config.rewards, tasks=task_table(config.prompts.tasks), function=reward)
 
 
+def make_reward_models(config: RunConfig, has_own_reward: bool = False) -> RewardModels:
+    """The executor of `rewards.models`, behind the functions that score first."""
+    return RewardModels(
+        config.rewards,
+        terms=[RewardTerm(function="reward")] if has_own_reward else config.rewards.terms,
+        batching=collate,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        max_tokens=config.prompts.max_prompt_tokens + config.generator.max_new_tokens,
+    )
+
+
 def nodes(
     config: RunConfig, *, reward: Callable[..., Any] | None = None, resume: Path | None = None
 ) -> tuple[Node, ...]:
@@ -113,21 +145,47 @@ def nodes(
         num_threads=threads["trainer"].together,
         num_threads_alone=threads["trainer"].alone,
     )
-    return (*generators, rewards, trainer)
+    scoring: list[Node] = []
+    if has_functions(config, reward):
+        scoring.append(rewards)
+    if config.rewards.models:
+        scoring.append(
+            Node(
+                name="reward_models",
+                factory=make_reward_models,
+                kwargs={"config": config, "has_own_reward": reward is not None},
+                host=config.host,
+                num_threads=threads["reward_models"].together,
+                num_threads_alone=threads["reward_models"].alone,
+            )
+        )
+    return (*generators, *scoring, trainer)
+
+
+def has_functions(config: RunConfig, reward: Callable[..., Any] | None) -> bool:
+    """Whether any function scores: reward models alone need no workers."""
+    return reward is not None or bool(config.rewards.terms) or not config.rewards.models
 
 
 def default_pipeline(
     config: RunConfig, *, reward: Callable[..., Any] | None = None, resume: Path | None = None
 ) -> Pipeline:
-    """generators -> rewards -> trainer -> weights -> generators."""
+    """generators -> rewards -> reward models, where there are any -> trainer -> weights -> generators."""
     replicas = [f"generator-{replica}" for replica in range(config.generator.replicas)]
     deadline_s = config.deadline_s
+    first = "rewards" if has_functions(config, reward) else "reward_models"
+    scored = ("reward_models", "scored") if config.rewards.models else ("rewards", "rollouts")
     channels = [
         *(
-            gather(f"completions/{name}", f"{name}.completions", "rewards.completions", deadline_s=deadline_s)
+            gather(f"completions/{name}", f"{name}.completions", f"{first}.completions", deadline_s=deadline_s)
             for name in replicas
         ),
-        gather("rollouts", "rewards.rollouts", "trainer.rollouts", deadline_s=deadline_s),
+        *(
+            [gather("parts", "rewards.rollouts", "reward_models.completions", deadline_s=deadline_s)]
+            if first != scored[0]
+            else []
+        ),
+        gather("rollouts", ".".join(scored), "trainer.rollouts", deadline_s=deadline_s),
         *(weights(f"weights/{name}", "trainer.weights", f"{name}.weights", deadline_s=deadline_s) for name in replicas),
     ]
     return Pipeline(nodes(config, reward=reward, resume=resume), tuple(channels), deadline_s=deadline_s)

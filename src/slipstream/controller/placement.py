@@ -30,17 +30,20 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
     """Threads of the computing executors, by the first word of their names.
 
     At staleness 0 trainer and generator take turns, so each gets everything; otherwise trainer and replicas divide the
-    cores, the trainer taking what is left over.
+    cores, the trainer taking what is left over. Reward models get as much as a replica, once cores suffice for both:
+    they read each token once, which is a small part of what sampling it costs.
     """
     replicas = config.generator.replicas
     if config.max_staleness == 0:
         shared = Threads(together=max(1, cores // replicas), alone=max(1, cores // replicas))
-        return {"trainer": Threads(together=cores, alone=cores), "generator": shared}
-    each = max(1, cores // (replicas + 1))
-    trainer = max(1, cores - each * replicas)
+        return {"trainer": Threads(together=cores, alone=cores), "generator": shared, "reward_models": shared}
+    others = replicas + bool(config.rewards.models)
+    each = max(1, cores // (others + 1))
+    trainer = max(1, cores - each * others)
     return {
         "trainer": Threads(together=trainer, alone=cores),
         "generator": Threads(together=each, alone=max(1, cores // replicas)),
+        "reward_models": Threads(together=each, alone=cores),
     }
 
 

@@ -41,9 +41,10 @@ class Rewards(Executor):
     """Scores completions; never hangs on one, and loses none.
 
     Consumes `completions`; emits a `Rollout` on `rollouts` for training, `EvalScored` on `events` for evaluation
-    (a failed one has reward `failure_reward`). Constructor arguments are models, or what `model_dump` made of them,
-    apart from `function`: a Python callable with TRL's signature that replaces the configured terms and runs in this
-    process. Stop: takes no more, finishes what it has.
+    (a failed one has reward `failure_reward`). Where reward models follow, rollouts have their parts and no sum yet.
+    Constructor arguments are models, or what `model_dump` made of them, apart from `function`: a Python callable with
+    TRL's signature that replaces the configured terms and runs in this process. Stop: takes no more, finishes what it
+    has.
     """
 
     inputs = ("completions",)
@@ -149,7 +150,7 @@ class Rewards(Executor):
 
     def _emit(self, completion: Completion, scored: Scored) -> None:
         reward, failure = self._config.failure_reward, scored.failure
-        if failure is None:
+        if failure is None and not self._config.models:  # else the sum is made where the models' parts are known
             try:
                 reward = combined_reward(self._terms, scored.parts, violation_cap=self._config.violation_cap)
             except ValueError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slipstream.core.config import RewardTerm
+from slipstream.core.config import RewardModelTerm, RewardTerm
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.rewards.protocol import Job, Task, Term
 
@@ -290,7 +290,9 @@ def term_names(terms: Sequence[Term]) -> list[str]:
     return names
 
 
-def combined_reward(terms: Sequence[RewardTerm], parts: Sequence[float | None], *, violation_cap: float) -> float:
+def combined_reward(
+    terms: Sequence[RewardTerm | RewardModelTerm], parts: Sequence[float | None], *, violation_cap: float
+) -> float:
     """The weighted sum of the terms that are no constraints, at most `violation_cap` where a constraint is violated.
 
     CGPO (arXiv:2409.20370). A constraint that abstains (None) is not violated. ValueError as in `weighted_sum`.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ from slipstream.algorithms.advantages import (
     whiten,
 )
 from slipstream.algorithms.kl import KL_ESTIMATORS
+from slipstream.algorithms.losses import loss_named
 from slipstream.algorithms.responses import has_token
 from slipstream.core.config import GROUP_RELATIVE, RunConfig
 from slipstream.core.errors import ShapeError
@@ -59,9 +61,22 @@ def effective_reward(rollout: Rollout, config: RunConfig) -> float:
 
 
 def has_signal(group: Group, config: RunConfig) -> bool:
-    """False when every rollout of `group` would get the advantage 0."""
-    rewards = [effective_reward(rollout, config) for rollout in group.rollouts]
-    return config.loss.advantages not in GROUP_RELATIVE or max(rewards) - min(rewards) > 1e-8
+    """False when every rollout of `group` would get the advantage 0, or a pair of them be ranked by chance."""
+    loss = config.loss
+    is_pair = loss_named(loss.name, loss.params).atom == "pair"
+    is_relative = loss.advantages in GROUP_RELATIVE and not penalises_reward(config)
+    if not is_pair and not is_relative:
+        return True
+    columns = [[effective_reward(rollout, config) for rollout in group.rollouts]]
+    if loss.several_rewards == "normalise_then_sum":  # rewards that differ may have equal sums
+        columns = [list(column) for column in zip(*(_parts(r, config) for r in group.rollouts), strict=True)]
+    scored = [[reward for reward in column if not math.isnan(reward)] for column in columns]
+    return any(max(column) - min(column) > 1e-8 for column in scored if column)
+
+
+def penalises_reward(config: RunConfig) -> bool:
+    """True when the KL of policy and reference is taken off the reward."""
+    return config.kl.coef > 0 and config.kl.place == "reward"
 
 
 def split_baseline(group: Group, config: RunConfig) -> tuple[tuple[Rollout, ...], Rollout | None]:
@@ -85,7 +100,7 @@ def rollout_advantages(
     group_ids = torch.tensor([ordinal for ordinal, _ in keys], dtype=torch.int64)
     if loss.several_rewards == "normalise_then_sum":
         parts = torch.tensor([_parts(rollout, config) for rollout in rollouts], dtype=torch.float32)
-        weights = torch.tensor([term.weight for term in config.rewards.terms])
+        weights = torch.tensor([term.weight for term in config.rewards.weighted])
         normalised = combine_rewards(
             parts, weights, group_ids, normalise_first=True, std_eps=loss.std_eps, unbiased=loss.unbiased_std
         )
@@ -111,18 +126,15 @@ def rollout_advantages(
 def _parts(rollout: Rollout, config: RunConfig) -> list[float]:
     """The rewards of each term, NaN where a term does not apply; a failed rollout has its reward for every term."""
     if rollout.failure is not None:
-        return [rollout.reward] * len(config.rewards.terms)
+        return [rollout.reward] * len(config.rewards.weighted)
     return [float("nan") if part is None else part for part in rollout.reward_parts.values()]
 
 
 # Sequences
 
 
-def train_sequence(completion: Completion, *, is_masked: bool = False) -> TrainSequence:
-    """Prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on.
-
-    Under `is_masked` none are.
-    """
+def train_sequence(completion: Completion) -> TrainSequence:
+    """Prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on."""
     prompt = completion.prompt.tokens
     if not len(prompt):
         raise ShapeError(
@@ -137,7 +149,7 @@ def train_sequence(completion: Completion, *, is_masked: bool = False) -> TrainS
             behaviour.append(np.zeros(len(segment.tokens), dtype=np.float32))
         else:
             behaviour.append(segment.behaviour_logprobs)
-    mask = np.concatenate(sampled) & (not is_masked)
+    mask = np.concatenate(sampled)
     versions = np.concatenate([np.full(len(prompt), -1, dtype=np.int32), token_versions(completion.segments)])
     return TrainSequence(
         key=(completion.ordinal, completion.sample),
@@ -146,6 +158,18 @@ def train_sequence(completion: Completion, *, is_masked: bool = False) -> TrainS
         behaviour_logprobs=np.where(mask, np.concatenate(behaviour), 0).astype(np.float32),
         advantages=np.zeros(len(mask), dtype=np.float32),
         versions=np.where(mask, versions, np.int32(-1)),
+    )
+
+
+def without_targets(sequence: TrainSequence) -> TrainSequence:
+    """`sequence` with no token to train on: collation leaves it out."""
+    nothing = np.zeros(len(sequence.tokens), dtype=np.float32)
+    return replace(
+        sequence,
+        mask=np.zeros(len(sequence.tokens), dtype=bool),
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+        versions=np.full(len(sequence.tokens), -1, dtype=np.int32),
     )
 
 
@@ -170,11 +194,13 @@ class Shaping:
     """From rewards to advantages of tokens, over the batch or over each minibatch.
 
     `advantages` are those of whole completions, or None under GAE: then `scores` are placed on tokens, less `kl_coef`
-    times the KL of behaviour and reference policy where the penalty is a part of the reward.
+    times the KL of behaviour and reference policy where the penalty is a part of the reward. `has_slot` is False for
+    completions cut at the length limit: they have no step after their last token.
     """
 
     config: RunConfig
     scores: Mapping[Key, float]
+    has_slot: Mapping[Key, bool]
     advantages: Mapping[Key, float] | None
     kl_coef: float
 
@@ -200,8 +226,6 @@ class Shaping:
         for name, column in columns.items():
             for index, values in zip(trained, np.split(column.numpy(), split_at), strict=True):
                 shaped[index] = with_columns(shaped[index], **{name: values})
-        if self.advantages is None:  # what carries no target carries the same columns
-            shaped = [s if s.returns is not None else with_columns(s, returns=np.zeros(0)) for s in shaped]
         return shaped
 
     def _token_advantages(self, sequences: Sequence[TrainSequence], segment_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,6 +241,7 @@ class Shaping:
             kl_coef=self.kl_coef,
             place=critic.score_place,
             discount=critic.gamma * critic.lam,
+            has_slot=torch.tensor([self.has_slot[sequence.key] for sequence in sequences]),
         )
         if critic.whiten_rewards:
             rewards = whiten(rewards, shift_mean=False)
@@ -270,49 +295,69 @@ def prepare_batch(
 
     `measure` reads the columns that the loss and the critic need (None: they need none), and `kl_coef` is the present
     coefficient, by default the configured one. A KL penalty in the reward is that of the sampled tokens, behaviour
-    policy against reference: it is measured on all rollouts, since unselected ones are in their group's baseline.
+    policy against reference: it is measured on all rollouts, since those that are not selected, or masked as
+    truncated, are in their group's baseline.
     """
     kl_coef = config.kl.coef if kl_coef is None else kl_coef
-    rollouts = [rollout for group in groups for rollout in split_baseline(group, config)[0]]
-    staleness = np.concatenate(
-        [staleness_of(token_versions(rollout.completion.segments), step=step) for rollout in rollouts]
-    )
+    # ReMax's greedy completions are consumed too: the bound holds for all that decides an update.
+    consumed = [rollout.completion for group in groups for rollout in group.rollouts]
+    staleness = np.concatenate([staleness_of(token_versions(one.segments), step=step) for one in consumed])
     check_bound(staleness, max_staleness=config.max_staleness, step=step)
+    rollouts = [rollout for group in groups for rollout in split_baseline(group, config)[0]]
     chosen = {group.ordinal: tuple(key_of(rollout) for rollout in selected(group, config)) for group in groups}
     is_chosen = {key for keys in chosen.values() for key in keys}
-    penalises_reward = bool(kl_coef) and config.kl.place == "reward"
+    masked = {key_of(r) for r in rollouts if config.loss.truncated == "mask" and is_truncated(r.completion, config)}
+    measures_all = penalises_reward(config)
     sequences = {
-        key_of(rollout): train_sequence(
-            rollout.completion,
-            is_masked=config.loss.truncated == "mask" and is_truncated(rollout.completion, config),
-        )
+        key_of(rollout): train_sequence(rollout.completion)
         for rollout in rollouts
-        if penalises_reward or key_of(rollout) in is_chosen
+        if measures_all or key_of(rollout) in is_chosen - masked
     }
     columns = {} if measure is None else measure(list(sequences.values()))
     sequences = {
         key: with_columns(sequence, **{name: values[key] for name, values in columns.items()})
         for key, sequence in sequences.items()
     }
-    kl = _reference_kl(sequences, config) if "reference_logprobs" in columns else None
-    penalties = {key: kl_coef * total for key, total in kl.items()} if kl is not None and penalises_reward else None
+    kl = _reference_kl(sequences, config) if "reference_logprobs" in columns else {}
+    penalties = {key: kl_coef * total for key, total in kl.items()} if measures_all and kl else None
     shaping = Shaping(
         config=config,
         scores={key_of(rollout): effective_reward(rollout, config) for rollout in rollouts},
+        has_slot={key_of(rollout): rollout.completion.finish_reason == "stop" for rollout in rollouts},
         advantages=None if config.has_critic else rollout_advantages(groups, config, penalties),
         kl_coef=kl_coef,
     )
-    trained = [sequences[key] for group in groups for key in chosen[group.ordinal]]
     metrics = _reward_metrics(rollouts, config) | _staleness_metrics(staleness)
-    if kl is not None:
+    if kl:
         num_sampled = sum(sequence.num_targets for sequence in sequences.values())
         metrics |= {
             "kl_reference": sum(kl.values()) / max(num_sampled, 1),
             "kl_reference_sum": float(np.mean(list(kl.values()))),
             "kl_coef": kl_coef,
         }
-    shaped = {sequence.key: sequence for sequence in shaping.apply(trained)}
-    return PreparedBatch(shaped, chosen, shaping, metrics)
+    completions = {key_of(rollout): rollout.completion for rollout in rollouts}
+    trained = [
+        without_targets(train_sequence(completions[key])) if key in masked else sequences[key]
+        for group in groups
+        for key in chosen[group.ordinal]
+    ]
+    shaped = shaping.apply(trained)
+    return PreparedBatch(
+        {sequence.key: sequence for sequence in shaped}, chosen, shaping, metrics | _token_metrics(shaped)
+    )
+
+
+def _token_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Means and deviations over the tokens that are trained on, before the first update."""
+    trained = [sequence for sequence in sequences if sequence.num_targets]
+    if not trained:
+        return {}
+    columns = {"advantage": "advantages"} | ({"value_before": "values"} if trained[0].values is not None else {})
+    metrics: dict[str, float] = {}
+    for name, column in columns.items():
+        values = targets_of(trained, column).double()
+        metrics |= {f"{name}_mean": float(values.mean()), f"{name}_std": float(values.std(correction=0))}
+    return metrics
 
 
 def _reference_kl(sequences: Mapping[Key, TrainSequence], config: RunConfig) -> dict[Key, float]:
@@ -331,8 +376,10 @@ def _reference_kl(sequences: Mapping[Key, TrainSequence], config: RunConfig) -> 
 def _reward_metrics(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str, float]:
     rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     metrics = {
+        "score_mean": float(np.mean([effective_reward(rollout, config) for rollout in rollouts])),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "behaviour_surprisal_sum": float(np.mean([_surprisal(rollout.completion) for rollout in rollouts])),
         "completion_tokens_mean": float(np.mean([rollout.completion.num_tokens for rollout in rollouts])),
         "truncated_frac": float(np.mean([is_truncated(rollout.completion, config) for rollout in rollouts])),
         "failed_frac": float(np.mean([rollout.failure is not None for rollout in rollouts])),
@@ -343,6 +390,11 @@ def _reward_metrics(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str,
             if value is not None:
                 parts.setdefault(name, []).append(value)
     return metrics | {f"reward_parts/{name}": float(np.mean(values)) for name, values in parts.items()}
+
+
+def _surprisal(completion: Completion) -> float:
+    """-log mu(y | x): its mean estimates the entropy of whole completions."""
+    return -sum(float(s.behaviour_logprobs.sum()) for s in completion.segments if s.behaviour_logprobs is not None)
 
 
 def _staleness_metrics(staleness: np.ndarray) -> dict[str, float]:

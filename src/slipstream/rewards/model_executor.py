@@ -1,0 +1,123 @@
+"""The node of reward models: it adds their scores to rollouts, in a process of its own beside generator and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from slipstream.core.config import RewardsConfig, RewardTerm
+from slipstream.core.executor import Context, Executor
+from slipstream.core.packed import Batching
+from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop
+from slipstream.rewards.model_scorer import ModelScorer
+
+_COUNTERS_EVERY_S = 1.0
+
+
+class RewardModels(Executor):
+    """Scores what has arrived as one batch, at most `model_batch_size`, while others sample and train.
+
+    Consumes `completions`: a `Rollout` that reward functions have scored, or a `Completion` where there are no
+    functions. Emits a `Rollout` on `scored`; for evaluation completions `EvalScored` on `events`, with the first
+    model's score. Waits for: either of them. Ends when: told to stop and nothing is left.
+    """
+
+    inputs = ("completions",)
+    outputs = ("scored",)
+
+    def __init__(
+        self,
+        config: RewardsConfig | Mapping[str, Any],
+        *,
+        terms: Sequence[RewardTerm | Mapping[str, Any]],
+        batching: Batching,
+        microbatch_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        self._config = RewardsConfig.model_validate(config)
+        self._terms = [RewardTerm.model_validate(term) for term in terms]
+        self._batching = batching
+        self._microbatch_tokens, self._max_tokens = microbatch_tokens, max_tokens
+        self._counts = {"scored": 0, "eval_scored": 0, "batches": 0}
+        self._counted_s = 0.0
+        self._is_stopping = self._is_finished = False
+
+    def init(self, context: Context) -> None:
+        self._context = context
+        torch.set_num_threads(context.num_threads)
+        self._scorer = ModelScorer(
+            self._config,
+            terms=self._terms,
+            batching=self._batching,
+            microbatch_tokens=self._microbatch_tokens,
+            max_tokens=self._max_tokens,
+        )
+        context.spans.set_idle_state("wait_completions")
+        context.outputs["events"].put(Ready(executor=context.name))
+
+    def step(self) -> bool:
+        """Take a batch of what arrived, score it, and pass it on."""
+        while (command := self._context.inputs["commands"].get_nowait()) is not None:
+            self._is_stopping |= isinstance(command, Stop)
+        with self._context.spans.span("receive"):
+            batch = self._take()
+        if batch:
+            with self._context.spans.span("score"):
+                scored = self._scorer.score(batch)
+            self._counts["batches"] += 1
+            for rollout in scored:
+                self._emit(rollout)
+        elif self._is_stopping and not self._is_finished:
+            self._report(is_last=True)
+            self._is_finished = True
+            return True
+        self._report(is_last=False)
+        return bool(batch)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    def _take(self) -> list[Rollout]:
+        batch: list[Rollout] = []
+        while len(batch) < self._config.model_batch_size:
+            message = self._context.inputs["completions"].get_nowait()
+            if message is None:
+                break
+            if isinstance(message, Completion):
+                message = Rollout(completion=message, reward=0.0)
+            assert isinstance(message, Rollout)
+            batch.append(message)
+        return batch
+
+    def _emit(self, rollout: Rollout) -> None:
+        completion = rollout.completion
+        if completion.purpose == "train":
+            self._counts["scored"] += 1
+            stamped = msgspec.structs.replace(rollout, scored_s=self._context.clock.now_s())
+            self._context.outputs["scored"].put(stamped)
+            return
+        self._counts["eval_scored"] += 1
+        first = next(iter(rollout.reward_parts.values()), None)
+        self._context.outputs["events"].put(
+            EvalScored(
+                eval_id=completion.eval_id,
+                ordinal=completion.ordinal,
+                reward=rollout.reward if first is None else first,
+                completion_text=completion.text,
+                prompt_text=completion.prompt.text,
+                answer=completion.prompt.answer,
+                num_tokens=completion.num_tokens,
+                version=completion.min_version,
+            )
+        )
+
+    def _report(self, *, is_last: bool) -> None:
+        now_s = self._context.clock.now_s()
+        if is_last or now_s - self._counted_s >= _COUNTERS_EVERY_S:
+            self._counted_s = now_s
+            values = {name: float(count) for name, count in self._counts.items()}
+            self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))
