@@ -155,8 +155,8 @@ class Watched:
     def __init__(self):
         self.microbatches = []
 
-    def collate(self, sequences, capacity_tokens):
-        packed = batching.collate(sequences, capacity_tokens)
+    def collate(self, sequences, capacity_tokens, *, atom_size=1):
+        packed = batching.collate(sequences, capacity_tokens, atom_size=atom_size)
         self.microbatches += packed
         return packed
 

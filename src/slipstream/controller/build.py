@@ -73,6 +73,12 @@ def check_loss(config: RunConfig) -> None:
             got=f"loss.select = '{config.loss.select}'",
             allowed="loss.select = 'best_and_worst'",
         )
+    if config.kl.coef and config.kl.place == "reward" and "advantages" not in loss.requires:
+        raise ConfigError(
+            f"loss '{config.loss.name}' takes no advantages: a KL penalty in the reward would change nothing",
+            got="kl.place = 'reward'",
+            allowed="kl.place = 'loss' with kl.estimator = 'k2' or 'k3', or kl.coef = 0",
+        )
     if loss.unit != "token" and config.loss.reduction != "token":
         raise ConfigError(
             f"loss '{config.loss.name}' is of whole completions: there are no tokens to reduce",

@@ -527,3 +527,18 @@ class RunConfig(Section):
             )
         if self.kl.target is not None and not self.kl.coef:
             raise ConfigError("an adaptive KL coefficient needs a start", got="kl.coef = 0", hint="N starts at 0.15")
+        if self.kl.target is not None and self.kl.horizon <= 0.2 * self.completions_per_step:
+            raise ConfigError(
+                "one step could take the whole KL coefficient away: it falls by up to 0.2 * completions / horizon",
+                got=f"kl.horizon = {self.kl.horizon:g} with {self.completions_per_step} completions per step",
+                allowed=f"above {0.2 * self.completions_per_step:g}",
+            )
+        generator = self.generator
+        never_ends = not generator.stop_at_eos and not generator.stop_token_ids and self.rewards.truncate_token is None
+        if never_ends and loss.truncated != "keep":
+            raise ConfigError(
+                "every completion would count as truncated: none can end",
+                got=f"generator.stop_at_eos = false with loss.truncated = '{loss.truncated}'",
+                allowed="loss.truncated = 'keep'",
+                hint="set rewards.truncate_token, which says where a completion of fixed length ends",
+            )

@@ -249,7 +249,7 @@ class Trainer(Executor):
                 batching=self.batching,
                 auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef),
             )
-        if self.config.kl.target is not None:
+        if self.config.kl.target is not None and "kl_reference_sum" in metrics:
             self.kl = self.kl.updated(metrics["kl_reference_sum"], self.config.completions_per_step)
         self.version = command.step + 1
         self.context.outputs["events"].put(StepDone(step=command.step, version=self.version, metrics=metrics))

@@ -334,6 +334,7 @@ def prepare_batch(
             "kl_reference": sum(kl.values()) / max(num_sampled, 1),
             "kl_reference_sum": float(np.mean(list(kl.values()))),
             "kl_coef": kl_coef,
+            "kl_penalty": float(np.mean(list(penalties.values()))) if penalties else 0.0,
         }
     completions = {key_of(rollout): rollout.completion for rollout in rollouts}
     trained = [

@@ -13,7 +13,7 @@ import torch
 from slipstream.algorithms.losses import Loss, LossInputs, loss_named
 from slipstream.core.config import RewardModelConfig
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
-from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
+from slipstream.core.packed import Batching, PackedMicrobatch
 from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.scoring import Sample, microbatch_scores, score, scored_sequence
@@ -41,11 +41,6 @@ class Preference:
     prompt_tokens: np.ndarray
     candidates: tuple[np.ndarray, ...]
     best: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the model reads: the prompt once."""
-        return len(self.prompt_tokens) + sum(map(len, self.candidates))
 
     @property
     def samples(self) -> list[Sample]:
@@ -174,20 +169,17 @@ def _accumulate(
 
 def _microbatches(
     preferences: Sequence[Preference], microbatch_tokens: int, batching: Batching
-) -> Iterator[PackedMicrobatch]:
+) -> list[PackedMicrobatch]:
     """Whole preferences in microbatches of at most `microbatch_tokens` rows; a longer one gets one of its own.
 
-    Keys are (preference, candidate), the best candidate at 0. `collate` gets as many rows as fit, so it gives one each.
+    Keys are (preference, candidate), the best candidate at 0.
     """
-    sequences: list[TrainSequence] = []
-    num_rows = 0
-    for ordinal, preference in enumerate(preferences):
-        if sequences and num_rows + preference.num_rows > microbatch_tokens:
-            yield from batching.collate(sequences, num_rows)
-            sequences, num_rows = [], 0
-        sequences += [scored_sequence((ordinal, rank), *sample) for rank, sample in enumerate(preference.samples)]
-        num_rows += preference.num_rows
-    yield from batching.collate(sequences, num_rows)
+    sequences = [
+        scored_sequence((ordinal, rank), *sample)
+        for ordinal, preference in enumerate(preferences)
+        for rank, sample in enumerate(preference.samples)
+    ]
+    return batching.collate(sequences, microbatch_tokens, atom_size=len(preferences[0].candidates))
 
 
 def _shuffled_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:

@@ -18,6 +18,7 @@ from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.logprobs import token_logprobs_and_entropy
 from slipstream.algorithms.losses import Loss, LossInputs, loss_named
 from slipstream.algorithms.reduce import (
+    Mean,
     Metrics,
     masked_max,
     masked_mean,
@@ -34,6 +35,7 @@ from slipstream.models.attention import PackedAttention
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Columns, measure
+from slipstream.trainer.metric_names import published_names
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.policy import prepare_batch
 
@@ -128,6 +130,7 @@ def train_on_batch(
     parts: Metrics = {}
     losses: list[float] = []
     grad_norms: list[float] = []
+    critic_grad_norms: list[float] = []
     first_pass: list[PackedMicrobatch] = []
     staleness_updates_max = 0
     minibatches: list[list[PackedMicrobatch]] = []
@@ -151,13 +154,13 @@ def train_on_batch(
             auxiliary.critic.optimizer.finite_grad_norm()  # before either of them changes weights
         grad_norms.append(optimizer.step())
         if auxiliary.critic is not None:
-            auxiliary.critic.optimizer.step()
+            critic_grad_norms.append(auxiliary.critic.optimizer.step())
         losses.append(loss_value)
         parts = merge_metrics(parts, update_parts) if parts else update_parts
         staleness = np.concatenate([step - microbatch.versions for microbatch in microbatches])
         distance = staleness_in_updates(staleness, updates_per_step=config.updates_per_step, update_in_step=update)
         staleness_updates_max = max(staleness_updates_max, int(distance.max()))
-    return {
+    metrics = {
         **batch.metrics,
         **metric_values(parts),
         "loss": float(np.mean(losses)) if losses else 0.0,
@@ -172,6 +175,11 @@ def train_on_batch(
         "padded_layout_frac": batching.padded_layout_frac(first_pass),
         "train_s": time.perf_counter() - started_s,
     }
+    if not config.has_critic:
+        return metrics
+    metrics["critic_grad_norm"] = float(np.mean(critic_grad_norms)) if critic_grad_norms else 0.0
+    num_episodes = (step + 1) * config.completions_per_step
+    return metrics | published_names(metrics, value_coef=config.critic.coef, step=step, num_episodes=num_episodes)
 
 
 def _epoch_order(groups: Sequence[Group], config: RunConfig, *, step: int, epoch: int) -> list[int] | None:
@@ -259,12 +267,14 @@ class _Update:
                 is_averaged = self.loss.unit == "token"
                 mean_kl = inputs.average(kl) if is_averaged else sum_over_units(kl, inputs.mask, num_units=num_tokens)
                 policy_loss = policy_loss + self.kl_in_loss * mean_kl
-            backward = policy_loss
+            is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
+            if not is_joint:  # the activations of one model at a time
+                torch.autograd.backward(policy_loss)
             if critic is not None:
                 value_loss, value_parts = self._value_loss(critic, microbatch, states, inputs, num_tokens)
-                backward = policy_loss + self.config.critic.coef * value_loss
+                value_loss = self.config.critic.coef * value_loss
+                torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
                 microbatch_parts |= value_parts
-            torch.autograd.backward(backward)
             total += float(policy_loss.detach())
             microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
             if measured_step is not None:
@@ -285,7 +295,7 @@ class _Update:
             assert values is not None, "a batch for a critic carries values and returns"
             return torch.from_numpy(values).to(inputs.mask.device)
 
-        return loss_named("value", {"clip": self.config.critic.clip})(
+        loss, parts = loss_named("value", {"clip": self.config.critic.clip})(
             LossInputs(
                 policy_logprobs=None,
                 advantages=None,
@@ -297,6 +307,8 @@ class _Update:
                 returns=column(microbatch.returns),
             )
         )
+        total = loss.detach().double() * num_tokens
+        return loss, parts | {"value_loss": Mean(total, inputs.mask.sum())}
 
     def _inputs(self, microbatch: PackedMicrobatch, logprobs: Tensor, *, num_units: int) -> LossInputs:
         device = logprobs.device

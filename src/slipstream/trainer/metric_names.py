@@ -1,0 +1,65 @@
+"""Our metrics under the names that PPO's implementations for RLHF publish, so that curves lie over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SAME: dict[str, tuple[str, ...]] = {
+    "kl_reference_sum": ("objective/kl",),
+    "kl_coef": ("objective/kl_coef",),
+    "behaviour_surprisal_sum": ("objective/entropy",),
+    "loss": ("ppo/loss/policy", "ppo/loss/policy_avg"),
+    "value_loss": ("ppo/loss/value", "ppo/loss/value_avg"),
+    "entropy": ("ppo/policy/entropy", "ppo/policy/entropy_avg"),
+    "kl_k2": ("ppo/policy/approxkl", "ppo/policy/approxkl_avg"),
+    "clipped_frac": ("ppo/policy/clipfrac", "ppo/policy/clipfrac_avg"),
+    "return": ("ppo/returns/mean",),
+    "value": ("ppo/val/vpred",),
+    "value_error": ("ppo/val/error",),
+    "value_clipped_frac": ("ppo/val/clipfrac", "ppo/val/clipfrac_avg"),
+    "value_before_mean": ("ppo/val/mean",),
+    "explained_variance": ("ppo/val/var_explained",),
+    "ratio": ("ppo/val/ratio",),
+    "advantage_mean": ("ppo/val/advantage",),
+    "lr": ("ppo/lr",),
+}
+"""Ours -> theirs, for what both have. `_avg` are those of the reproduction: ours are means over a step's updates."""
+
+
+def published_names(
+    metrics: Mapping[str, float], *, value_coef: float, step: int, num_episodes: int
+) -> dict[str, float]:
+    """What of `metrics` the original RLHF code and its reproduction log, under their names.
+
+    OpenAI's lm-human-preferences (objective/*, ppo/*, elapsed/*) and lm-human-preference-details, N's own code, whose
+    are the names with `_avg` and ppo/{lr, episode}. `num_episodes` counts the completions up to now.
+
+        objective/score_total = objective/score + objective/non_score_reward
+        objective/non_score_reward = -kl_coef * kl, or 0 where the penalty is not in the reward
+
+    kl is the sum over a completion and the mean over completions, of the policy that sampled; approxkl, ratio and
+    clipfrac are measured against it, too. A name is absent where we have no such number (objective/kl without a
+    penalty). Histograms, and elapsed/{fps, time, steps}, which are the run's and not the trainer's, are left out.
+    """
+    published = {name: metrics[ours] for ours, names in SAME.items() if ours in metrics for name in names}
+    published |= {
+        "objective/score": metrics["score_mean"],
+        "objective/scores": metrics["score_mean"],
+        "ppo/episode": float(num_episodes),
+        "elapsed/updates": float(step + 1),
+        "elapsed/episodes": float(num_episodes),
+    }
+    penalty = metrics.get("kl_penalty", 0.0)
+    published |= {
+        "objective/non_score_reward": -penalty,
+        "objective/score_total": metrics["score_mean"] - penalty,
+    }
+    if "value_loss" not in metrics:  # nothing was trained
+        return published
+    return published | {
+        "ppo/loss/total": metrics["loss"] + value_coef * metrics["value_loss"],
+        "ppo/returns/var": metrics["return_squared"] - metrics["return"] ** 2,
+        "ppo/val/var": metrics["value_before_std"] ** 2,
+        "ppo/val/ratio_var": metrics["ratio_squared"] - metrics["ratio"] ** 2,
+        "ppo/val/advantage_var": metrics["advantage_std"] ** 2,
+    }
