@@ -1,0 +1,103 @@
+"""docs/algorithms.md: its tables name what there is, its settings are valid, and its loss of one's own works."""
+
+import math
+import re
+import textwrap
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from loss_cases import evaluate, finite_differences, random_inputs
+
+import slipstream
+from slipstream.algorithms.losses import LOSSES, Loss
+from slipstream.controller.build import check_loss
+from slipstream.core.config import LossConfig
+from slipstream.core.recipes import resolve
+
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DEFINITION, ENTRY = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.DOTALL | re.MULTILINE)
+SETTINGS = [textwrap.dedent(block) for block in re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", PROSE, flags=re.MULTILINE)]
+UNITS = {"token": "token", "completion": "sequence", "pair": "pair", "choice": "choice"}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading."""
+    section = PAGE.split(f"# {heading}\n", maxsplit=1)[1]
+    table = re.search(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].splitlines()[2:]]
+
+
+@pytest.fixture
+def awr(monkeypatch):
+    """The page's example in the table of losses."""
+    names = {"LOSSES": dict(LOSSES), "Loss": Loss}
+    exec(DEFINITION + ENTRY, names)
+    monkeypatch.setitem(LOSSES, "awr", names["LOSSES"]["awr"])
+
+
+def test_the_tables_have_a_row_for_every_loss_with_its_unit_and_needs():
+    documented = {}
+    for heading in ("Policy losses", "Losses that train no policy"):
+        for name, unit, needs, *_ in rows(heading):
+            documented[name.strip("`")] = (UNITS[unit], {need for need in needs.split(", ") if need})
+    assert documented == {name: (loss.unit, set(loss.requires) - {"policy_logprobs"}) for name, loss in LOSSES.items()}
+
+
+def test_every_estimator_of_advantages_has_a_row():
+    allowed = LossConfig.model_json_schema()["properties"]["advantages"]["enum"]
+    assert [row[0].strip("`") for row in rows("Advantages")] == allowed
+
+
+@pytest.mark.usefixtures("awr")
+def test_the_settings_on_the_page_are_valid():
+    assert len(SETTINGS) == 3
+    for block in SETTINGS:
+        check_loss(resolve("quickstart", tomllib.loads(block)))
+
+
+@pytest.mark.usefixtures("awr")
+def test_the_example_golden():
+    """By hand: weights e^(1/0.5), 1 and e^(-1/0.5), each over three tokens."""
+    inputs = random_inputs([2, 1])
+    inputs = replace(inputs, advantages=torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64))
+    _, grad, _ = evaluate("awr", inputs, temperature=0.5)
+    expected = [-math.exp(2.0) / 3, -1.0 / 3, -math.exp(-2.0) / 3]
+    torch.testing.assert_close(grad, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("awr")
+def test_the_example_has_its_identity_and_gradient():
+    inputs = random_inputs([3, 1, 4])
+    loss, grad, _ = evaluate("awr", inputs, temperature=math.inf)
+    sft_loss, sft_grad, _ = evaluate("sft", inputs)
+    assert loss == pytest.approx(sft_loss)
+    torch.testing.assert_close(grad, sft_grad)
+    _, grad, _ = evaluate("awr", inputs)
+    numeric = finite_differences(
+        lambda policy: evaluate("awr", replace(inputs, policy_logprobs=policy))[0], inputs.policy_logprobs
+    )
+    torch.testing.assert_close(grad, numeric, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.usefixtures("awr")
+def test_the_example_trains(tmp_path):
+    overrides = {
+        "host": "inline",
+        "steps": 2,
+        "groups_per_step": 2,
+        "completions_per_group": 2,
+        "model": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1},
+        "prompts": {"num_train": 40, "num_eval": 4},
+        "generator": {"num_slots": 8},
+        "loss": {"name": "awr", "params": {"temperature": 0.5}, "advantages": "group_mean", "skip_no_signal": False},
+        "warm_start": {"steps": 0},
+        "eval": {"num_prompts": 4, "num_slots": 8},
+    }
+    result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert result.status == "done"
+    assert result.summary["policy_version"] == 2
