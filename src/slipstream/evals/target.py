@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import load_recipe, merge, resolve
+from slipstream.core.recipes import load_recipe, merge, resolve, with_stage_paths
 
 
 def eval_target(
@@ -37,7 +37,8 @@ def eval_target(
     if recipe is None:
         recipe = path / "config.toml"
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
-    return checkpoint, resolve(tables, merge(overrides or {}, {"model": {"path": str(checkpoint)}}))
+    config = resolve(tables, merge(overrides or {}, {"model": {"path": str(checkpoint)}}))
+    return checkpoint, with_stage_paths(config, path) if is_run else config
 
 
 def _seen(path: Path, *, is_run: bool) -> str:
