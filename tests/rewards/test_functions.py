@@ -64,6 +64,10 @@ def test_exact_match() -> None:
     assert score("exact_match", {"ignore_case": True}, job("Yes", answer="yes")) == 1.0
     assert score("exact_match", {"answer_pattern": r"####\s*(\S+)"}, job("7+7\n#### 14", answer="14")) == 1.0
     assert score("exact_match", {}, job("42")) is None
+    gsm8k = {"answer_pattern": r"#### (\-?[0-9\.\,]+)", "reference_pattern": r"#### (\-?[0-9\.\,]+)", "ignore": ","}
+    assert score("exact_match", gsm8k, job("so\n#### 1000", answer="1 + 999 = 1,000\n#### 1,000")) == 1.0
+    assert score("exact_match", gsm8k, job("so 1000", answer="#### 1,000")) == 0.0
+    assert score("exact_match", gsm8k, job("#### 1", answer="no number")) is None
 
 
 @pytest.mark.parametrize(

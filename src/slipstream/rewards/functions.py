@@ -90,16 +90,30 @@ def task_reward(*, tasks: Mapping[str, Task], answer_pattern: str | None = None,
     return score
 
 
-def exact_match(*, answer_pattern: str | None = None, ignore_case: bool = False) -> Scorer:
-    """1 when the extracted answer equals the reference, surrounding whitespace apart; None without a reference."""
-    pattern = _pattern(answer_pattern, "exact_match")
+def exact_match(
+    *,
+    answer_pattern: str | None = None,
+    reference_pattern: str | None = None,
+    ignore: str = "",
+    ignore_case: bool = False,
+) -> Scorer:
+    """1 when the extracted answer equals the extracted reference, surrounding whitespace apart; None without one.
+
+    `ignore` lists characters that count in neither: "," for numbers like 1,000.
+    """
+    pattern, of_reference = _pattern(answer_pattern, "exact_match"), _pattern(reference_pattern, "exact_match")
+    dropped = str.maketrans("", "", ignore)
 
     def score(job: Job) -> float | None:
         if job.answer is None:
             return None
-        answer, expected = _extracted(job.completion, pattern), job.answer.strip()
-        if answer is not None and ignore_case:
-            answer, expected = answer.casefold(), expected.casefold()
+        answer, expected = _extracted(job.completion, pattern), _extracted(job.answer, of_reference)
+        if expected is None:
+            return None
+        if answer is not None:
+            answer, expected = answer.translate(dropped), expected.translate(dropped)
+            if ignore_case:
+                answer, expected = answer.casefold(), expected.casefold()
         return float(answer == expected)
 
     return score
