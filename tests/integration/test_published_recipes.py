@@ -1,0 +1,107 @@
+"""Recipes with published settings: each resolves offline and trains two steps on rows with its dataset's columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.core.config import ModelConfig
+from slipstream.core.recipes import resolve
+from slipstream.models.hf import new_model, save_model
+from slipstream.models.scalar import new_scalar_model, save_scalar_model
+from slipstream.models.tokenizer import char_tokenizer
+
+NUM_ROWS = 20
+
+
+def tldr(index: int) -> dict[str, Any]:
+    """A row of vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144, less its tokens."""
+    post = f"I have {index} cats.\nThey sleep all day long.\nWhat should I do with number {index}?"
+    query = f"SUBREDDIT: r/pets\n\nTITLE: Cat {index}\n\nPOST: {post}\n\nTL;DR:"
+    return {
+        "id": f"t3_{index}",
+        "subreddit": "pets",
+        "title": f"Cat {index}",
+        "post": post,
+        "summary": f"{index} cats sleep.",
+        "query": query,
+        "reference_response": f" {index} cats sleep.<|endoftext|>",
+    }
+
+
+def no_robots(index: int) -> dict[str, Any]:
+    """A row of HuggingFaceH4/no_robots."""
+    prompt, answer = f"Name {index} rivers.", f"The Rhine, {index} times."
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return {"prompt": prompt, "prompt_id": f"{index:064x}", "messages": messages, "category": "Generation"}
+
+
+def gsm8k(index: int) -> dict[str, Any]:
+    """A row of openai/gsm8k."""
+    return {
+        "question": f"Ann has {index} apples and buys 2. How many?",
+        "answer": f"{index} + 2 = <<{index}+2={index + 2}>>{index + 2}\n#### {index + 2}",
+    }
+
+
+def math(index: int) -> dict[str, Any]:
+    """A row of nlile/hendrycks-MATH-benchmark."""
+    return {
+        "problem": f"What is ${index} + 1$?",
+        "solution": f"It is $\\boxed{{{index + 1}}}$.",
+        "answer": str(index + 1),
+        "subject": "Prealgebra",
+        "level": 1,
+        "unique_id": f"train/{index}",
+    }
+
+
+ROWS = {"tldr": tldr, "no_robots": no_robots, "gsm8k": gsm8k, "math": math}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A tiny random policy with a chat template, and a reward model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = char_tokenizer(None)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
+    config = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, max_positions=256)
+    policy = new_model(
+        config, len(tokenizer), 0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    save_model(policy, folder / "policy", tokenizer)
+    save_scalar_model(new_scalar_model(policy, head_init="reward", seed=1), folder / "reward", tokenizer)
+    return {"policy": str(folder / "policy"), "reward": str(folder / "reward")}
+
+
+@pytest.mark.parametrize("recipe", ROWS)
+def test_two_steps(recipe: str, models: dict[str, str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(ROWS[recipe](index)) + "\n" for index in range(NUM_ROWS)), encoding="utf-8")
+    published = resolve(recipe)
+    overrides: dict[str, Any] = {
+        "steps": 2,
+        "groups_per_step": 2,
+        "host": "inline",
+        "model": {"path": models["policy"]},
+        "prompts": {
+            "dataset": str(rows),
+            "dataset_config": None,
+            "num_train": 12,
+            "num_eval": 4,
+            "max_prompt_tokens": 120,
+        },
+        "generator": {"num_slots": 8, "max_new_tokens": 6},
+        "eval": {"num_prompts": 4, "num_slots": 8},
+        "rewards": {"models": [{"path": models["reward"]}] if published.rewards.models else []},
+        "loss": {"skip_no_signal": False},  # a random model is never right
+    }
+    result = slipstream.run(recipe, overrides=overrides, out=tmp_path / "run", display=False)
+    assert result.summary["status"] == "done"
+    assert result.summary["policy_version"] == 2
+    trained = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
+    assert trained["prompt"], "rollouts show their prompts"
