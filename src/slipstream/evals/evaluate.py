@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.types import Completion, Prompt, Rollout, Segment
+from slipstream.core.types import Prompt, Rollout
 from slipstream.evals.pass_at_k import mean_pass_at_k
-from slipstream.evals.scoring import score
+from slipstream.evals.sampling import sample_completions
+from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.target import eval_target
-from slipstream.generator.engine import Engine, Request
-from slipstream.generator.executor import EVAL_STREAM, decode_text, scored_part
-from slipstream.models.build import build_policy, stop_token_ids
-from slipstream.models.transformer import Transformer
+from slipstream.models.build import build_policy
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
-from slipstream.rewards.executor import Rewards
 
 CORRECT = 1 - 1e-6  # from here on the first term's reward counts as correct, as in `core.types.EvalScored`
 
@@ -106,15 +104,15 @@ def evaluate(
     """
     if num_samples < 1:
         raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
-    tasks = task_table(config.prompts.tasks)
-    if reward is None:
-        check_rewards(config.rewards, tasks)
+    if reward is None and (config.rewards.terms or not config.rewards.models):
+        check_rewards(config.rewards, task_table(config.prompts.tasks))
     model, tokenizer = build_policy(config.model, seed=config.seed)
     held_out = _held_out(config, tokenizer, num_prompts)
-    completions = _answer(config, model, tokenizer, held_out, temperature=0.0, num_samples=1)
+    answer = partial(sample_completions, config, model, tokenizer, held_out, num_slots=config.eval.num_slots)
+    completions = answer(temperature=0.0)
     num_greedy = len(completions)
-    completions += _answer(config, model, tokenizer, held_out, temperature=1.0, num_samples=num_samples)
-    rollouts = score(_numbered(completions), Rewards(config.rewards, tasks, function=reward))
+    completions += answer(temperature=1.0, num_samples=num_samples)
+    rollouts = score_by(config, config.rewards, numbered(completions), function=reward)
     answers = tuple(
         _as_answer(rollout, sample=completion.sample, temperature=0.0 if index < num_greedy else 1.0)
         for index, (completion, rollout) in enumerate(zip(completions, rollouts, strict=True))
@@ -159,65 +157,6 @@ def _held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, num_prompts
             hint="another prompts.num_eval is another split: some of its held-out prompts may have been trained on",
         )
     return held_out[:wanted]
-
-
-def _answer(
-    config: RunConfig,
-    model: Transformer,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    *,
-    temperature: float,
-    num_samples: int,
-) -> list[Completion]:
-    """Completions sorted by (prompt, sample), `ordinal` counting `prompts`."""
-    generator = config.generator
-    max_len = min(model.config.max_positions, config.prompts.max_prompt_tokens + generator.max_new_tokens)
-    stop_ids = stop_token_ids(tokenizer, generator)
-    engine = Engine(
-        model,
-        num_slots=config.eval.num_slots,
-        max_len=max_len,
-        seed=config.seed,
-        stop_token_ids=stop_ids,
-        prefill_tokens=generator.prefill_tokens,
-    )
-    engine.submit(
-        [
-            Request(
-                ordinal=ordinal,
-                sample=sample,
-                prompt_tokens=prompt.tokens,
-                max_new_tokens=min(generator.max_new_tokens, max_len - len(prompt.tokens)),
-                temperature=temperature,
-                stream=EVAL_STREAM,
-            )
-            for ordinal, prompt in enumerate(prompts)
-            for sample in range(num_samples)
-        ]
-    )
-    completions = []
-    while not engine.is_idle:
-        for item in engine.step():
-            segment = Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans)
-            completions.append(
-                Completion(
-                    ordinal=item.ordinal,
-                    sample=item.sample,
-                    prompt=prompts[item.ordinal],
-                    segments=(segment,),
-                    text=decode_text(tokenizer, scored_part(item.tokens, config.rewards), stop_ids),
-                    finish_reason=item.finish_reason,
-                )
-            )
-    return sorted(completions, key=lambda completion: (completion.ordinal, completion.sample))
-
-
-def _numbered(completions: Sequence[Completion]) -> list[Completion]:
-    """The same with ordinals that tell greedy and sampled answers of a prompt apart."""
-    return [
-        msgspec.structs.replace(completion, ordinal=index, sample=0) for index, completion in enumerate(completions)
-    ]
 
 
 def _as_answer(rollout: Rollout, *, sample: int, temperature: float) -> Answer:

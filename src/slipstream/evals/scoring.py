@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from slipstream.batching import collate
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
 from slipstream.core.clock import WallClock
+from slipstream.core.config import RewardsConfig, RewardTerm, RunConfig
 from slipstream.core.executor import Context
 from slipstream.core.types import Completion, Rollout
+from slipstream.prompts import task_table
 from slipstream.rewards.executor import Rewards
+from slipstream.rewards.model_scorer import ModelScorer
 
 EVALUATION, REWARDS = "evaluation", "rewards"
 WAKE_EVERY_S = 1.0
@@ -72,6 +78,41 @@ def score(completions: Sequence[Completion], rewards: Rewards) -> list[Rollout]:
         mine.close()
         theirs.close()
     return [scored[completion.ordinal, completion.sample] for completion in completions]
+
+
+def numbered(completions: Sequence[Completion]) -> list[Completion]:
+    """The same with ordinals of their own, which tell several samples or evaluations of one prompt apart."""
+    return [
+        msgspec.structs.replace(completion, ordinal=index, sample=0) for index, completion in enumerate(completions)
+    ]
+
+
+def score_by(
+    config: RunConfig,
+    rewards: RewardsConfig,
+    completions: Sequence[Completion],
+    *,
+    function: Callable[..., Any] | None = None,
+) -> list[Rollout]:
+    """One rollout per completion as `rewards` scores it: by functions, in their workers, then by reward models.
+
+    `function` replaces the functions. The rest of `config` says what tasks there are and how long texts may be.
+    """
+    terms = [RewardTerm(function="reward")] if function is not None else rewards.terms
+    if terms or not rewards.models:
+        rollouts = score(completions, Rewards(rewards, task_table(config.prompts.tasks), function=function))
+    else:
+        rollouts = [Rollout(completion=completion, reward=0.0) for completion in completions]
+    if not rewards.models:
+        return rollouts
+    scorer = ModelScorer(
+        rewards,
+        terms=terms,
+        batching=collate,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        max_tokens=config.prompts.max_prompt_tokens + config.generator.max_new_tokens,
+    )
+    return scorer.score(rollouts)
 
 
 def _channel(name: str, source: str, target: str, *, capacity: int) -> ChannelSpec:
