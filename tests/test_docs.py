@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "slipstream"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-OWN_FLAGS = {"out", "resume", "preset", "recipe", "tasks", "json", "help"}
+OWN_FLAGS = {"out", "resume", "preset", "recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
+SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/integration)/\w+\.py)((?: +[^`\n#)]*)?)")
 
 named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -77,12 +78,21 @@ def test_commands_and_flags_exist(document: Path) -> None:
     used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+)\b", text, flags=re.MULTILINE))
     assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
     known = OWN_FLAGS | set(field_paths(RunConfig))
+    text = SCRIPT_CALL.sub("", text)
     flags = {flag.replace("-", "_") for flag in re.findall(r"`?--([a-z][a-z._-]*[a-z])", text)} if used else set()
     assert flags <= known, f"{document.name} uses the flags {flags - known}"
     presets = set(re.findall(r"--preset (\w+)", text))
     assert presets <= PRESETS.keys(), f"{document.name} uses {presets - PRESETS.keys()}"
     recipes = set(re.findall(r"slipstream run (\w+)\b(?!\.toml)", text)) - {"RECIPE"}
     assert recipes <= {recipe.name for recipe in list_recipes()}, f"{document.name} runs {recipes}"
+
+
+@named
+def test_flags_of_scripts_exist(document: Path) -> None:
+    for script, arguments in SCRIPT_CALL.findall(document.read_text(encoding="utf-8")):
+        source = (ROOT / script).read_text(encoding="utf-8")
+        for flag in re.findall(r"--[a-z][a-z-]*", arguments):
+            assert f'"{flag}"' in source, f"{document.name} calls {script} with {flag}"
 
 
 def test_the_first_command_comes_by_line_20() -> None:
