@@ -2,13 +2,20 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from training_data import VOCAB_SIZE, make_groups, make_rollout, run_config, sharing_prompts, tiny_policy
+from training_data import (
+    VOCAB_SIZE,
+    hugging_face_twin,
+    make_groups,
+    make_rollout,
+    run_config,
+    sharing_prompts,
+    tiny_policy,
+)
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError, StalenessError
 from slipstream.core.types import Group
-from slipstream.models.hf import logical_tensors
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.policy import prepare_batch, rollout_advantages
 from slipstream.trainer.step import microbatch_logprobs, train_on_batch
@@ -25,31 +32,6 @@ def step_of(groups, step=0, **changes):
     model, flat, optimizer = setup(config)
     metrics = train_on_batch(model, optimizer, groups, config=config, step=step, batching=batching)
     return flat.flat, optimizer, metrics
-
-
-def hugging_face_twin(model):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = model.config
-    twin = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            max_position_embeddings=config.max_positions,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=True,
-        )
-    )
-    missing, unexpected = twin.load_state_dict(logical_tensors(model), strict=False)
-    assert missing in ([], ["lm_head.weight"])
-    assert not unexpected
-    twin.tie_weights()
-    return twin.double()
 
 
 def test_gradient_equals_a_plain_loop_over_sequences_in_float64():

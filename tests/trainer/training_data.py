@@ -8,9 +8,12 @@ import msgspec
 import numpy as np
 import torch
 
+from slipstream.batching import collate as batching
 from slipstream.core.config import ModelConfig, RunConfig, TaskConfig
+from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.types import Completion, FinishReason, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.models.flat import FlatParameters
+from slipstream.models.hf import logical_tensors
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
 
@@ -35,6 +38,32 @@ def tiny_policy(seed: int = 0) -> tuple[Transformer, FlatParameters]:
             if parameter.ndim >= 2:
                 parameter.mul_(8.0)
     return model, FlatParameters(model)
+
+
+def hugging_face_twin(model: Transformer) -> Any:
+    """transformers' model with the same weights, in float64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = model.config
+    twin = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_positions,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=True,
+        )
+    )
+    missing, unexpected = twin.load_state_dict(logical_tensors(model), strict=False)
+    assert missing in ([], ["lm_head.weight"])
+    assert not unexpected
+    twin.tie_weights()
+    return twin.double()
 
 
 def run_config(**changes: Any) -> RunConfig:
@@ -107,3 +136,18 @@ def sharing_prompts(groups: list[Group]) -> list[Group]:
         )
         for group in groups
     ]
+
+
+class Recording:
+    """The batching edge, keeping the microbatches it packed, call by call."""
+
+    def __init__(self) -> None:
+        self.packed: list[list[PackedMicrobatch]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(batching, name)
+
+    def collate(self, *args: Any, **kwargs: Any) -> list[PackedMicrobatch]:
+        microbatches = batching.collate(*args, **kwargs)
+        self.packed.append(microbatches)
+        return microbatches
