@@ -7,11 +7,11 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test check bench
+.PHONY: help venv quickstart test test-slow check bench
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: .venv/dev ## create .venv with everything for development
 
@@ -20,6 +20,9 @@ quickstart: .venv/run ## install, then train the quickstart recipe
 
 test: .venv/dev ## run the tests: no download, no GPU
 	$(BIN)/python -m pytest -q
+
+test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, half an hour
+	$(BIN)/python -m pytest -q -m slow
 
 check: .venv/dev ## lint, format and types
 	$(BIN)/ruff check .

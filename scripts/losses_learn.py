@@ -53,14 +53,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _RLOO = {"advantages": "leave_one_out"}
 _PAIRS = {"advantages": "group_mean", "select": "best_and_worst"}
+_ACTOR_CRITIC = {"advantages": "gae", "whiten_advantages": "minibatch"}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "reinforce": {"loss": {"advantages": "group_mean"}},
-    "ppo": {
-        "loss": {"advantages": "gae", "whiten_advantages": "minibatch"},
-        "critic": {"optimizer": {"lr": 1e-3}},
-        "kl": {"coef": 0.01},
-    },
+    "ppo": {"loss": _ACTOR_CRITIC, "critic": {"optimizer": {"lr": 1e-3}}, "kl": {"coef": 0.01}},
     "grpo": {"loss": {"params": {"eps_low": 0.2, "eps_high": 0.28}}},
     "cispo": {},
     "gspo": {},
@@ -73,8 +70,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "online_ipo": {"loss": _PAIRS},
     "best_of_n": {"loss": {"advantages": "group_mean", "select": "best"}},
     "decoupled_ppo": {},
+    "ppo_head": {
+        "loss": {"name": "ppo", **_ACTOR_CRITIC},
+        "critic": {"model": "head", "vtrace": True, "coef": 0.5, "optimizer": {"lr": 3e-3}},
+    },
+    "grpo_kl": {
+        "loss": {"name": "grpo", "reduction": "sequence"},
+        "kl": {"coef": 0.04, "place": "loss", "estimator": "k3"},
+    },
+    "remax": {"loss": {"name": "aipo", "advantages": "greedy_baseline"}},
 }
-"""Each policy loss with what belongs to it: advantages, selection, penalty, critic; the rest is TASK's."""
+"""Every policy loss with what belongs to it: advantages, selection, penalty, critic; the rest is TASK's.
+
+A key is the loss, or a variant that names its own."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +170,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(learn(loss, preset, seed, Path(folder) / "run"))
         print(f"{loss} {preset} seed {seed}: {rows[-1].before:.3f} -> {rows[-1].after:.3f}", flush=True)
+        if arguments.write is not None:
+            write(arguments.write, "results", table(rows))
+            write(arguments.write, "settings", settings())
     print("\n".join(["", *table(rows)]))
-    if arguments.write is not None:
-        write(arguments.write, "results", table(rows))
-        write(arguments.write, "settings", settings())
 
 
 if __name__ == "__main__":
