@@ -15,7 +15,7 @@ from slipstream.batching.collate import (
     padding_frac,
     split_minibatches,
 )
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.packed import Batching, TrainSequence
 from slipstream.core.types import Group
 
@@ -116,6 +116,51 @@ def test_ties_go_by_key_not_by_arrival():
     order = [microbatch.keys for microbatch in collate(sequences, 8)]
     assert order == [microbatch.keys for microbatch in collate(sequences[::-1], 8)]
     assert order[0] == ((0, 0), (0, 1))
+
+
+def test_golden_packing_of_pairs():
+    """A pair shares its prompt, stands in the order given, and goes where both of it fit."""
+    first = completion((0, 1), 2, 1), completion((0, 0), 2, 3)
+    second = completion((1, 0), 2, 2), completion((1, 1), 2, 1)
+    (microbatch,) = collate([*first, *second], 10, atom_size=2)
+    assert microbatch.keys == ((0, 1), (0, 0), (1, 0), (1, 1))  # the longer pair first
+    assert microbatch.num_tokens == 2 + 0 + 2 + 2 + 1 + 0
+    assert [m.keys for m in collate([*second, *first], 6, atom_size=2)] == [((0, 1), (0, 0)), ((1, 0), (1, 1))]
+    assert [m.keys for m in collate([*first, *second], 1, atom_size=2)] == [((0, 1), (0, 0)), ((1, 0), (1, 1))]
+    masked = replace(first[1], mask=np.zeros(5, dtype=bool))
+    assert [m.keys for m in collate([first[0], masked, *second], 10, atom_size=2)] == [((1, 0), (1, 1))]
+    with pytest.raises(ShapeError, match="whole atoms"):
+        collate(first + second[:1], 10, atom_size=2)
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=4, max_size=4)), max_size=6),
+    capacity=st.integers(1, 60),
+    atom_size=st.sampled_from([1, 2, 4]),
+    distinct=st.booleans(),
+)
+def test_atoms_are_whole_in_order_and_within_capacity(shapes, capacity, atom_size, distinct):
+    sequences = [
+        completion((ordinal, sample), prompt + distinct * sample, own)
+        for ordinal, (prompt, owns) in enumerate(shapes)
+        for sample, own in enumerate(owns)
+    ]
+    packed = collate(sequences, capacity, atom_size=atom_size)
+    atoms_given = [tuple(s.key for s in sequences[i : i + atom_size]) for i in range(0, len(sequences), atom_size)]
+    found = []
+    for microbatch in packed:
+        atoms_here = [microbatch.keys[i : i + atom_size] for i in range(0, len(microbatch.keys), atom_size)]
+        assert microbatch.num_tokens <= capacity or len(atoms_here) == 1
+        found += atoms_here
+        by_key = {s.key: s for s in sequences}
+        for segment, key in enumerate(microbatch.keys):
+            at = microbatch.segment_ids == segment
+            assert microbatch.targets[at].tolist() == by_key[key].tokens[by_key[key].mask].tolist()
+            rows = microbatch.tokens[
+                microbatch.rows[sum(microbatch.lengths[:segment]) :][: microbatch.lengths[segment]]
+            ]
+            assert rows.tolist() == by_key[key].tokens[: by_key[key].num_inputs].tolist()
+    assert sorted(found) == sorted(atoms_given)
 
 
 def test_sequences_without_targets_are_left_out():

@@ -1,0 +1,180 @@
+"""Whole runs of what needs more than a policy: a critic, a reference, a greedy baseline, constraints, fixed lengths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from audit import audit
+
+import slipstream
+from slipstream.core.recipes import resolve
+from slipstream.models.attention import PackedAttention
+from slipstream.models.build import build_policy, build_tokenizer
+from slipstream.observe.metrics import read_metrics
+
+SYNC: dict[str, Any] = {"max_staleness": 0, "weight_update": "between_batches", "host": "inline"}
+ACTOR_CRITIC: dict[str, Any] = {
+    "steps": 4,
+    "loss": {"name": "ppo", "params": {"eps_low": 0.2, "eps_high": 0.2}, "advantages": "gae"},
+    "kl": {"coef": 0.1, "target": 0.01, "horizon": 64.0},
+    "trainer": {"minibatches": 2, "epochs": 2, "shuffle": True, "checkpoint_every": 2, "keep_checkpoints": 3},
+}
+
+
+def rollouts_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["step"] is not None]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(run_dir / "metrics.jsonl") if "reward_mean" in line]
+
+
+@pytest.mark.parametrize("critic", ["own", "head"])
+def test_resumed_with_critic_reference_and_adaptive_kl_equals_uninterrupted(critic, tiny, tmp_path):
+    """Weights, coefficient and the reference after the warm start are those of the first attempt."""
+    overrides = tiny | SYNC | ACTOR_CRITIC | {"critic": {"model": critic}}
+    whole = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "whole", display=False)
+    cut = tmp_path / "cut"
+    shutil.copytree(whole.out, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_4")
+    shutil.rmtree(cut / "model")
+    resumed = slipstream.run("quickstart", resume=cut, display=False)
+    for name in ("policy", "critic", "critic_optimizer"):
+        file = f"checkpoints/step_4/{name}.safetensors"
+        assert (whole.out / file).read_bytes() == (resumed.out / file).read_bytes(), name
+    ours, theirs = steps_of(whole.out), steps_of(resumed.out)
+    assert len(ours) == len(theirs) == 4
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("kl_coef", "kl_reference_sum", "value_loss", "loss", "objective/kl", "ppo/val/vpred"):
+            assert mine[name] == other[name], name
+    assert ours[0]["kl_reference_sum"] == pytest.approx(0, abs=1e-4), "the reference is the policy after the warm start"
+    assert len({line["kl_coef"] for line in ours}) == 4, "the coefficient adapts"
+
+
+def test_a_critic_run_is_the_same_to_the_bit_whatever_hosts_it(tiny, tmp_path):
+    overrides = tiny | SYNC | ACTOR_CRITIC | {"steps": 2, "critic": {"model": "own"}}
+    inline = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "inline", display=False)
+    process = slipstream.run(
+        "quickstart", overrides=overrides | {"host": "process"}, out=tmp_path / "process", display=False
+    )
+    for name in ("policy", "critic"):
+        file = f"checkpoints/step_2/{name}.safetensors"
+        assert (inline.out / file).read_bytes() == (process.out / file).read_bytes(), name
+    at_lag_0 = [line["logprob_diff_max/lag_0"] for line in steps_of(inline.out)]
+    assert max(at_lag_0) <= 1e-4
+
+
+def test_an_asynchronous_critic_with_vtrace_keeps_the_bound(tiny, tmp_path):
+    overrides = tiny | {
+        "steps": 4,
+        "max_staleness": 2,
+        "weight_update": "in_flight",
+        "loss": {"name": "aipo", "params": {"max_ratio": 2.0}, "advantages": "gae", "whiten_advantages": "minibatch"},
+        "critic": {"vtrace": True, "whiten_rewards": True},
+        "kl": {"coef": 0.05, "estimator": "k3"},
+    }
+    result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert audit(result.out)["steps"] == 4
+    assert all(np.isfinite(line["value_loss"]) for line in steps_of(result.out))
+
+
+def greedy_text(model, tokenizer, prompt: np.ndarray, limit: int) -> str:
+    tokens = prompt.astype(np.int64).tolist()
+    for _ in range(limit):
+        ids = torch.tensor(tokens)
+        with torch.no_grad():
+            logits = model.logits(model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]))[-1:])
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] == tokenizer.eos_token_id:
+            break
+    return str(tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True))
+
+
+def test_the_greedy_baseline_is_sampled_greedily_scored_and_never_trained(tiny, tmp_path):
+    overrides = tiny | SYNC
+    overrides |= {
+        "steps": 1,
+        "loss": {"name": "reinforce", "params": {}, "advantages": "greedy_baseline"},
+        "warm_start": {"steps": 0},
+        "trainer": {"minibatches": 1},
+    }
+
+    def vowels(completions, **_):
+        return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
+
+    result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", reward=vowels, display=False)
+    config = resolve("quickstart", overrides)
+    model, tokenizer = build_policy(config.model, seed=config.seed)
+    lines = rollouts_of(result.out)
+    assert sorted({line["sample"] for line in lines}) == [0, 1, 2, 3, 4]
+    for line in lines:
+        if line["sample"] == 4:
+            prompt = np.array(tokenizer.encode(line["prompt"], add_special_tokens=False))
+            assert line["completion"] == greedy_text(model, tokenizer, prompt, config.generator.max_new_tokens)
+            assert line["reward"] == vowels([line["completion"]])[0]
+    (metrics,) = steps_of(result.out)
+    trained = [line for line in lines if line["sample"] < 4]
+    assert metrics["tokens_trained"] == sum(line["num_tokens"] for line in trained)
+    assert metrics["reward_mean"] == pytest.approx(np.mean([line["reward"] for line in trained]))
+    baselines = {line["ordinal"]: line["reward"] for line in lines if line["sample"] == 4}
+    weighed = sum(line["num_tokens"] * (line["reward"] - baselines[line["ordinal"]]) for line in trained)
+    assert metrics["advantage_mean"] == pytest.approx(weighed / metrics["tokens_trained"], rel=1e-5, abs=1e-6)
+    audit(result.out)
+
+
+def test_completions_of_fixed_length_are_scored_up_to_the_truncate_token(tiny, tmp_path):
+    tables = tiny | SYNC
+    end = build_tokenizer(resolve("quickstart", tables).model).convert_tokens_to_ids("e")
+    tables |= {
+        "steps": 2,
+        "warm_start": {"steps": 0},
+        "generator": {"num_slots": 16, "max_new_tokens": 40, "stop_at_eos": False},
+        "rewards": {"truncate_token": end, "truncate_after": 4},
+        "loss": {"truncated": "penalty", "truncation_reward": -1.0, "skip_no_signal": False},
+    }
+
+    def length(completions, completion_ids, **_):
+        return [float(len(text)) for text in completions]
+
+    result = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", reward=length, display=False)
+    lines = rollouts_of(result.out)
+    assert {line["num_tokens"] for line in lines} == {40}
+    assert {line["finish_reason"] for line in lines} == {"length"}
+    ended = [line for line in lines if "e" in line["completion"][4:]]
+    assert ended
+    assert all(
+        line["completion"].index("e", 4) == len(line["completion"]) - 1 for line in ended if "e" in line["completion"]
+    )
+    for line in steps_of(result.out):
+        of_step = [rollout for rollout in lines if rollout["step"] == line["step"]]
+        assert line["tokens_trained"] == 40 * len(of_step), "what follows the token is trained on, too"
+        assert line["score_mean"] <= line["reward_mean"]
+        assert 0 < line["truncated_frac"] < 1
+
+
+def test_a_violated_constraint_caps_the_reward(tiny, tmp_path):
+    overrides = tiny | SYNC
+    overrides |= {
+        "steps": 1,
+        "rewards": {
+            "terms": [
+                {"function": "length", "weight": -1.0, "params": {"target_tokens": 1}},
+                {"function": "regex", "params": {"pattern": "a"}, "at_least": 1.0},
+            ],
+            "violation_cap": 0.25,
+        },
+        "loss": {"skip_no_signal": False},
+    }
+    result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    lines = rollouts_of(result.out)
+    assert {line["parts"]["regex"] for line in lines} == {0.0, 1.0}
+    for line in lines:
+        summed = -line["parts"]["length"]
+        assert line["reward"] == (summed if line["parts"]["regex"] else min(summed, 0.25))
