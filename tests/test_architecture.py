@@ -1,6 +1,6 @@
 """The architecture as a test: who may import whom, and what may not be in the library at all.
 
-core < algorithms, models, observe < the six stages < evals < controller < plan < api, doctor < cli
+core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages < api, doctor < cli
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
-STAGES = ("prompts", "generator", "rewards", "batching", "trainer", "weight_sync")
+LOOP = ("prompts", "generator", "rewards", "batching", "trainer", "weight_sync")
 LAYERS = (
     ("core",),
     ("algorithms", "models", "observe"),
-    STAGES,
+    LOOP,
     ("evals",),
     ("controller",),
     ("plan",),
+    ("stages",),
     ("api", "doctor"),
     ("cli",),
 )
@@ -79,10 +80,10 @@ def layer_violations(source: Source) -> list[str]:
         where = f"{source.name}:{line}: {source.unit} imports {unit}"
         if unit == source.unit:
             continue
-        if unit in STAGES and source.unit in STAGES:
+        if unit in LOOP and source.unit in LOOP:
             found.append(
-                f"{where}. Stages never import each other: move what they share to core, or let controller/build.py "
-                f"hand {source.unit} what it needs."
+                f"{where}. Nodes and edges never import each other: move what they share to core, or let "
+                f"controller/build.py hand {source.unit} what it needs."
             )
         elif HEIGHT[unit] > HEIGHT[source.unit]:
             found.append(
@@ -155,9 +156,9 @@ def parsed(unit: str, text: str) -> Source:
     ("unit", "text", "lesson"),
     [
         ("core", "from slipstream.trainer.step import train", "lies above it"),
-        ("trainer", "import slipstream.generator.engine", "Stages never import each other"),
-        ("trainer", "from slipstream import generator", "Stages never import each other"),
-        ("trainer", "def f():\n    from ..rewards import pool", "Stages never import each other"),
+        ("trainer", "import slipstream.generator.engine", "Nodes and edges never import each other"),
+        ("trainer", "from slipstream import generator", "Nodes and edges never import each other"),
+        ("trainer", "def f():\n    from ..rewards import pool", "Nodes and edges never import each other"),
         ("observe", "from slipstream.models import hf", "its neighbour"),
         ("generator", "from slipstream import cli", "lies above it"),
     ],

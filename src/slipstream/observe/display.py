@@ -22,6 +22,7 @@ from rich.text import Text
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
+from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.samples import Sample
 from slipstream.observe.states import colour, in_words, shares
 from slipstream.observe.summary import Summary
@@ -154,6 +155,17 @@ class Display:
         for sample in samples:
             cells = (sample.prompt, sample.answer, sample.before, sample.after)
             table.add_row(*(Text(self._encodable(printable(cell or ""))) for cell in cells))
+        self._print(table)
+
+    def evaluation_table(self, evaluation: Mapping[str, Any]) -> None:
+        """What the stage `evaluate` found, before and after (`observe/evaluation.py`)."""
+        self.close()
+        title = f"{evaluation['num_prompts']} held-out prompts, temperature {evaluation['temperature']:g}"
+        table = Table(title=title, title_justify="left", show_edge=False)
+        for column in ("", *MOMENTS):
+            table.add_column(column, justify="left" if not column else "right")
+        for row in evaluation_rows(evaluation):
+            table.add_row(*(self._encodable(cell) for cell in row))
         self._print(table)
 
     def finish(self, summary: Summary, files: Mapping[str, Path]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from slipstream.observe.display import duration, printable
+from slipstream.observe.evaluation import evaluation_rows
 from slipstream.observe.hardware import Hardware
 from slipstream.observe.metrics import Metrics, read_metrics
 from slipstream.observe.recorder import RolloutLine, read_rollouts
@@ -168,6 +169,7 @@ def _page(run: Run, excerpt: Excerpt | None, hardware: Hardware | None) -> str:
         _section("Staleness of trained tokens", _bound(run), _staleness_histogram(run)),
         _section("Staleness by step", "Mean and maximum of each batch, in steps.", _staleness_curve(run.metrics)),
         "</div>",
+        _evaluation(run.summary),
         _section("Where the time went", "Every second of every process, by state.", stacked_bars(run.accounting)),
         _timeline(excerpt),
         _samples(run.samples),
@@ -295,6 +297,20 @@ def _samples(samples: list[Sample]) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("prompt", "answer", "before", "after"))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return _section("What the model says", "The same prompts before and after, where both were asked.", table)
+
+
+def _evaluation(summary: Summary | None) -> str:
+    if summary is None or summary.evaluation is None:
+        return ""
+    found = summary.evaluation
+    rows = "".join(
+        f"<tr><th>{_text(name)}</th><td>{_text(before)}</td><td>{_text(after)}</td></tr>"
+        for name, before, after in evaluation_rows(found)
+    )
+    head = "<th></th><th>before</th><th>after</th>"
+    note = f"{found['num_prompts']} held-out prompts at temperature {found['temperature']:g}, ± standard error."
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return _section("Gold, judge and drift", note, table)
 
 
 def _verdict(reward: float | None) -> str:

@@ -9,7 +9,7 @@ import importlib.metadata
 import platform
 import subprocess
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -101,6 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     weight_sync: WeightSync
     padding_frac: float
     versions: Versions
+    evaluation: dict[str, Any] | None = None  # what the stage `evaluate` found (`stages/evaluate.py`)
 
 
 def write_summary(summary: Summary, path: Path) -> None:

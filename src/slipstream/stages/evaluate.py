@@ -1,0 +1,207 @@
+"""The stage `evaluate`: held-out completions of the policy before and after RL, by gold, judge and drift."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.config import RewardsConfig, RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.types import Completion, Prompt, Rollout
+from slipstream.evals.drift import measure_drift, sample_of
+from slipstream.evals.evaluate import CORRECT
+from slipstream.evals.lengths import completion_lengths
+from slipstream.evals.pass_at_k import mean_pass_at_k
+from slipstream.evals.sampling import sample_completions
+from slipstream.evals.scoring import numbered, score_by
+from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
+from slipstream.models.build import build_policy
+from slipstream.models.hf import load_model
+from slipstream.models.transformer import Transformer
+from slipstream.observe.evaluation import EVALUATION_FILE
+from slipstream.prompts import build_prompts
+from slipstream.prompts.template import Template
+from slipstream.stages.judging import build_judge
+from slipstream.stages.preferences import reference_completions
+from slipstream.stages.progress import Progress
+
+MOMENTS = ("before", "after")
+
+
+def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
+    """Measure the checkpoint RL started from and the one it ended with; writes and returns `evaluation.json`.
+
+    Both answer the same held-out prompts with the same noise. Drift is from the reference policy, `kl.reference` where
+    it is given, else the start. Whatever needs reference completions is left out where prompts have none.
+    """
+    started_s = time.monotonic()
+    settings = config.evaluation
+    start = start_of(config, run_dir)
+    checkpoints = dict(zip(MOMENTS, (start, run_dir / "model"), strict=True))
+    model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
+    prompts = build_prompts(config, tokenizer).eval[: settings.num_prompts]
+    temperature = config.generator.temperature if settings.temperature is None else settings.temperature
+    written: dict[str, list[Completion]] = {}
+    for moment, path in checkpoints.items():
+        policy = model if moment == "before" else load_model(path)
+        written[moment] = _answers(config, policy, tokenizer, prompts, temperature, moment, progress)
+    references = _references(config, prompts, tokenizer)
+    reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
+    gold = _scores(config, config.gold_rewards, written, references)
+    proxy = _scores(config, RewardsConfig(terms=[], models=config.rewards.models), written, references)
+    found: dict[str, Any] = {
+        "num_prompts": len(prompts),
+        "num_samples": settings.num_samples,
+        "temperature": temperature,
+        "checkpoints": {moment: str(path) for moment, path in checkpoints.items()},
+    }
+    for moment in MOMENTS:
+        found[moment] = {
+            "gold": _gold(gold[moment], gold["references"], settings.num_samples),
+            "reward_models": _means(proxy[moment], config) if config.rewards.models else None,
+            "judge": _judged(config, written[moment], references) if config.judge.is_given and references else None,
+            "drift": _drift(config, reference_policy, written[moment], temperature),
+            "lengths": asdict(completion_lengths(written[moment])),
+        }
+    found["references"] = {
+        "reward_models": _means(proxy["references"], config) if config.rewards.models and references else None
+    }
+    found["seconds"] = time.monotonic() - started_s
+    path = run_dir / EVALUATION_FILE
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    temporary.replace(path)
+    return found
+
+
+def start_of(config: RunConfig, run_dir: Path) -> Path:
+    """The checkpoint that RL started from."""
+    if config.model.path is not None and not config.warm_start.steps:
+        return Path(config.model.path)
+    kept = run_dir / "reference"  # of a policy that the run itself warm-started, for its KL penalty
+    if (kept / "config.json").is_file():
+        return kept
+    raise ConfigError(
+        "there is no checkpoint of the policy that RL started from",
+        got="a fresh or warm-started policy",
+        allowed="model.path without warm_start.steps",
+        hint="make it a stage of its own: stages = ['sft', 'rl', 'evaluate'] with model.path = 'stage:sft'",
+    )
+
+
+def _answers(
+    config: RunConfig,
+    policy: Transformer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    moment: str,
+    progress: Progress,
+) -> list[Completion]:
+    total = len(prompts) * config.evaluation.num_samples
+    return sample_completions(
+        config,
+        policy,
+        tokenizer,
+        prompts,
+        temperature=temperature,
+        num_samples=config.evaluation.num_samples,
+        num_slots=config.eval.num_slots,
+        on_progress=lambda done: progress.phase(f"evaluate {moment}", done, total),
+    )
+
+
+def _references(
+    config: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[Completion] | None:
+    """One per prompt; None where some prompt has none."""
+    template = Template(config.prompts.reference, field="prompts.reference")
+    if "answer" in template.columns and any(prompt.answer is None for prompt in prompts):
+        return None
+    return reference_completions(config, prompts, tokenizer)
+
+
+def _scores(
+    config: RunConfig,
+    rewards: RewardsConfig,
+    written: dict[str, list[Completion]],
+    references: list[Completion] | None,
+) -> dict[str, list[Rollout]]:
+    """Rollouts by moment, and of the references; all scored in one go."""
+    parts = {**written, "references": references or []}
+    if not rewards.weighted:
+        return {name: [] for name in parts}
+    rollouts = iter(score_by(config, rewards, numbered([c for part in parts.values() for c in part])))
+    return {name: [next(rollouts) for _ in part] for name, part in parts.items()}
+
+
+def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_samples: int) -> dict[str, Any]:
+    """Mean score and pass@k; win rate and difference where there are references. Failed ones count nowhere else."""
+    sound = [rollout.reward for rollout in rollouts if rollout.failure is None]
+    correct = [rollout.failure is None and rollout.reward >= CORRECT for rollout in rollouts]
+    num_correct = [sum(correct[at : at + num_samples]) for at in range(0, len(correct), num_samples)]
+    gold: dict[str, Any] = {
+        "mean_score": sum(sound) / len(sound) if sound else None,
+        "num_failed": len(rollouts) - len(sound),
+        "pass_at_k": mean_pass_at_k(num_correct, num_samples),
+    }
+    if not references:
+        return gold
+    pairs = [
+        (rollout.reward, references[index // num_samples].reward)
+        for index, rollout in enumerate(rollouts)
+        if rollout.failure is None and references[index // num_samples].failure is None
+    ]
+    if pairs:
+        gold |= _plain(gold_win_rate([ours for ours, _ in pairs], [theirs for _, theirs in pairs]))
+    return gold
+
+
+def _means(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str, float]:
+    """Mean score by each reward model that RL maximises."""
+    return {
+        model.name: math.fsum(float(rollout.reward_parts[model.name] or 0.0) for rollout in rollouts) / len(rollouts)
+        for model in config.rewards.models
+    }
+
+
+def _judged(
+    config: RunConfig, completions: Sequence[Completion], references: Sequence[Completion] | None
+) -> dict[str, Any]:
+    assert references is not None
+    comparisons = [
+        Comparison(completion.prompt.text, completion.text, references[completion.ordinal].text)
+        for completion in completions
+    ]
+    found = judge_win_rate(build_judge(config.judge), comparisons, max_concurrency=config.judge.max_concurrency)
+    return {name: value for name, value in _plain(found).items() if name != "judgements"}
+
+
+def _drift(
+    config: RunConfig, reference: Transformer, completions: Sequence[Completion], temperature: float
+) -> dict[str, Any]:
+    drift = measure_drift(
+        reference,
+        [sample_of(completion) for completion in completions],
+        temperature=temperature,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
+    return _plain(drift)
+
+
+def _plain(found: Any) -> dict[str, Any]:
+    """A dataclass as tables, numbers that JSON lacks as null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: finite(value) for name, value in asdict(found).items()}

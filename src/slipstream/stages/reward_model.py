@@ -1,0 +1,179 @@
+"""The stage `reward_model`: preferences in, a Hugging Face checkpoint with one score out."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.batching import collate
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import stage_dir
+from slipstream.evals.sampling import sample_completions
+from slipstream.models.build import build_policy
+from slipstream.models.flat import FlatParameters
+from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
+from slipstream.models.scoring import Sample, score
+from slipstream.observe.jsonl import JsonlWriter, read_jsonl
+from slipstream.prompts import build_prompts
+from slipstream.prompts.dataset import _records
+from slipstream.prompts.rows import Row
+from slipstream.prompts.template import Encoder, Template
+from slipstream.stages.preferences import FILE, PREFERENCE_STREAM, PreferenceLine, reference_completions
+from slipstream.stages.progress import Progress, write_record
+from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
+
+
+def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
+    """Train on the preferences; writes `reward_model/model`, `metrics.jsonl` and `stage.json` with its accuracies."""
+    started_s = time.monotonic()
+    settings = config.reward_model
+    folder = stage_dir(run_dir, "reward_model")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    policy, tokenizer = build_policy(config.model, seed=config.seed)
+    train, held_out = read_preferences(config, run_dir, tokenizer)
+    path = settings.path or config.model.path
+    model = (
+        new_scalar_model(policy, head_init=settings.head_init, seed=config.seed)
+        if path is None
+        else load_scalar_model(path, head_init=settings.head_init, seed=config.seed)
+    )
+    longest = max(
+        len(preference.prompt_tokens) + max(map(len, preference.candidates)) for preference in [*train, *held_out]
+    )
+    if longest > model.config.max_positions:
+        raise ConfigError(
+            "a preference is longer than the reward model reads",
+            got=f"{longest} tokens",
+            allowed=f"at most {model.config.max_positions}",
+        )
+    samples = _samples(config, policy, tokenizer)
+    total = settings.steps or settings.epochs * math.ceil(len(train) / settings.batch_size)
+    metrics = JsonlWriter(folder / "metrics.jsonl")
+    accuracies = []
+    for update in reward_model_updates(
+        model,
+        FlatParameters(model),
+        train,
+        config=settings,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        seed=config.seed,
+        batching=collate,
+        samples=samples,
+    ):
+        metrics.write(asdict(update))
+        accuracies.append(update.accuracy)
+        progress.phase("reward model", update.index + 1, total, {"loss": update.loss, "accuracy": update.accuracy})
+    metrics.close()
+    save_scalar_model(model, folder / "model", tokenizer)
+    capacity = config.trainer.microbatch_tokens
+    accuracy = preference_accuracy(model, held_out, microbatch_tokens=capacity, batching=collate) if held_out else None
+    scores = score(model, samples, microbatch_tokens=capacity, batching=collate)
+    if accuracy is not None:
+        progress.note(f"held-out accuracy of the reward model: {accuracy:.3f} ({len(held_out)} preferences)")
+    return write_record(
+        run_dir,
+        "reward_model",
+        started_s=started_s,
+        num_preferences=len(train),
+        num_held_out=len(held_out),
+        steps=total,
+        train_accuracy=float(np.mean(accuracies[-10:])),
+        held_out_accuracy=accuracy,
+        sample_score_mean=float(scores.mean()) if len(scores) else None,
+        sample_score_std=float(scores.std()) if len(scores) else None,
+    )
+
+
+def read_preferences(
+    config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Preference], list[Preference]]:
+    """(training, held-out) preferences: the stage's, or pairs of texts from `reward_model.preferences`."""
+    if config.reward_model.preferences is not None:
+        return _from_dataset(config, tokenizer)
+    lines = read_jsonl(stage_dir(run_dir, "preferences") / FILE, PreferenceLine)
+    train: list[Preference] = []
+    held_out: list[Preference] = []
+    for line in lines:
+        (held_out if line.is_held_out else train).append(
+            Preference(
+                prompt_tokens=np.asarray(line.prompt_tokens, dtype=np.int32),
+                candidates=tuple(np.asarray(candidate.tokens, dtype=np.int32) for candidate in line.candidates),
+                best=line.best,
+            )
+        )
+    if not train:
+        raise ConfigError("there are no preferences to train on", got=f"{len(held_out)} held out, none left")
+    return train, held_out
+
+
+def _from_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Preference], list[Preference]]:
+    source = config.reward_model.preferences
+    assert source is not None
+    template = Template(config.prompts.template, field="prompts.template")
+    encoder = Encoder(config.prompts, tokenizer)
+    rows: list[Row] = []
+    pairs: list[tuple[str, str]] = []
+    for index, record in enumerate(_records(source, None, config.prompts.dataset_split)):
+        missing = [name for name in ("prompt", "chosen", "rejected") if not isinstance(record.get(name), str)]
+        if missing:
+            raise ConfigError(
+                f"{source}, record {index} is no preference",
+                got=", ".join(record),
+                allowed="texts in the columns prompt, chosen and rejected",
+            )
+        rows.append(Row(text=template.render(_columns(record)), task="dataset"))
+        pairs.append((record["chosen"], record["rejected"]))
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def tokens(text: str) -> np.ndarray:
+        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"] + ends, dtype=np.int32)
+
+    found = [
+        Preference(prompt.tokens, (tokens(chosen), tokens(rejected)), best=0)
+        for prompt, (chosen, rejected) in zip(encoder.encode(rows), pairs, strict=True)
+        if encoder.fits(prompt)
+    ]
+    random.Random(config.seed).shuffle(found)
+    num_held_out = round(config.preferences.held_out * len(found))
+    if len(found) == num_held_out:
+        raise ConfigError(f"'{source}' has no preferences to train on", got=f"{len(found)}, {num_held_out} held out")
+    return found[num_held_out:], found[:num_held_out]
+
+
+def _columns(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {**record, "question": record["prompt"]}
+
+
+def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[Sample]:
+    """What scores are normalised on: samples of the policy that RL starts from, or references (N, items 20 and 21)."""
+    settings = config.reward_model
+    if settings.normalise == "none":
+        return []
+    prompts = list(build_prompts(config, tokenizer).train.prompts)[: settings.normalise_samples]
+    if settings.normalise == "reference_bias":
+        completions = reference_completions(config, prompts, tokenizer)
+    else:
+        completions = sample_completions(
+            config,
+            policy,
+            tokenizer,
+            prompts,
+            temperature=config.preferences.temperature,
+            num_slots=config.generator.num_slots,
+            stream=PREFERENCE_STREAM + 1,
+        )
+    return [
+        (completion.prompt.tokens, np.concatenate([segment.tokens for segment in completion.segments]))
+        for completion in completions
+    ]

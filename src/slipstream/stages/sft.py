@@ -1,0 +1,131 @@
+"""The stage `sft`: demonstrations in, a Hugging Face checkpoint out."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.batching import collate
+from slipstream.core.config import RunConfig, WarmStartConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import stage_dir
+from slipstream.core.types import Prompt
+from slipstream.models.build import build_policy
+from slipstream.models.flat import FlatParameters
+from slipstream.models.hf import save_model
+from slipstream.observe.jsonl import JsonlWriter
+from slipstream.prompts import build_prompts, demonstrations
+from slipstream.prompts.dataset import _records, _row
+from slipstream.prompts.template import Encoder, Template
+from slipstream.stages.progress import Progress, write_record
+from slipstream.trainer.supervised import Demonstration, supervised_updates
+
+
+def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
+    """Train on the demonstrations of `config.sft`; writes `sft/model`, `sft/metrics.jsonl` and `sft/stage.json`."""
+    started_s = time.monotonic()
+    sft = config.sft
+    folder = stage_dir(run_dir, "sft")
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted attempt left
+    folder.mkdir(parents=True)
+    model, tokenizer = build_policy(config.model.model_copy(update={"path": sft.path}), seed=config.seed)
+    found = stage_demonstrations(config, tokenizer)
+    fitting = [pair for pair in found if len(pair[0]) + len(pair[1]) <= model.config.max_positions]
+    if not fitting:
+        raise ConfigError("there are no demonstrations that fit the model", got=f"{len(found)}, all too long")
+    dropped = f", {len(found) - len(fitting)} dropped as too long" if len(found) > len(fitting) else ""
+    progress.note(f"demonstrations: {len(fitting)}{dropped}")
+    steps = sft.steps or sft.epochs * math.ceil(len(fitting) / sft.batch_size)
+    settings = WarmStartConfig(steps=steps, batch_size=sft.batch_size, optimizer=sft.optimizer)
+    metrics = JsonlWriter(folder / "metrics.jsonl")
+    losses = []
+    for update in supervised_updates(
+        model,
+        FlatParameters(model),
+        fitting if sft.loss_on == "completions" else [_all_learned(*pair) for pair in fitting],
+        config=settings,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        seed=config.seed,
+        batching=collate,
+    ):
+        metrics.write(asdict(update))
+        losses.append(update.loss)
+        progress.phase("sft", update.index + 1, steps, {"loss": update.loss})
+    metrics.close()
+    save_model(model, folder / "model", tokenizer)
+    return write_record(
+        run_dir,
+        "sft",
+        started_s=started_s,
+        num_demonstrations=len(fitting),
+        steps=steps,
+        first_loss=losses[0],
+        last_loss=float(np.mean(losses[-10:])),
+    )
+
+
+def stage_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
+    """(prompt tokens, completion tokens with EOS): the dataset's own, or made of the run's training prompts.
+
+    Prompts of a dataset get the template, chat template and length limit of [prompts]. The prompts that the run holds
+    out are never among those made of its training prompts; a dataset of demonstrations must see to that itself.
+    """
+    sft = config.sft
+    prompts: list[Prompt] | tuple[Prompt, ...]
+    if sft.dataset is None:
+        prompts = list(build_prompts(config, tokenizer).train.prompts)
+    else:
+        prompts = _prompts_of_dataset(config, tokenizer)
+    kinds = WarmStartConfig(demonstrations=sft.demonstrations, num_demonstrations=sft.num_demonstrations)
+    return demonstrations(kinds, prompts, tokenizer, seed=config.seed)
+
+
+def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    sft, source = config.sft, config.sft.dataset
+    assert source is not None
+    reading = config.prompts.model_copy(
+        update={"prompt_column": sft.prompt_column, "answer_column": sft.completion_column, "between_periods": False}
+    )
+    template = Template(reading.template, field="prompts.template")
+    encoder = Encoder(reading, tokenizer)
+    records: Iterable[Mapping[str, Any]] = _records(source, reading.dataset_config, reading.dataset_split)
+    rows = []
+    for index, record in enumerate(records):
+        where = f"{source}, record {index}"
+        if record.get(sft.messages_column):
+            record = _split_chat(record, config, where=where)
+        row = _row(record, reading, template=template, where=where)
+        if row is not None and row.answer is None:
+            raise ConfigError(
+                f"{where} has no completion to learn",
+                got=", ".join(record),
+                allowed=f"a column '{sft.completion_column}', or chats in '{sft.messages_column}'",
+            )
+        if row is not None:
+            rows.append(row)
+        if len(rows) >= sft.num_demonstrations:
+            break
+    return [prompt for prompt in encoder.encode(rows) if encoder.fits(prompt)]
+
+
+def _split_chat(record: Mapping[str, Any], config: RunConfig, *, where: str) -> dict[str, Any]:
+    """A chat as prompt and completion: all messages but the last, and that one, the assistant's."""
+    messages = record[config.sft.messages_column]
+    last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise ConfigError(f"{where}: a chat to learn from ends with the assistant's answer", got=repr(last)[:80])
+    others = {key: value for key, value in record.items() if key != config.sft.messages_column}
+    return {**others, config.sft.prompt_column: messages[:-1], config.sft.completion_column: last["content"]}
+
+
+def _all_learned(prompt: np.ndarray, completion: np.ndarray) -> Demonstration:
+    """The same text as a completion of its first token, which nothing predicts."""
+    return prompt[:1], np.concatenate([prompt[1:], completion])
