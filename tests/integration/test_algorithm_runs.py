@@ -159,6 +159,23 @@ def test_completions_of_fixed_length_are_scored_up_to_the_truncate_token(tiny, t
         assert 0 < line["truncated_frac"] < 1
 
 
+def test_steps_that_measure_nothing_leave_the_kl_coefficient_and_the_weights(tiny, tmp_path):
+    """Every completion is masked, so there is no KL to steer by; 0 would have lowered the coefficient."""
+    overrides = tiny | SYNC
+    overrides |= {
+        "steps": 2,
+        "warm_start": {"steps": 0},
+        "generator": {"num_slots": 16, "max_new_tokens": 2, "stop_at_eos": False},
+        "rewards": {"truncate_token": 1, "truncate_after": 2},
+        "loss": {"truncated": "mask", "skip_no_signal": False},
+        "kl": {"coef": 0.1, "target": 6.0, "horizon": 64.0, "place": "loss", "estimator": "k3"},
+    }
+    result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert [line["num_updates"] for line in steps_of(result.out)] == [0, 0]
+    state = json.loads((result.out / "checkpoints" / "step_2" / "state.json").read_text())
+    assert state["extra"]["kl_coef"] == 0.1
+
+
 def test_a_violated_constraint_caps_the_reward(tiny, tmp_path):
     overrides = tiny | SYNC
     overrides |= {

@@ -342,3 +342,26 @@ def test_published_names_of_a_step_that_trained_nothing():
     assert "ppo/loss/value" not in metrics
     assert metrics["objective/kl"] == metrics["kl_reference_sum"]  # the penalty is measured on what was sampled
     assert published_names({"score_mean": 1.0}, value_coef=0.1, step=0, num_episodes=4)["objective/score_total"] == 1.0
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_same_step_of_every_loss_gives_the_same_bits(name):
+    """Two threads, shared prompts, everything measured: no order of additions may be left open."""
+    groups = sharing_prompts(make_groups(num_groups=24, num_samples=8))
+    is_token = LOSSES[name].unit == "token"
+    is_pair = LOSSES[name].atom == "pair"
+    num_threads = torch.get_num_threads()
+    weights = []
+    try:
+        torch.set_num_threads(2)
+        for _ in range(2):
+            config, model, flat, optimizer, auxiliary = actor_critic(
+                loss=settings_of(name) | ({"advantages": "gae"} if is_token else {}),
+                kl={"coef": 0.1} | ({"place": "loss", "estimator": "k3"} if is_pair or name == "best_of_n" else {}),
+                critic={"model": "head"},
+            )
+            step(config, model, optimizer, auxiliary, groups)
+            weights.append(flat.flat)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(weights[0], weights[1])

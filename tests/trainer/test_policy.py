@@ -408,6 +408,22 @@ def test_gae_against_a_padded_loop(coef, whiten_rewards, given):
     assert_shaped(batch.of(groups), expected)
 
 
+def test_token_rewards_are_whitened_over_each_minibatch_with_the_advantages():
+    groups = groups_of(REWARDS)
+    loss = {"name": "ppo", "advantages": "gae", "whiten_advantages": "minibatch"}
+    config = run_config(loss=loss, critic={"gamma": 0.9, "lam": 0.8, "whiten_rewards": True})
+    batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0))
+    measured = {key: s.values[s.mask].astype(np.float64) for key, s in batch.sequences.items()}
+    for group in groups:
+        raw = padded_gae([group], scores_of([group]), measured=measured, gamma=0.9, lam=0.8, whiten_rewards=True)
+        together = np.concatenate([advantages for advantages, _ in raw.values()])
+        expected = {
+            key: ((advantages - together.mean()) / np.sqrt(together.var() + 1e-8), returns)
+            for key, (advantages, returns) in raw.items()
+        }
+        assert_shaped(batch.of([group]), expected)
+
+
 def test_a_completion_cut_at_the_limit_has_no_step_after_its_last_token():
     groups = groups_of(REWARDS, finish={(0, 1): "length"})
     critic = {"gamma": 0.9, "lam": 0.8, "score_place": "after_last"}

@@ -111,7 +111,7 @@ class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
     function: str = Field(
-        description="'task' (the task's own verifier), 'exact_match', 'math', 'regex', 'length', or 'module:function', "
+        description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', or 'module:function', "
         "'file.py:function' with TRL's signature."
     )
     weight: float = Field(1.0, description="Factor of this term in the sum.")
@@ -273,7 +273,11 @@ class CriticConfig(Section):
     clip: PositiveFloat = Field(0.2, description="Values move at most so far from those before the step; inf: free.")
     gamma: Fraction = Field(1.0, description="Discount per token.")
     lam: Fraction = Field(0.95, description="GAE's lambda: 1 is the return, 0 one step of bootstrapping.")
-    whiten_rewards: bool = Field(False, description="Token rewards to variance 1, their mean kept (N).")
+    whiten_rewards: bool = Field(
+        False,
+        description="Token rewards to variance 1, their mean kept, over the batch, or over each minibatch where "
+        "loss.whiten_advantages says so (N).",
+    )
     score_place: Literal["last", "after_last"] = Field(
         "last", description="The score's token: the last one, or the step after it (TL;DR reproduction, TRL)."
     )

@@ -163,11 +163,13 @@ def verify_checkpoint(path: Path) -> None:
             raise CheckpointError(f"checkpoint {path} is torn: {name} is damaged", got=found, allowed=expected)
 
 
-def load_newest_checkpoint(root: Path, flat: FlatParameters, optimizer: FlatAdamW) -> Restored | None:
+def load_newest_checkpoint(
+    root: Path, flat: FlatParameters, optimizer: FlatAdamW, *, critic: Trained | None = None
+) -> Restored | None:
     """Restore the newest whole checkpoint under `root`; None without any. Torn ones are logged and passed over."""
     for path in _newest_first(root):
         try:
-            return load_checkpoint(path, flat, optimizer)
+            return load_checkpoint(path, flat, optimizer, critic=critic)
         except SafetensorError as error:
             log.warning("passing over checkpoint %s: %s", path, error)
         except CheckpointError as error:

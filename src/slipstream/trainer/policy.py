@@ -176,8 +176,8 @@ def without_targets(sequence: TrainSequence) -> TrainSequence:
 def selected(group: Group, config: RunConfig) -> list[Rollout]:
     """The rollouts of `group` that `loss.select` trains on: all by sample, the best, or the best and then the worst.
 
-    A5: K completions are sampled, two are trained on. Of equal rewards the lowest sample is best, and the highest of
-    the others worst.
+    A5: K completions are sampled, two are trained on. Rewards are compared before any KL penalty, as preferences are.
+    Of equal ones the lowest sample is best, and the highest of the others worst.
     """
     rollouts, _ = split_baseline(group, config)
     if config.loss.select == "all":
