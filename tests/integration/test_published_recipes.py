@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from slipstream.core.recipes import resolve
 from slipstream.models.hf import new_model, save_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.tokenizer import char_tokenizer
+from slipstream.observe.jsonl import JsonlWriter
 
 NUM_ROWS = 20
+PADDING = 50259
 
 
 def tldr(index: int) -> dict[str, Any]:
@@ -60,7 +63,25 @@ def math(index: int) -> dict[str, Any]:
     }
 
 
-ROWS = {"tldr": tldr, "no_robots": no_robots, "gsm8k": gsm8k, "math": math}
+def stylistic(index: int) -> dict[str, Any]:
+    """A passage of a book: what lies between its first and its last period is the query."""
+    return {"text": f"the end of one. Here is sentence {index}. Then comes another. And then"}
+
+
+ROWS = {"tldr": tldr, "no_robots": no_robots, "gsm8k": gsm8k, "math": math, "stylistic": stylistic}
+
+
+def labels(path: Path) -> str:
+    """Records like OpenAI's, through the script that imports them."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "import_lm_human_preferences.py"))
+    tokenizer = char_tokenizer(None)
+    writer = JsonlWriter(path)
+    for index in range(NUM_ROWS):
+        samples = {f"sample{k}": [20 + k + index, 30 + k, 40] for k in range(4)}
+        record = {"query": [15 + index, 16, PADDING, PADDING], **samples, "best": index % 4}
+        writer.write(script["preference"](record, index, tokenizer, 10))
+    writer.close()
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +121,19 @@ def test_two_steps(recipe: str, models: dict[str, str], tmp_path: Path) -> None:
         "rewards": {"models": [{"path": models["reward"]}] if published.rewards.models else []},
         "loss": {"skip_no_signal": False},  # a random model is never right
     }
+    if "reward_model" in published.stages:
+        overrides["rewards"] = {}
+        overrides["reward_model"] = {
+            "preferences": labels(tmp_path / "labels.jsonl"),
+            "steps": 3,
+            "batch_size": 4,
+            "normalise_samples": 8,
+        }
     result = slipstream.run(recipe, overrides=overrides, out=tmp_path / "run", display=False)
     assert result.summary["status"] == "done"
     assert result.summary["policy_version"] == 2
     trained = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
     assert trained["prompt"], "rollouts show their prompts"
+    if "reward_model" in published.stages:
+        assert (tmp_path / "run" / "reward_model" / "model" / "config.json").is_file()
+        assert trained["num_tokens"] == 6, "fixed length"

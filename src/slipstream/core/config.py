@@ -111,8 +111,8 @@ class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
     function: str = Field(
-        description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', or 'module:function', "
-        "'file.py:function' with TRL's signature."
+        description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', or "
+        "'module:function', 'file.py:function' with TRL's signature."
     )
     weight: float = Field(1.0, description="Factor of this term in the sum.")
     at_least: float | None = Field(
@@ -375,7 +375,9 @@ class RewardModelConfig(Section):
         None, description="Checkpoint it starts from: a policy, or a reward model with its head; null: model.path."
     )
     preferences: str | None = Field(
-        None, description="Dataset with columns prompt, chosen, rejected; null: what the stage `preferences` wrote."
+        None,
+        description="Dataset with columns prompt, chosen, rejected, or a file like that of the stage `preferences`; "
+        "null: that stage's.",
     )
     candidates: Literal[2, 4] = Field(
         2, description="Completions per preference: pairs (Bradley-Terry), or the best of four (cross-entropy)."

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -98,10 +99,15 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
 def read_preferences(
     config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Preference], list[Preference]]:
-    """(training, held-out) preferences: the stage's, or pairs of texts from `reward_model.preferences`."""
-    if config.reward_model.preferences is not None:
+    """(training, held-out) preferences: the stage's, or those of `reward_model.preferences`.
+
+    That is a file of the stage's own form (lines with `candidates`, as tokens), or pairs of texts.
+    """
+    source = config.reward_model.preferences
+    path = stage_dir(run_dir, "preferences") / FILE if source is None else Path(source).expanduser()
+    if source is not None and not _has_candidates(path):
         return _from_dataset(config, tokenizer)
-    lines = read_jsonl(stage_dir(run_dir, "preferences") / FILE, PreferenceLine)
+    lines = read_jsonl(path, PreferenceLine)
     train: list[Preference] = []
     held_out: list[Preference] = []
     for line in lines:
@@ -115,6 +121,19 @@ def read_preferences(
     if not train:
         raise ConfigError("there are no preferences to train on", got=f"{len(held_out)} held out, none left")
     return train, held_out
+
+
+def _has_candidates(path: Path) -> bool:
+    """True for a JSONL file whose first line is a `PreferenceLine`."""
+    if not path.is_file() or path.suffix != ".jsonl":
+        return False
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        msgspec.json.decode(first, type=PreferenceLine)
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 def _from_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Preference], list[Preference]]:
