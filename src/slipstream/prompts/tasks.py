@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from slipstream.core.config import TaskConfig
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.prompts.posts import Posts
 from slipstream.prompts.rows import Row, to_json_types
 from slipstream.prompts.template import Template
 
 _MAX_CHUNK = 4096  # some datasets build everything in their constructor, and some refuse sizes above 20 000
 
 
+OWN_TASKS: dict[str, Callable[..., Any]] = {"posts": Posts}
+"""Beside reasoning-gym's, of the same form; rewards other than 'task' score them."""
+
+
 def task_names() -> list[str]:
-    """Names of all reasoning-gym datasets."""
+    """Names of all reasoning-gym datasets, and of our own."""
     from reasoning_gym.factory import DATASETS  # a second of imports that runs without tasks do not need
 
-    return sorted(DATASETS)
+    return sorted([*DATASETS, *OWN_TASKS])
 
 
 def task_table(tasks: Sequence[TaskConfig]) -> dict[str, TaskConfig]:
@@ -74,8 +80,9 @@ class TaskSource:
                 got=self._task.params,
                 hint="use the run's seed, prompts.num_train and prompts.num_eval",
             )
+        create = OWN_TASKS.get(self._task.name) or partial(reasoning_gym.create_dataset, self._task.name)
         try:
-            return reasoning_gym.create_dataset(self._task.name, seed=self._next_seed, size=size, **self._task.params)
+            return create(seed=self._next_seed, size=size, **self._task.params)
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError(
                 f"task '{self._task.name}' does not accept its parameters: {error}", got=self._task.params

@@ -12,6 +12,7 @@ import inspect
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -146,6 +147,25 @@ def regex_match(*, pattern: str, full: bool = False) -> Scorer:
     return lambda job: float(matcher(job.completion) is not None)
 
 
+def word_overlap(*, column: str = "answer") -> Scorer:
+    """F1 of the completion's words and those of the row's `column`, each counted as often as it occurs (ROUGE-1).
+
+        2 |C n K| / (|C| + |K|),   1 where both have the same words in whatever order
+
+    None where the row has no such column.
+    """
+
+    def score(job: Job) -> float | None:
+        reference = job.answer if column == "answer" else job.columns.get(column)
+        if reference is None:
+            return None
+        ours, theirs = Counter(job.completion.split()), Counter(str(reference).split())
+        total = ours.total() + theirs.total()
+        return 2.0 * (ours & theirs).total() / total if total else 1.0
+
+    return score
+
+
 def length_shaping(
     *, target_tokens: int | None = None, max_tokens: int | None = None, buffer_tokens: int = 0
 ) -> Scorer:
@@ -180,6 +200,7 @@ def length_shaping(
 BUILTINS: dict[str, Callable[..., Scorer]] = {
     "task": task_reward,
     "exact_match": exact_match,
+    "overlap": word_overlap,
     "math": math_equivalence,
     "regex": regex_match,
     "length": length_shaping,
