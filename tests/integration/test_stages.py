@@ -130,6 +130,28 @@ def test_what_is_done_is_not_done_again(chain: tuple[Path, slipstream.Result]) -
     assert slipstream.evaluate_model(out, num_prompts=4).num_prompts == 4  # its reward model is found
 
 
+def test_a_stage_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What it shows is shown, what it makes is there, and what it says of bad input is raised here."""
+    data = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    data.write_text("\n".join([json.dumps({"prompt": "abc>", "completion": "cba"})] * 20))
+    tables: dict[str, Any] = {
+        "stages": ["sft"],
+        "recipe": "short",
+        "model": CHAIN["model"] | {"path": None},
+        "prompts": {"dataset": str(data)},
+        "sft": {"dataset": str(data), "epochs": 2, "batch_size": 8, "loss_on": "all"},
+    }
+    result = slipstream.run(tables, out=tmp_path / "run")
+    assert (result.status, result.summary["steps"], result.summary["num_demonstrations"]) == ("done", 6, 20)
+    assert "sft" in capfd.readouterr().out
+    metrics = lines(tmp_path / "run" / "sft" / "metrics.jsonl")
+    assert {line["num_tokens"] for line in metrics} == {8 * 7}  # "bc>" and "cba" with its end: all but the first token
+    data.write_text(json.dumps({"messages": [*messages, messages[0]]}))
+    with pytest.raises(ConfigError, match="ends with the assistant's answer"):
+        slipstream.run(tables, out=tmp_path / "again", display=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -147,19 +147,22 @@ def regex_match(*, pattern: str, full: bool = False) -> Scorer:
     return lambda job: float(matcher(job.completion) is not None)
 
 
-def word_overlap(*, column: str = "answer") -> Scorer:
+def word_overlap(*, column: str = "answer", characters: bool = False) -> Scorer:
     """F1 of the completion's words and those of the row's `column`, each counted as often as it occurs (ROUGE-1).
 
         2 |C n K| / (|C| + |K|),   1 where both have the same words in whatever order
 
-    None where the row has no such column.
+    `characters` compares characters other than spaces instead. None where the row has no such column.
     """
+
+    def parts(text: str) -> Counter[str]:
+        return Counter("".join(text.split()) if characters else text.split())
 
     def score(job: Job) -> float | None:
         reference = job.answer if column == "answer" else job.columns.get(column)
         if reference is None:
             return None
-        ours, theirs = Counter(job.completion.split()), Counter(str(reference).split())
+        ours, theirs = parts(job.completion), parts(str(reference))
         total = ours.total() + theirs.total()
         return 2.0 * (ours & theirs).total() / total if total else 1.0
 

@@ -11,35 +11,41 @@ import torch
 
 from slipstream.controller.build import check
 from slipstream.controller.placement import num_cores
-from slipstream.core.config import RunConfig, Stage
-from slipstream.core.recipes import save_config, with_stage_paths
+from slipstream.core.config import RunConfig
+from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
+from slipstream.observe.display import duration
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import read_summary, write_summary
 from slipstream.prompts import task_table
 from slipstream.rewards.checks import check_rewards
-from slipstream.stages import progress
+from slipstream.stages.child import run_in_child
 from slipstream.stages.evaluate import run_evaluation
 from slipstream.stages.judging import build_judge
 from slipstream.stages.preferences import run_preferences
+from slipstream.stages.progress import Progress, read_record, record_path, watch
 from slipstream.stages.reward_model import run_reward_model
 from slipstream.stages.rl import FromPython, resume_rl, run_rl
 from slipstream.stages.sft import run_sft
 
-TRAINING: dict[Stage, Callable[[RunConfig, Path, progress.Progress], dict[str, Any]]] = {
+STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str, Any]]] = {
     "sft": run_sft,
     "preferences": run_preferences,
     "reward_model": run_reward_model,
+    "evaluate": run_evaluation,
 }
 
 
 def check_stages(config: RunConfig, *, has_own_reward: bool) -> None:
     """Raise ConfigError for what any stage would stumble over, before the first of them starts."""
-    check(config, has_own_reward=has_own_reward)
+    if "rl" in config.stages:
+        check(config, has_own_reward=has_own_reward)
+    else:
+        check_model_path(config)
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
-    if uses_gold and config.gold.terms:
-        check_rewards(config.gold, task_table(config.prompts.tasks))
+    if uses_gold and config.gold_rewards.terms:
+        check_rewards(config.gold_rewards, task_table(config.prompts.tasks))
     if uses_gold and config.judge.is_given:
         build_judge(config.judge)
 
@@ -59,18 +65,26 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
             if told["status"] != "done":
                 return told
             continue
-        torch.set_num_threads(num_cores())
-        with_paths = with_stage_paths(config, run_dir)
-        with progress.watch(config, stage, display=given.display) as watcher:
-            if stage == "evaluate":
-                told = _evaluate(with_paths, run_dir, watcher)
-            elif progress.is_done(run_dir, stage):
-                watcher.note(f"{stage}: done before")
-                told = progress.read_record(run_dir, stage)
+        if not is_done(stage, run_dir):
+            if config.host == "inline":
+                run_stage(stage, config, run_dir, display=given.display)
             else:
-                told = TRAINING[stage](with_paths, run_dir, watcher)
-                watcher.note(f"{stage}: done in {told['seconds']:.0f} s")
+                run_in_child(stage, run_dir, display=given.display)
+        told = _publish_evaluation(config, run_dir, given) if stage == "evaluate" else read_record(run_dir, stage)
     return {"status": "done"} | told
+
+
+def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) -> None:
+    """One stage other than RL, in this process and with all cores."""
+    torch.set_num_threads(num_cores())
+    with watch(config, stage, display=display) as watcher:
+        record = STAGES_OF_ONE_PROCESS[stage](with_stage_paths(config, run_dir), run_dir, watcher)
+        watcher.note(f"{stage}: done in {duration(record['seconds'])}")
+
+
+def is_done(stage: str, run_dir: Path) -> bool:
+    """Whether the output of a stage other than RL is there: its record is written last."""
+    return (run_dir / EVALUATION_FILE if stage == "evaluate" else record_path(run_dir, stage)).is_file()
 
 
 def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
@@ -84,13 +98,13 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     return run_rl(config, run_dir, given)
 
 
-def _evaluate(config: RunConfig, run_dir: Path, watcher: progress.Watcher) -> dict[str, Any]:
-    """Measure, and tell summary and report."""
-    path = run_dir / EVALUATION_FILE
-    found = msgspec.json.decode(path.read_bytes()) if path.is_file() else run_evaluation(config, run_dir, watcher)
+def _publish_evaluation(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
+    """Tell summary, report and terminal what was found."""
+    found = msgspec.json.decode((run_dir / EVALUATION_FILE).read_bytes())
     summary = msgspec.structs.replace(read_summary(run_dir / "summary.json"), evaluation=found)
     write_summary(summary, run_dir / "summary.json")
     write_report(run_dir, describe())
-    watcher.evaluation_table(found)
+    with watch(config, "evaluate", display=given.display) as watcher:
+        watcher.evaluation_table(found)
     told: dict[str, Any] = msgspec.to_builtins(summary, str_keys=True)
     return told

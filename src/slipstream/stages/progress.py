@@ -55,14 +55,14 @@ def watch(config: RunConfig, stage: str, *, display: bool) -> Display | Quiet:
     return Display({"stage": stage, "recipe": config.recipe}, steps=1, max_staleness=config.max_staleness)
 
 
-def is_done(run_dir: Path, stage: str) -> bool:
-    return (stage_dir(run_dir, stage) / RECORD).is_file()
+def record_path(run_dir: Path, stage: str) -> Path:
+    return stage_dir(run_dir, stage) / RECORD
 
 
 def write_record(run_dir: Path, stage: str, *, started_s: float, **values: Any) -> dict[str, Any]:
     """`stage.json` in the stage's folder, written last: the stage is done. Returns what it says."""
     record = {"stage": stage, "seconds": time.monotonic() - started_s, **values}
-    path = stage_dir(run_dir, stage) / RECORD
+    path = record_path(run_dir, stage)
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     temporary.replace(path)
@@ -70,5 +70,5 @@ def write_record(run_dir: Path, stage: str, *, started_s: float, **values: Any) 
 
 
 def read_record(run_dir: Path, stage: str) -> dict[str, Any]:
-    record: dict[str, Any] = msgspec.json.decode((stage_dir(run_dir, stage) / RECORD).read_bytes())
+    record: dict[str, Any] = msgspec.json.decode(record_path(run_dir, stage).read_bytes())
     return record

@@ -1,0 +1,98 @@
+"""A stage in a process of its own, so that its threads are placed before torch is loaded and its memory is given back.
+
+`python -m slipstream.stages.child RUN_DIR STAGE [--display]` is that process. It ends with its stage, or when its
+standard input closes: the other end of that pipe is the run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from slipstream.controller.placement import num_cores, thread_environment
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.recipes import resolve, stage_dir
+
+ERROR = "error.json"
+
+
+class StageError(msgspec.Struct, frozen=True):
+    """Why a stage failed: `is_input` where the user's input is to blame."""
+
+    text: str
+    is_input: bool
+
+
+def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
+    """Run `stage` of the run in `run_dir`; returns when its output is there.
+
+    Waits for: the process. Unblocked by: its end, or a line for the terminal. Raises ConfigError or SlipstreamError
+    with what the stage said.
+    """
+    error_path = stage_dir(run_dir, stage) / ERROR
+    error_path.unlink(missing_ok=True)
+    search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
+    command = [sys.executable, "-m", "slipstream.stages.child", str(run_dir.resolve()), stage]
+    is_terminal = sys.stdout.isatty()
+    process = subprocess.Popen(
+        [*command, *(["--display"] if display else [])],
+        stdin=subprocess.PIPE,
+        stdout=None if is_terminal else subprocess.PIPE,  # a notebook shows what this process writes
+        text=True,
+        env=os.environ | thread_environment(num_cores()) | {"PYTHONPATH": search_path},
+    )
+    try:
+        for line in process.stdout or ():
+            sys.stdout.write(line)
+        code = process.wait()
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        if process.stdout is not None:
+            process.stdout.close()
+        process.wait()
+    if code == 0:
+        return
+    if error_path.is_file():
+        error = msgspec.json.decode(error_path.read_bytes(), type=StageError)
+        raise (ConfigError if error.is_input else SlipstreamError)(error.text)
+    raise SlipstreamError(f"the process of stage '{stage}' ended", got=f"exit code {code}")
+
+
+def main(run_dir: Path, stage: str, *, display: bool) -> int:
+    """Run one stage here; what went wrong is left in its folder for the run to raise."""
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+    from slipstream.stages.chain import run_stage  # torch, once the lifeline is watched
+
+    try:
+        run_stage(stage, resolve(run_dir / "config.toml"), run_dir, display=display)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run must hear of it
+        if not isinstance(error, SlipstreamError):
+            traceback.print_exc()
+        said = StageError(f"{error}" or type(error).__name__, is_input=isinstance(error, ConfigError))
+        folder = stage_dir(run_dir, stage)
+        folder.mkdir(exist_ok=True)
+        (folder / ERROR).write_bytes(msgspec.json.encode(said))
+        return 1
+    return 0
+
+
+def _end_with_the_run() -> None:
+    """Ends when standard input closes, and this process with it."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]), sys.argv[2], display="--display" in sys.argv[3:])
+    sys.stdout.flush()
+    os._exit(code)  # the watching thread reads until the pipe closes
