@@ -9,10 +9,10 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.errors import ShapeError
 from slipstream.models.initialise import new_model
+from slipstream.trainer.batch import train_sequence, without_targets
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import measure, with_columns
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.policy import train_sequence, without_targets
 from slipstream.trainer.step import Auxiliary, microbatch_logprobs, needed_columns, train_on_batch
 
 

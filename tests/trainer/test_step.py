@@ -16,8 +16,9 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError, StalenessError
 from slipstream.core.types import Group
+from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.policy import prepare_batch, rollout_advantages
+from slipstream.trainer.scores import rollout_advantages
 from slipstream.trainer.step import microbatch_logprobs, train_on_batch
 
 

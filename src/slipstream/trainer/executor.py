@@ -41,7 +41,7 @@ from slipstream.observe.recorder import RolloutRecorder
 from slipstream.trainer.checkpoint import Trained, load_checkpoint, save_checkpoint
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.policy import effective_reward, has_signal
+from slipstream.trainer.scores import effective_reward, has_signal
 from slipstream.trainer.step import Auxiliary, needed_columns, train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
 

@@ -33,11 +33,11 @@ from slipstream.core.staleness import staleness_in_updates
 from slipstream.core.types import Group
 from slipstream.models.attention import PackedAttention
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Columns, measure
 from slipstream.trainer.metric_names import published_names
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.policy import prepare_batch
 
 # Logits held at once, in elements (256 MiB of float32); larger heads run in chunks that are recomputed backward.
 MAX_LOGITS = 1 << 26

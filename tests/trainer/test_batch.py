@@ -12,7 +12,8 @@ from training_data import make_rollout, run_config, sharing_prompts
 from slipstream.batching import collate as batching
 from slipstream.core.errors import StalenessError
 from slipstream.core.types import Group
-from slipstream.trainer.policy import has_signal, is_truncated, prepare_batch, selected
+from slipstream.trainer.batch import prepare_batch
+from slipstream.trainer.scores import has_signal, is_truncated, selected
 
 REWARDS = [[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]
 

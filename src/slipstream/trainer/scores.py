@@ -1,0 +1,128 @@
+"""What rollouts are worth: the reward after truncation, signal, selection, and advantages of whole completions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.algorithms.advantages import (
+    combine_rewards,
+    greedy_baseline,
+    group_mean,
+    group_normalised,
+    leave_one_out,
+)
+from slipstream.algorithms.losses import loss_named
+from slipstream.algorithms.responses import has_token
+from slipstream.core.config import GROUP_RELATIVE, RunConfig
+from slipstream.core.types import Completion, Group, Rollout
+from slipstream.trainer.measure import Key
+
+
+def key_of(rollout: Rollout) -> Key:
+    return rollout.completion.ordinal, rollout.completion.sample
+
+
+def is_truncated(completion: Completion, config: RunConfig) -> bool:
+    """True when the completion lacks its end: a stop token, or `rewards.truncate_token` where that is asked for."""
+    token = config.rewards.truncate_token
+    if token is None:
+        return completion.finish_reason != "stop"
+    tokens = np.concatenate([segment.tokens for segment in completion.segments])
+    return not has_token(tokens, token, after=config.rewards.truncate_after)
+
+
+def effective_reward(rollout: Rollout, config: RunConfig) -> float:
+    """The reward advantages are made of: `loss.truncated` may replace or lower that of a truncated completion."""
+    loss = config.loss
+    if loss.truncated in ("penalty", "subtract") and is_truncated(rollout.completion, config):
+        return loss.truncation_reward + (rollout.reward if loss.truncated == "subtract" else 0.0)
+    return rollout.reward
+
+
+def has_signal(group: Group, config: RunConfig) -> bool:
+    """False when every rollout of `group` would get the advantage 0, or a pair of them be ranked by chance."""
+    loss = config.loss
+    is_pair = loss_named(loss.name, loss.params).atom == "pair"
+    is_relative = loss.advantages in GROUP_RELATIVE and not penalises_reward(config)
+    if not is_pair and not is_relative:
+        return True
+    columns = [[effective_reward(rollout, config) for rollout in group.rollouts]]
+    if loss.several_rewards == "normalise_then_sum":  # rewards that differ may have equal sums
+        columns = [list(column) for column in zip(*(_parts(r, config) for r in group.rollouts), strict=True)]
+    scored = [[reward for reward in column if not math.isnan(reward)] for column in columns]
+    return any(max(column) - min(column) > 1e-8 for column in scored if column)
+
+
+def penalises_reward(config: RunConfig) -> bool:
+    """True when the KL of policy and reference is taken off the reward."""
+    return config.kl.coef > 0 and config.kl.place == "reward"
+
+
+def split_baseline(group: Group, config: RunConfig) -> tuple[tuple[Rollout, ...], Rollout | None]:
+    """The rollouts of `group` that may be trained on, and ReMax's greedy one, sampled behind them."""
+    if config.samples_per_group == config.completions_per_group:
+        return group.rollouts, None
+    return group.rollouts[:-1], group.rollouts[-1]
+
+
+def rollout_advantages(
+    groups: Sequence[Group], config: RunConfig, penalties: Mapping[Key, float] | None = None
+) -> dict[Key, float]:
+    """One advantage per rollout; `penalties` are taken off the rewards (the KL of whole completions).
+
+    Not for advantages = 'gae', whose tokens have their own.
+    """
+    loss = config.loss
+    members = [split_baseline(group, config) for group in groups]
+    rollouts = [rollout for trained, _ in members for rollout in trained]
+    keys = [key_of(rollout) for rollout in rollouts]
+    group_ids = torch.tensor([ordinal for ordinal, _ in keys], dtype=torch.int64)
+    if loss.several_rewards == "normalise_then_sum":
+        parts = torch.tensor([_parts(rollout, config) for rollout in rollouts], dtype=torch.float32)
+        weights = torch.tensor([term.weight for term in config.rewards.weighted])
+        normalised = combine_rewards(
+            parts, weights, group_ids, normalise_first=True, std_eps=loss.std_eps, unbiased=loss.unbiased_std
+        )
+        return dict(zip(keys, normalised.tolist(), strict=True))
+    rewards = torch.tensor([effective_reward(rollout, config) for rollout in rollouts], dtype=torch.float32)
+    if penalties is not None:
+        rewards -= torch.tensor([penalties[key] for key in keys], dtype=torch.float32)
+    baselines = {
+        group.ordinal: effective_reward(baseline, config)
+        for group, (_, baseline) in zip(groups, members, strict=True)
+        if baseline is not None
+    }
+    estimators: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "group_mean": group_mean,
+        "group_normalised": partial(group_normalised, std_eps=loss.std_eps, unbiased=loss.unbiased_std),
+        "leave_one_out": leave_one_out,
+        "greedy_baseline": lambda r, ids: greedy_baseline(r, torch.tensor([baselines[i] for i in ids.tolist()])),
+        "reward": lambda r, _: r,
+    }
+    return dict(zip(keys, estimators[loss.advantages](rewards, group_ids).tolist(), strict=True))
+
+
+def _parts(rollout: Rollout, config: RunConfig) -> list[float]:
+    """The rewards of each term, NaN where a term does not apply; a failed rollout has its reward for every term."""
+    if rollout.failure is not None:
+        return [rollout.reward] * len(config.rewards.weighted)
+    return [float("nan") if part is None else part for part in rollout.reward_parts.values()]
+
+
+def selected(group: Group, config: RunConfig) -> list[Rollout]:
+    """The rollouts of `group` that `loss.select` trains on: all by sample, the best, or the best and then the worst.
+
+    A5: K completions are sampled, two are trained on. Rewards are compared before any KL penalty, as preferences are.
+    Of equal ones the lowest sample is best, and the highest of the others worst.
+    """
+    rollouts, _ = split_baseline(group, config)
+    if config.loss.select == "all":
+        return list(rollouts)
+    ranked = sorted(rollouts, key=lambda rollout: -effective_reward(rollout, config))
+    return ranked[:1] if config.loss.select == "best" else [ranked[0], ranked[-1]]
