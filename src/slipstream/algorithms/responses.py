@@ -22,14 +22,16 @@ def has_token(response: np.ndarray, token: int, *, after: int = 0) -> bool:
     return bool((response[after:] == token).any())
 
 
-def truncate_at_token(response: np.ndarray, token: int, *, after: int = 0) -> np.ndarray:
-    """`response` up to and with its first `token` at an index >= `after`; all of it where there is none.
+def truncate_at_token(response: np.ndarray, token: int | None, *, after: int = 0) -> np.ndarray:
+    """`response` up to and with its first `token` at an index >= `after`; all of it where there is none (None: never).
 
     N, item 24: 13 (".") after 16 for sentiment, 198 (a line feed) after 55 for TL;DR and CNN/DM; EOS after 0 in the
     TL;DR reproduction (arXiv:2403.17031) and in TRL. These replace the rest by padding: padded to the old length,
     this is theirs.
     Identity: truncating twice is truncating once.
     """
+    if token is None:
+        return response
     found = np.flatnonzero(response[after:] == token)
     return response[: after + int(found[0]) + 1] if len(found) else response
 

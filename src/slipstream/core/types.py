@@ -77,6 +77,11 @@ class Completion(Message):
     finished_s: float = 0.0
 
     @property
+    def tokens(self) -> np.ndarray:
+        """int32 [T]: all segments', sampled and given."""
+        return np.concatenate([segment.tokens for segment in self.segments])
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(s.tokens) for s in self.segments)
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.generator.engine import Engine, Request
-from slipstream.generator.executor import EVAL_STREAM, decode_text, scored_part
+from slipstream.generator.executor import EVAL_STREAM, decode_text
 from slipstream.models.build import stop_token_ids
 from slipstream.models.transformer import Transformer
 
@@ -56,6 +57,7 @@ def sample_completions(
             for sample in range(num_samples)
         ]
     )
+    end, after = config.rewards.truncate_token, config.rewards.truncate_after
     completions: list[Completion] = []
     while not engine.is_idle:
         finished = engine.step()
@@ -67,7 +69,7 @@ def sample_completions(
                     sample=item.sample,
                     prompt=prompts[item.ordinal],
                     segments=(segment,),
-                    text=decode_text(tokenizer, scored_part(item.tokens, config.rewards), stop_ids),
+                    text=decode_text(tokenizer, truncate_at_token(item.tokens, end, after=after), stop_ids),
                     finish_reason=item.finish_reason,
                 )
             )

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.algorithms.responses import truncate_at_token
-from slipstream.core.config import RewardsConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor, Spans
 from slipstream.core.types import (
     Admit,
@@ -258,7 +258,7 @@ class Generator(Executor):
             sample=item.sample,
             prompt=prompt,
             segments=(segment,),
-            text=decode_text(self.tokenizer, scored_part(item.tokens, self.config.rewards), self.stop_ids),
+            text=decode_text(self.tokenizer, self._scored(item.tokens), self.stop_ids),
             finish_reason=item.finish_reason,
             replica=self.replica,
             purpose=purpose,
@@ -266,6 +266,11 @@ class Generator(Executor):
             started_s=item.started_s,
             finished_s=item.finished_s,
         )
+
+    def _scored(self, tokens: np.ndarray) -> np.ndarray:
+        """What rewards see of a completion's tokens."""
+        rewards = self.config.rewards
+        return truncate_at_token(tokens, rewards.truncate_token, after=rewards.truncate_after)
 
     # Evaluation
 
@@ -308,13 +313,6 @@ class Generator(Executor):
 
     def close(self) -> None:
         self.weights.close()
-
-
-def scored_part(tokens: np.ndarray, rewards: RewardsConfig) -> np.ndarray:
-    """What rewards see of a completion's tokens: up to `rewards.truncate_token`, or all."""
-    if rewards.truncate_token is None:
-        return tokens
-    return truncate_at_token(tokens, rewards.truncate_token, after=rewards.truncate_after)
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: list[int]) -> str:

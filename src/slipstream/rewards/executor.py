@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop
@@ -139,7 +140,9 @@ class Rewards(Executor):
             job_id=self._next_job,
             prompt=prompt.text if prompt.messages is None else prompt.messages,
             completion=completion.text[: self._config.max_chars],
-            completion_ids=[token for segment in completion.segments for token in segment.tokens.tolist()],
+            completion_ids=truncate_at_token(
+                completion.tokens, self._config.truncate_token, after=self._config.truncate_after
+            ).tolist(),
             task=prompt.task,
             answer=prompt.answer,
             columns=prompt.columns,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RewardModelTerm, RewardsConfig, RewardTerm
@@ -67,10 +66,8 @@ class ModelScorer:
         return [rollout if rollout.failure is not None else next(scored) for rollout in rollouts]
 
     def _sample(self, completion: Completion) -> Sample:
-        tokens = np.concatenate([segment.tokens for segment in completion.segments])
-        if self._config.truncate_token is not None:
-            tokens = truncate_at_token(tokens, self._config.truncate_token, after=self._config.truncate_after)
-        return completion.prompt.tokens, tokens
+        end, after = self._config.truncate_token, self._config.truncate_after
+        return completion.prompt.tokens, truncate_at_token(completion.tokens, end, after=after)
 
     def _combined(self, rollout: Rollout, of_models: dict[str, float]) -> Rollout:
         parts = rollout.reward_parts | of_models

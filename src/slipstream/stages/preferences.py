@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import stage_dir
@@ -36,7 +37,10 @@ FILE = "preferences.jsonl"
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A completion of a preference: its tokens, EOS included where it was sampled. `score` is gold's, if it decided."""
+    """A completion of a preference: its tokens, EOS included where it was sampled, up to `rewards.truncate_token`.
+
+    `score` is gold's, if it decided.
+    """
 
     text: str
     tokens: list[int]
@@ -122,9 +126,10 @@ def sampled_candidates(config: RunConfig, progress: Progress) -> list[Scored]:
             None if rollout.failure is not None else rollout.reward
             for rollout in score_by(config, config.gold_rewards, numbered(completions))
         ]
+    rewards = config.rewards  # a reward model sees no more of a completion in RL, either
     found: list[Scored] = [Scored(prompt, []) for prompt in prompts]
     for completion, value in zip(completions, scores, strict=True):
-        tokens = np.concatenate([segment.tokens for segment in completion.segments]).tolist()
+        tokens = truncate_at_token(completion.tokens, rewards.truncate_token, after=rewards.truncate_after).tolist()
         candidates = found[completion.ordinal].candidates
         is_known = any(candidate.tokens == tokens for candidate in candidates)
         if is_known or (value is None and settings.labels == "gold"):

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from slipstream.algorithms.responses import truncate_at_token
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
@@ -193,6 +194,9 @@ def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase)
             stream=PREFERENCE_STREAM + 1,
         )
     return [
-        (completion.prompt.tokens, np.concatenate([segment.tokens for segment in completion.segments]))
+        (
+            completion.prompt.tokens,
+            truncate_at_token(completion.tokens, config.rewards.truncate_token, after=config.rewards.truncate_after),
+        )
         for completion in completions
     ]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +32,7 @@ def is_truncated(completion: Completion, config: RunConfig) -> bool:
     token = config.rewards.truncate_token
     if token is None:
         return completion.finish_reason != "stop"
-    tokens = np.concatenate([segment.tokens for segment in completion.segments])
-    return not has_token(tokens, token, after=config.rewards.truncate_after)
+    return not has_token(completion.tokens, token, after=config.rewards.truncate_after)
 
 
 def effective_reward(rollout: Rollout, config: RunConfig) -> float:
