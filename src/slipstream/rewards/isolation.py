@@ -78,12 +78,12 @@ def enter_namespaces() -> Namespaces:
     return Namespaces(is_separate=True, is_user_namespace=True)
 
 
-def confine_files(scratch: str, needed: Iterable[str], *, is_other_user: bool) -> bool:
+def confine_files(scratch: str, needed: Iterable[str], *, home: str, is_other_user: bool) -> bool:
     """Enter a mount namespace with all read-only but a tmpfs at `scratch`. False where that is not permitted.
 
-    Home folders, and folders that another user cannot enter, become empty except for what lies in `needed` folders
-    (the interpreter's, and those modules are imported from). A needed folder that is itself closed to others is of no
-    use to another user, so it does not count.
+    `home`, the account's home, and folders that another user cannot enter, become empty except for what lies in
+    `needed` folders (the interpreter's, and those modules are imported from). A needed folder that is itself closed to
+    others is of no use to another user, so it does not count.
     """
     libc = _libc()
     if not _succeeds(libc.unshare(_CLONE_NEWNS)) or not _succeeds(
@@ -94,7 +94,8 @@ def confine_files(scratch: str, needed: Iterable[str], *, is_other_user: bool) -
     if not _succeeds(libc.mount(b"proc", b"/proc", b"proc", guarded, None)):
         libc.mount(b"tmpfs", b"/proc", b"tmpfs", guarded, None)
     folders = [path for path in needed if os.path.isdir(path)]
-    _hide(libc, scratch, {os.path.realpath(path) for path in folders if _is_open(Path(path)) or not is_other_user})
+    kept = {os.path.realpath(path) for path in folders if _is_open(Path(path)) or not is_other_user}
+    _hide(libc, scratch, kept, home=home)
     os.makedirs(scratch, exist_ok=True)
     attributes = struct.pack("<QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
@@ -104,11 +105,11 @@ def confine_files(scratch: str, needed: Iterable[str], *, is_other_user: bool) -
     return _succeeds(libc.mount(b"tmpfs", os.fsencode(scratch), b"tmpfs", _MS_NOSUID | _MS_NODEV, options))
 
 
-def _hide(libc: ctypes.CDLL, stash: str, needed: set[str]) -> None:
+def _hide(libc: ctypes.CDLL, stash: str, needed: set[str], *, home: str) -> None:
     """Cover private folders with empty ones and put the `needed` folders below them back in their places."""
     closed = {folder for path in needed if (folder := _private_ancestor(path)) is not None}
-    home = os.path.realpath(os.path.expanduser(f"~{_account()}"))
-    homes = {home} if home != "/" and os.path.isdir(home) else set()
+    named = {os.path.realpath(path) for path in (home, os.path.expanduser(f"~{_account()}"))}
+    homes = {path for path in named if path != "/" and os.path.isdir(path)}
     private = _outermost((closed | homes) - needed)  # what is needed as a whole cannot be hidden
     libc.mount(b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
     kept = _outermost(path for path in needed if any(_is_below(path, folder) for folder in private))

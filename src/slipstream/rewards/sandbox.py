@@ -46,7 +46,8 @@ class Worker:
         environment = _environment() | {"HOME": self._scratch, "TMPDIR": self._scratch}
         folders = [os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None]
         sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *folders]]
-        layout = Layout(scratch=self._scratch, sys_path=list(dict.fromkeys(sys_path)))
+        home = os.path.expanduser("~")  # may be another folder than the account's
+        layout = Layout(scratch=self._scratch, sys_path=list(dict.fromkeys(sys_path)), home=home)
         with theirs:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-m", "slipstream.rewards.worker", str(theirs.fileno()), _json(layout)],

@@ -38,10 +38,11 @@ _MAX_JOB_BYTES = 1 << 30  # frames of jobs come from the trusted side
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where a worker lives: its scratch folder, and the folders modules are imported from."""
+    """Where a worker lives: its scratch folder, the folders modules are imported from, and the home it may not see."""
 
     scratch: str
     sys_path: list[str]
+    home: str
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -91,7 +92,9 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
         isolation.die_with_parent()
         held += ["network", "processes"]
         is_other_user = namespaces.worker_uid is not None
-        are_files_confined = isolation.confine_files(layout.scratch, needed, is_other_user=is_other_user)
+        are_files_confined = isolation.confine_files(
+            layout.scratch, needed, home=layout.home, is_other_user=is_other_user
+        )
         scorer = os.fork()
         if scorer != 0:
             os.close(connection)
