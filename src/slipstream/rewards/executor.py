@@ -92,13 +92,12 @@ class Rewards(Executor):
             self._is_stopping |= isinstance(command, Stop)
         with self._context.spans.span("receive"):
             num_taken = self._take(self._pool)
-        num_done = 0
-        if self._completions:
-            with self._context.spans.span("score"):
-                scored = self._pool.poll()
-                for one in scored:
-                    self._emit(self._completions.pop(one.job_id), one)
-            num_done = len(scored)
+        # Also with nothing to score: a spare worker that gets ready is news, and would wake this process until read.
+        with self._context.spans.span("score"):
+            scored = self._pool.poll()
+            for one in scored:
+                self._emit(self._completions.pop(one.job_id), one)
+        num_done = len(scored)
         self._report(is_last=False)
         if self._is_stopping and not self._completions and not self._is_finished:
             self._report(is_last=True)
