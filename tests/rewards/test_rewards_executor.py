@@ -159,3 +159,17 @@ def test_tasks_are_ready_before_the_first_completion(tmp_path: Path, name: str) 
     executor, ports = started(tmp_path, Rewards(RewardsConfig(), {name: TaskConfig(name=name)}))
     assert isinstance(ports["events"].get_nowait(), Ready)
     executor.close()
+
+
+def test_an_idle_node_can_sleep_once_its_spare_worker_is_ready(tmp_path: Path) -> None:
+    """What a worker says while nothing is to be scored has to be read, or its descriptor wakes the node for ever."""
+    executor, _ = started(tmp_path, Rewards(RewardsConfig(terms=[RewardTerm(function="exact_match")]), {}))
+    quiet_since, until = time.monotonic(), time.monotonic() + 30.0
+    try:
+        while time.monotonic() - quiet_since < 1.0:
+            assert time.monotonic() < until, "a worker's descriptor stays readable"
+            if select.select(executor.wait_fds(), [], [], 0.1)[0]:
+                quiet_since = time.monotonic()
+                executor.step()
+    finally:
+        executor.close()
