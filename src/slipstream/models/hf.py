@@ -52,20 +52,20 @@ def load_model(
     misshapen tensors, which it lists.
     """
     path = Path(path)
-    config = config_from_hf(_read_config(path), max_positions=max_positions)
+    config = config_from_hf(read_hf_config(path), max_positions=max_positions)
     model = Transformer(config).to(dtype)
     wanted = {tensor.name: tensor for tensor in layout(model)}
     problems: list[str] = []
-    for file in _weight_files(path):
-        with _open(file) as tensors:
+    for file in weight_files(path):
+        with open_tensors(file) as tensors:
             for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
-                name = _canonical(stored_name, wanted, config.tie_embeddings)
+                name = canonical_name(stored_name, wanted, config.tie_embeddings)
                 if name is None:
                     continue
                 if name not in wanted:
                     problems.append(f"unexpected {stored_name}")
                     continue
-                problems += _write(wanted.pop(name), tensors.get_tensor(stored_name))
+                problems += write_tensor(wanted.pop(name), tensors.get_tensor(stored_name))
     problems += [f"missing {name}" for name in wanted]
     if problems:
         shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
@@ -77,7 +77,7 @@ def load_model(
     return model
 
 
-def _open(file: Path) -> Any:
+def open_tensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -92,7 +92,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_hf_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(
@@ -109,7 +109,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 _GGUF_HINT = "other formats load in transformers; save_pretrained there writes this one"
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS_FILE).is_file():
         return [path / WEIGHTS_FILE]
     if (path / INDEX_FILE).is_file():
@@ -121,7 +121,7 @@ def _weight_files(path: Path) -> list[Path]:
     raise ConfigError("no weights found", got=str(path), allowed=f"{WEIGHTS_FILE} or {INDEX_FILE}", hint=_GGUF_HINT)
 
 
-def _canonical(name: str, wanted: Collection[str], tied: bool) -> str | None:
+def canonical_name(name: str, wanted: Collection[str], tied: bool) -> str | None:
     """Our name of a stored tensor; None for what carries no information (old buffers, the copy of a tied head)."""
     if name.endswith(IGNORED_SUFFIXES) and name not in wanted:
         return None
@@ -131,7 +131,7 @@ def _canonical(name: str, wanted: Collection[str], tied: bool) -> str | None:
     return prefixed if prefixed in wanted else name
 
 
-def _write(tensor: LogicalTensor, value: Tensor) -> list[str]:
+def write_tensor(tensor: LogicalTensor, value: Tensor) -> list[str]:
     if tuple(value.shape) != tensor.shape:
         return [f"{tensor.name} has shape {list(value.shape)}, not {list(tensor.shape)}"]
     tensor.write(value)
@@ -153,21 +153,21 @@ def save_model(
     path.mkdir(parents=True, exist_ok=True)
     config = config_to_hf(model.config)
     config["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
-    _write_json(path / "config.json", config)
+    write_json(path / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
-    _write_json(path / "generation_config.json", {**ends, "transformers_version": config["transformers_version"]})
+    write_json(path / "generation_config.json", {**ends, "transformers_version": config["transformers_version"]})
     for stale in [path / WEIGHTS_FILE, path / INDEX_FILE, *path.glob("model-*-of-*.safetensors")]:
         stale.unlink(missing_ok=True)
-    shards = _shards(logical_tensors(model), max_shard_bytes)
+    shards = split_shards(logical_tensors(model), max_shard_bytes)
     if len(shards) == 1:
         save_file(shards[0], path / WEIGHTS_FILE, metadata={"format": "pt"})
     else:
-        _save_shards(path, shards)
+        save_shards(path, shards)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
 
 
-def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+def split_shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
     """Fill shards in order; a tensor larger than the limit gets one to itself."""
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
@@ -180,15 +180,15 @@ def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor
     return shards
 
 
-def _save_shards(path: Path, shards: list[dict[str, Tensor]]) -> None:
+def save_shards(path: Path, shards: list[dict[str, Tensor]]) -> None:
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    _write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_json(file: Path, data: dict[str, Any]) -> None:
+def write_json(file: Path, data: dict[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")

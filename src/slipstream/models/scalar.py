@@ -22,15 +22,15 @@ from slipstream.models.config import TransformerConfig, config_from_hf, config_t
 from slipstream.models.hf import (
     INDEX_FILE,
     WEIGHTS_FILE,
-    _canonical,
-    _open,
-    _read_config,
-    _save_shards,
-    _shards,
-    _weight_files,
-    _write,
-    _write_json,
+    canonical_name,
     logical_tensors,
+    open_tensors,
+    read_hf_config,
+    save_shards,
+    split_shards,
+    weight_files,
+    write_json,
+    write_tensor,
 )
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.transformer import Attention, Transformer
@@ -74,19 +74,25 @@ class ScalarModel(nn.Module):
 
 
 @torch.no_grad()
-def initialise_head(model: ScalarModel, init: HeadInit, seed: int) -> None:
-    """Draw the head anew; gain 1 and both biases 0. The global random state is left alone.
+def initialise_linear(head: nn.Linear, init: HeadInit, seed: int) -> None:
+    """Draw a head hidden -> 1 anew, its bias 0. The global random state is left alone.
 
     "reward": weights N(0, 1 / sqrt(hidden + 1)) (N, reward model item; the standard deviation is the second number).
     "zero": every value is exactly 0, the start of a value function (N, policy item).
     """
     if init == "reward":
         generator = torch.Generator().manual_seed(seed)
-        std = 1.0 / math.sqrt(model.config.hidden_size + 1)
-        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=generator) * std)
+        std = 1.0 / math.sqrt(head.in_features + 1)
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * std)
     else:
-        model.head.weight.zero_()
-    model.head.bias.zero_()
+        head.weight.zero_()
+    head.bias.zero_()
+
+
+@torch.no_grad()
+def initialise_head(model: ScalarModel, init: HeadInit, seed: int) -> None:
+    """`initialise_linear` for the model's head, with gain 1 and bias 0 behind it."""
+    initialise_linear(model.head, init, seed)
     model.gain.fill_(1.0)
     model.bias.zero_()
 
@@ -117,22 +123,22 @@ def load_scalar_model(
     the weights when they were saved, so gain is 1 and `bias` is config.json's `score_bias`, or 0.
     """
     path = Path(path)
-    raw = _read_config(path)
+    raw = read_hf_config(path)
     model = ScalarModel(config_from_hf(raw, max_positions=max_positions))
     model.backbone.to(dtype)
     wanted = {tensor.name: tensor for tensor in layout(model.backbone)}
     wanted[HEAD_NAME] = LogicalTensor(HEAD_NAME, model.head.weight.detach(), tuple(model.head.weight.shape))
     problems: list[str] = []
-    for file in _weight_files(path):
-        with _open(file) as tensors:
+    for file in weight_files(path):
+        with open_tensors(file) as tensors:
             for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
-                name = _canonical(stored_name, wanted, tied=True)
+                name = canonical_name(stored_name, wanted, tied=True)
                 if name is None:
                     continue
                 if name not in wanted:
                     problems.append(f"unexpected {stored_name}")
                     continue
-                problems += _write(wanted.pop(name), tensors.get_tensor(stored_name))
+                problems += write_tensor(wanted.pop(name), tensors.get_tensor(stored_name))
     has_head = wanted.pop(HEAD_NAME, None) is None
     problems += [f"missing {name}" for name in wanted]
     if problems:
@@ -189,14 +195,14 @@ def save_scalar_model(
         config["pad_token_id"] = None
     gain = model.gain.double()
     config[BIAS_KEY] = float(gain * model.head.bias.double() + model.bias.double())
-    _write_json(path / "config.json", config)
+    write_json(path / "config.json", config)
     for stale in [path / WEIGHTS_FILE, path / INDEX_FILE, *path.glob("model-*-of-*.safetensors")]:
         stale.unlink(missing_ok=True)
     head = {HEAD_NAME: (gain * model.head.weight.double()).float()}
-    shards = _shards({**logical_tensors(model.backbone), **head}, max_shard_bytes)
+    shards = split_shards({**logical_tensors(model.backbone), **head}, max_shard_bytes)
     if len(shards) == 1:
         save_file(shards[0], path / WEIGHTS_FILE, metadata={"format": "pt"})
     else:
-        _save_shards(path, shards)
+        save_shards(path, shards)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)

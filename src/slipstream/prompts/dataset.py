@@ -17,13 +17,13 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[Row]:
     """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed."""
-    for index, record in enumerate(_records(source, config.dataset_config, config.dataset_split)):
-        row = _row(record, config, template=template, where=f"{source}, record {index}")
+    for index, record in enumerate(read_records(source, config.dataset_config, config.dataset_split)):
+        row = row_of(record, config, template=template, where=f"{source}, record {index}")
         if row is not None:
             yield row
 
 
-def _records(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+def read_records(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
     path = Path(source).expanduser()
     if path.is_file() and path.suffix in {".jsonl", ".ndjson"}:
         return _jsonl(path)
@@ -92,7 +92,7 @@ def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Ma
     return records
 
 
-def _row(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> Row | None:
+def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> Row | None:
     """The row of `record`, or None for one without the two periods that `between_periods` asks for."""
     if config.prompt_column not in record:
         raise ConfigError(

@@ -27,7 +27,7 @@ from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_s
 from slipstream.models.scoring import Sample, score
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 from slipstream.prompts import build_prompts
-from slipstream.prompts.dataset import _records
+from slipstream.prompts.dataset import read_records
 from slipstream.prompts.rows import Row
 from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.preferences import FILE, PREFERENCE_STREAM, PreferenceLine, reference_completions
@@ -144,7 +144,7 @@ def _from_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
     encoder = Encoder(config.prompts, tokenizer)
     rows: list[Row] = []
     pairs: list[tuple[str, str]] = []
-    for index, record in enumerate(_records(source, None, config.prompts.dataset_split)):
+    for index, record in enumerate(read_records(source, None, config.prompts.dataset_split)):
         missing = [name for name in ("prompt", "chosen", "rejected") if not isinstance(record.get(name), str)]
         if missing:
             raise ConfigError(

@@ -23,7 +23,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.observe.jsonl import JsonlWriter
 from slipstream.prompts import build_prompts, demonstrations
-from slipstream.prompts.dataset import _records, _row
+from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.progress import Progress, write_record
 from slipstream.trainer.supervised import Demonstration, supervised_updates
@@ -96,13 +96,13 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
     )
     template = Template(reading.template, field="prompts.template")
     encoder = Encoder(reading, tokenizer)
-    records: Iterable[Mapping[str, Any]] = _records(source, reading.dataset_config, reading.dataset_split)
+    records: Iterable[Mapping[str, Any]] = read_records(source, reading.dataset_config, reading.dataset_split)
     rows = []
     for index, record in enumerate(records):
         where = f"{source}, record {index}"
         if record.get(sft.messages_column):
             record = _split_chat(record, config, where=where)
-        row = _row(record, reading, template=template, where=where)
+        row = row_of(record, reading, template=template, where=where)
         if row is not None and row.answer is None:
             raise ConfigError(
                 f"{where} has no completion to learn",

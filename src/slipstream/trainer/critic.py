@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.core.config import RunConfig
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.models.flat import FlatParameters
-from slipstream.models.scalar import ScalarModel, load_scalar_model, new_scalar_model
+from slipstream.models.scalar import (
+    HeadInit,
+    ScalarModel,
+    initialise_linear,
+    load_scalar_model,
+    new_scalar_model,
+)
 from slipstream.models.scoring import microbatch_values
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.optim import FlatAdamW
@@ -51,14 +56,7 @@ class Critic:
         return values.squeeze(-1)
 
 
-@torch.no_grad()
-def _head(policy: Transformer, init: str, seed: int) -> nn.Linear:
-    hidden = policy.config.hidden_size
-    head: nn.Linear = nn.utils.skip_init(nn.Linear, hidden, 1)  # type: ignore[no-untyped-call]
-    if init == "reward":
-        generator = torch.Generator().manual_seed(seed)
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / (hidden + 1) ** 0.5)
-    else:
-        head.weight.zero_()
-    head.bias.zero_()
+def _head(policy: Transformer, init: HeadInit, seed: int) -> nn.Linear:
+    head: nn.Linear = nn.utils.skip_init(nn.Linear, policy.config.hidden_size, 1)  # type: ignore[no-untyped-call]
+    initialise_linear(head, init, seed)
     return head.to(policy.embedding.weight.device)
