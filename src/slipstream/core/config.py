@@ -338,6 +338,9 @@ class SftConfig(Section):
         default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
     )
     num_demonstrations: Positive = Field(20_000, description="Demonstrations at most.")
+    held_out: Fraction = Field(
+        0.05, description="Share of their prompts whose demonstrations only measure loss and accuracy."
+    )
     loss_on: Literal["completions", "all"] = Field(
         "completions", description="Tokens that are learned: the completion's, or the prompt's too (N, item 42)."
     )
