@@ -208,6 +208,19 @@ def test_best_and_worst_with_ties(rewards, best, worst):
     assert samples("best_and_worst") == [best, worst]
 
 
+def test_a_pair_of_equals_prefers_nothing():
+    """skip_no_signal = false keeps such groups in the batch: they train nothing, and a batch of them no update."""
+    loss = {"name": "online_dpo", "select": "best_and_worst", "skip_no_signal": False}
+    groups = groups_of([[1.0, 1.0, 1.0], [0.0, 2.0, 1.0]])
+    measured = columns(reference_logprobs=0.5)
+    batch = prepare_batch(groups, config=run_config(loss=loss), step=0, measure=measured)
+    assert batch.keys == {0: (), 1: ((1, 1), (1, 0))}
+    assert [sequence.key for sequence in batch.of(groups)] == [(1, 1), (1, 0)]
+    ties = prepare_batch(groups[:1], config=run_config(loss=loss), step=0, measure=measured)
+    assert ties.of(groups[:1]) == []
+    assert ties.metrics["reward_mean"] == 1.0
+
+
 def test_selection_sees_the_truncation_penalty_and_leaves_the_advantages_those_of_the_whole_group():
     groups = groups_of([[1.0, 2.0, 6.0]], finish={(0, 2): "length"})
     loss = {"advantages": "group_mean", "select": "best_and_worst", "truncated": "penalty", "truncation_reward": -3.0}
@@ -265,7 +278,7 @@ def test_pairs_are_whole_and_adjacent_in_every_microbatch(rewards, capacity, dat
     for ordinal, row in enumerate(rewards):
         ranked = sorted(range(len(row)), key=lambda sample: -row[sample])
         pair = (ordinal, ranked[0]), (ordinal, ranked[-1])
-        if not cut & set(pair):
+        if row[ranked[0]] > row[ranked[-1]] and not cut & set(pair):
             expected.append(pair)
     assert sorted(found) == sorted(expected)
 
@@ -509,3 +522,68 @@ def test_whitening_over_the_batch_and_over_each_minibatch(estimator):
         for key, sequence in plain.sequences.items():
             np.testing.assert_array_equal(sequence.returns, batch.sequences[key].returns)
             np.testing.assert_array_equal(sequence.returns, minibatch.sequences[key].returns)
+
+
+# Whitening in parts
+
+
+def test_whitening_in_parts_of_the_minibatch_as_on_ranks():
+    """Rewards (mean kept) and advantages of contiguous shares of the canonical order, whatever the order given."""
+    rng = np.random.default_rng(3)
+    groups = groups_of(rng.integers(0, 5, (16, 2)).astype(float).tolist())
+    loss = {"name": "ppo", "advantages": "gae", "whiten_advantages": "minibatch", "whiten_parts": 2}
+    config = run_config(
+        groups_per_step=16,
+        completions_per_group=2,
+        loss=loss,
+        critic={"gamma": 0.9, "lam": 0.8, "whiten_rewards": True},
+    )
+    batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0))
+    measured = {key: s.values[s.mask].astype(np.float64) for key, s in batch.sequences.items()}
+    expected = {}
+    for part in (groups[:8], groups[8:]):
+        own = {key: values for key, values in measured.items() if key[0] in {group.ordinal for group in part}}
+        raw = padded_gae(part, scores_of(part), measured=own, gamma=0.9, lam=0.8, whiten_rewards=True)
+        together = np.concatenate([advantages for advantages, _ in raw.values()])
+        expected |= {
+            key: ((advantages - together.mean()) / np.sqrt(together.var() + 1e-8), returns)
+            for key, (advantages, returns) in raw.items()
+        }
+    assert_shaped(batch.of(groups), expected)
+    dealt = [groups[index] for index in rng.permutation(16)]
+    for sequence in batch.of(dealt):
+        assert np.array_equal(
+            sequence.advantages, next(s for s in batch.of(groups) if s.key == sequence.key).advantages
+        )
+    whole = run_config(**sizes, loss=loss | {"whiten_parts": 1}, critic={"whiten_rewards": True})
+    together = prepare_batch(groups, config=whole, step=0, measure=columns(values=1.0)).of(groups)
+    assert abs(together[0].advantages - in_order[0, 0]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": {"whiten_parts": 3, "whiten_advantages": "batch"}}, "too small"),  # 23 completions in 3 parts
+        ({"loss": {"whiten_parts": 2, "whiten_advantages": "minibatch"}, "trainer": {"minibatches": 2}}, "too small"),
+        (
+            {
+                "loss": {"whiten_parts": 2, "whiten_advantages": "batch", "select": "best"},
+                "groups_per_step": 8,
+                "completions_per_group": 4,
+            },
+            "too small",
+        ),
+        ({"loss": {"whiten_parts": 2}}, "nothing to whiten"),
+    ],
+)
+def test_parts_that_cannot_be_whitened_are_refused(changes, message):
+    allowed = {"loss": {"whiten_parts": 2, "whiten_advantages": "batch"}}
+    sizes = {"groups_per_step": 23, "completions_per_group": 1}
+
+    def resolved(changes):
+        loss = {"name": "ppo", "advantages": "gae", **changes["loss"]}
+        return run_config(**{**sizes, **changes, "loss": loss})
+
+    assert resolved(allowed).loss.whiten_parts == 2
+    with pytest.raises(ValueError, match=message):
+        resolved(changes)

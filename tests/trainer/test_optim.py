@@ -81,6 +81,23 @@ def test_schedules_golden():
     assert factors("cosine", 2) == pytest.approx([0.5, 1.0, 1.0, (1 + half) / 2, 0.5, (1 - half) / 2, 0.0], abs=1e-12)
 
 
+def test_a_rate_per_step_is_the_same_for_all_its_updates_and_after_a_resume():
+    """N, item 8: lr * (1 - (step - 1) / steps); four epochs of one minibatch are four updates at that rate."""
+    model, flat = tiny_policy()
+    config = OptimizerConfig(lr=1.0, schedule="linear", schedule_by="step")
+    optimizer = FlatAdamW(model, flat, config, total_updates=20, updates_per_step=4)
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.lr)
+        optimizer.num_updates += 1
+    assert rates == pytest.approx([1 - step / 5 for step in range(5) for _ in range(4)])
+    optimizer.num_updates = 6
+    assert optimizer.lr == pytest.approx(0.8)
+    by_update = FlatAdamW(model, flat, OptimizerConfig(lr=1.0, schedule="linear"), total_updates=20, updates_per_step=4)
+    by_update.num_updates = 6
+    assert by_update.lr == pytest.approx(0.7)
+
+
 def test_state_of_another_model_is_refused():
     model, flat = tiny_policy()
     optimizer = FlatAdamW(model, flat, OptimizerConfig(), total_updates=1)

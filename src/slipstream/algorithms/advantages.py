@@ -240,6 +240,19 @@ def whiten(
     return whitened.to(values.dtype)
 
 
+def whiten_parts(values: Tensor, part_ids: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """`whiten` within each part of `values` [T]; `part_ids` int64 [T] names the part of each.
+
+    N, item 29: the original whitens what lies on each of its ranks alone. Identity: one part gives `whiten`.
+    """
+    _check_shapes(values, part_ids)
+    whitened = torch.empty_like(values)
+    for part in part_ids.unique().tolist():
+        members = part_ids == part
+        whitened[members] = whiten(values[members], shift_mean=shift_mean)
+    return whitened
+
+
 def _check_shapes(*tensors: Tensor) -> None:
     if len({tensor.shape for tensor in tensors}) > 1:
         raise ShapeError("these belong together entry by entry", got=" and ".join(str(tuple(t.shape)) for t in tensors))

@@ -102,6 +102,11 @@ class GeneratorConfig(Section):
     )
     prefill_tokens: Positive = Field(2048, description="Prompt tokens prefilled between two decode steps at most.")
     stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens besides the tokenizer's EOS.")
+    seeds: Literal["shared", "per_replica"] = Field(
+        "shared",
+        description="Noise of training samples by the run's seed alone: a completion is the same on any replica. Or by "
+        "seed + replica * 100003 (N): who samples it decides the text. Evaluation is always shared.",
+    )
     probe_tolerance: PositiveFloat = Field(
         1e-3, description="Largest |logprob difference| on the probe text before a version is refused, in nats."
     )
@@ -186,6 +191,10 @@ GROUP_RELATIVE: tuple[Advantages, ...] = ("group_mean", "group_normalised", "lea
 """Estimators that give every rollout of a group of equal rewards an advantage of 0."""
 
 
+MIN_WHITENED = 8
+"""Completions of a part that is whitened alone: the original RLHF code's least (N, item 29)."""
+
+
 class LossConfig(Section):
     """The policy loss, its advantages, and which completions of a group are trained on."""
 
@@ -207,6 +216,11 @@ class LossConfig(Section):
     unbiased_std: bool = Field(False, description="Divide the group's variance by G - 1 (TRL), not by G (GRPO).")
     whiten_advantages: Literal["no", "batch", "minibatch"] = Field(
         "no", description="Advantages to mean 0 and variance 1, over the tokens of the batch or of each minibatch (N)."
+    )
+    whiten_parts: Positive = Field(
+        1,
+        description="Whitening, that of rewards too, goes over each of so many equal parts of the batch or minibatch, "
+        "as on so many ranks (N: 8). A part needs 8 completions.",
     )
     several_rewards: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
         "sum_then_normalise", description="Weigh the rewards' sum, or each reward's group-normalised value (GDPO)."
@@ -256,6 +270,10 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of matrices (not norms or biases).")
     max_grad_norm: PositiveFloat = Field(1.0, description="Global gradient norm is clipped to this.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up, to 0.")
+    schedule_by: Literal["update", "step"] = Field(
+        "update",
+        description="Decay with every update, or from training step to step: one rate for all its epochs (N).",
+    )
     warmup_updates: NonNegative = Field(0, description="Linear warm-up, in optimizer updates.")
 
 
@@ -579,6 +597,7 @@ class RunConfig(Section):
                 hint="drop segment_tokens, or use the preset 'bounded'",
             )
         self._check_loss()
+        self._check_whitening()
         if self.trainer.minibatches > self.groups_per_step:
             raise ConfigError(
                 "a minibatch must hold at least one group",
@@ -682,6 +701,28 @@ class RunConfig(Section):
                 "too few completions of a prompt to compare",
                 got=f"{candidates} with reward_model.candidates = {self.reward_model.candidates}",
                 hint="raise preferences.samples_per_prompt",
+            )
+
+    def _check_whitening(self) -> None:
+        loss = self.loss
+        if loss.whiten_parts == 1:
+            return
+        is_used = loss.whiten_advantages != "no" or (self.has_critic and self.critic.whiten_rewards)
+        if not is_used:
+            raise ConfigError(
+                "there is nothing to whiten in parts",
+                got=f"loss.whiten_parts = {loss.whiten_parts} without whitening",
+                allowed="loss.whiten_advantages = 'batch' or 'minibatch', or critic.whiten_rewards with 'gae'",
+            )
+        per_group = {"all": self.completions_per_group, "best": 1, "best_and_worst": 2}[loss.select]
+        minibatches = self.trainer.minibatches if loss.whiten_advantages == "minibatch" else 1
+        smallest = self.groups_per_step // minibatches * per_group // loss.whiten_parts
+        if smallest < MIN_WHITENED:
+            raise ConfigError(
+                "a part is too small to be whitened",
+                got=f"{smallest} completions with loss.whiten_parts = {loss.whiten_parts}",
+                allowed=f"at least {MIN_WHITENED} completions in every part (N)",
+                hint="lower whiten_parts or trainer.minibatches, or raise groups_per_step",
             )
 
     def _check_loss(self) -> None:

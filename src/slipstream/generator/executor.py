@@ -36,6 +36,8 @@ from slipstream.models.transformer import Transformer
 COUNTERS_EVERY_S = 1.0
 TRAIN_STREAM, EVAL_STREAM = 0, 1  # their ordinals are counted apart, so their noise is keyed apart
 
+SEEDS_APART = 100_003  # between the seeds of two processes in the original RLHF code (N, item 9)
+
 
 @dataclass
 class EvalJob:
@@ -83,7 +85,8 @@ class Generator(Executor):
         self.max_len = min(model.config.max_positions, longest)
         self.stop_ids = stop_token_ids(self.tokenizer, config.generator)
         self.spans = Labelled(context.spans)
-        self.engine = self._new_engine(model, config.generator.num_slots, self.spans)
+        seed = training_seed(config, self.replica)
+        self.engine = self._new_engine(model, config.generator.num_slots, self.spans, seed=seed)
         assert context.subscriber is not None, "a generator needs a WEIGHTS channel"
         self.weights = context.subscriber
         self.weights.open(
@@ -101,12 +104,12 @@ class Generator(Executor):
         context.spans.set_idle_state("wait_trainer")
         context.outputs["events"].put(Ready(executor=context.name))
 
-    def _new_engine(self, model: Transformer, num_slots: int, spans: Labelled) -> Engine:
+    def _new_engine(self, model: Transformer, num_slots: int, spans: Labelled, *, seed: int) -> Engine:
         return Engine(
             model,
             num_slots=num_slots,
             max_len=self.max_len,
-            seed=self.config.seed,
+            seed=seed,
             stop_token_ids=self.stop_ids,
             prefill_tokens=self.config.generator.prefill_tokens,
             spans=spans,
@@ -294,7 +297,8 @@ class Generator(Executor):
     def _start_evaluation(self, job: EvalJob) -> Engine:
         model, _ = build_policy(self.config.model, seed=self.config.seed, tokenizer=self.tokenizer)
         FlatParameters(model).rebind(job.weights)
-        engine = self._new_engine(model, self.config.eval.num_slots, Labelled(self.context.spans, "evaluate"))
+        spans = Labelled(self.context.spans, "evaluate")
+        engine = self._new_engine(model, self.config.eval.num_slots, spans, seed=self.config.seed)
         engine.set_version(job.version)
         engine.submit(
             [
@@ -313,6 +317,11 @@ class Generator(Executor):
 
     def close(self) -> None:
         self.weights.close()
+
+
+def training_seed(config: RunConfig, replica: int) -> int:
+    """The seed of the noise of `replica`'s training samples: the run's, or one per replica as in the original (N)."""
+    return config.seed + (replica * SEEDS_APART if config.generator.seeds == "per_replica" else 0)
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: list[int]) -> str:

@@ -74,7 +74,13 @@ class Trainer(Executor):
         self.model, self.tokenizer = build_policy(config.model, seed=config.seed)
         self.parameters = FlatParameters(self.model)
         updates = config.steps * config.updates_per_step
-        self.optimizer = FlatAdamW(self.model, self.parameters, config.trainer.optimizer, total_updates=updates)
+        self.optimizer = FlatAdamW(
+            self.model,
+            self.parameters,
+            config.trainer.optimizer,
+            total_updates=updates,
+            updates_per_step=config.updates_per_step,
+        )
         self.version = 0
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher

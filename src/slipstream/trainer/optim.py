@@ -49,14 +49,23 @@ class FlatAdamW:
 
     Every parameter's `.grad` is a view into one flat tensor: clearing, clipping and updating are one kernel each.
     Decoupled weight decay is applied to matrices only, not to norms or biases. `OptimizerConfig.adam` chooses where
-    epsilon stands (`corrected_eps`).
+    epsilon stands (`corrected_eps`), `OptimizerConfig.schedule_by` whether `updates_per_step` updates share a rate.
     Identity: equals torch.optim.AdamW with two parameter groups.
     """
 
-    def __init__(self, model: nn.Module, flat: FlatParameters, config: OptimizerConfig, *, total_updates: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        flat: FlatParameters,
+        config: OptimizerConfig,
+        *,
+        total_updates: int,
+        updates_per_step: int = 1,
+    ) -> None:
         self._flat = flat
         self._config = config
         self._total_updates = total_updates
+        self._lr_every = updates_per_step if config.schedule_by == "step" else 1
         self._parameter = nn.Parameter(flat.flat.detach())
         self._parameter.grad = torch.zeros_like(flat.flat)
         self._adamw = torch.optim.AdamW(
@@ -75,7 +84,8 @@ class FlatAdamW:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        factor = lr_factor(self._config, update=self.num_updates, total_updates=self._total_updates)
+        update = self.num_updates - self.num_updates % self._lr_every
+        factor = lr_factor(self._config, update=update, total_updates=self._total_updates)
         return self._config.lr * factor
 
     def zero_grad(self) -> None:

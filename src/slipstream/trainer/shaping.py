@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.advantages import gae, place_scores, vtrace, whiten
+from slipstream.algorithms.advantages import gae, place_scores, vtrace, whiten_parts
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.core.config import RunConfig
 from slipstream.core.packed import TrainSequence
@@ -38,16 +38,17 @@ class Shaping:
             return list(sequences)
         trained = [index for index, count in enumerate(counts) if count]
         segment_ids = torch.repeat_interleave(torch.tensor([counts[index] for index in trained]))
+        part_ids = _parts_of([sequences[index] for index in trained], self.config.loss.whiten_parts)[segment_ids]
         columns: dict[str, Tensor] = {}
         if self.advantages is None:
             columns["advantages"], columns["returns"] = self._token_advantages(
-                [sequences[index] for index in trained], segment_ids
+                [sequences[index] for index in trained], segment_ids, part_ids
             )
         else:
             whole = torch.tensor([self.advantages[sequences[index].key] for index in trained], dtype=torch.float32)
             columns["advantages"] = whole[segment_ids]
         if self.config.loss.whiten_advantages != "no":
-            columns["advantages"] = whiten(columns["advantages"])
+            columns["advantages"] = whiten_parts(columns["advantages"], part_ids)
         shaped = list(sequences)
         split_at = np.cumsum([counts[index] for index in trained])[:-1]
         for name, column in columns.items():
@@ -55,7 +56,9 @@ class Shaping:
                 shaped[index] = with_columns(shaped[index], **{name: values})
         return shaped
 
-    def _token_advantages(self, sequences: Sequence[TrainSequence], segment_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _token_advantages(
+        self, sequences: Sequence[TrainSequence], segment_ids: Tensor, part_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         critic, kl = self.config.critic, self.config.kl
         behaviour, values = targets_of(sequences, "behaviour_logprobs"), targets_of(sequences, "values")
         penalty = None
@@ -71,7 +74,7 @@ class Shaping:
             has_slot=torch.tensor([self.has_slot[sequence.key] for sequence in sequences]),
         )
         if critic.whiten_rewards:
-            rewards = whiten(rewards, shift_mean=False)
+            rewards = whiten_parts(rewards, part_ids, shift_mean=False)
         if not critic.vtrace:
             return gae(rewards, values, segment_ids, gamma=critic.gamma, lam=critic.lam)
         ratios = (targets_of(sequences, "proximal_logprobs") - behaviour).exp()
@@ -85,6 +88,14 @@ class Shaping:
             max_rho=critic.max_rho,
             max_c=critic.max_c,
         )
+
+
+def _parts_of(sequences: Sequence[TrainSequence], num_parts: int) -> Tensor:
+    """int64 [S]: the part of each sequence: contiguous shares of their canonical order, sizes at most one apart."""
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index].key)
+    parts = torch.empty(len(sequences), dtype=torch.int64)
+    parts[order] = torch.arange(len(sequences)) * num_parts // len(sequences)
+    return parts
 
 
 def targets_of(sequences: Sequence[TrainSequence], name: str) -> Tensor:
