@@ -532,12 +532,8 @@ def test_whitening_in_parts_of_the_minibatch_as_on_ranks():
     rng = np.random.default_rng(3)
     groups = groups_of(rng.integers(0, 5, (16, 2)).astype(float).tolist())
     loss = {"name": "ppo", "advantages": "gae", "whiten_advantages": "minibatch", "whiten_parts": 2}
-    config = run_config(
-        groups_per_step=16,
-        completions_per_group=2,
-        loss=loss,
-        critic={"gamma": 0.9, "lam": 0.8, "whiten_rewards": True},
-    )
+    sizes = {"groups_per_step": 16, "completions_per_group": 2}
+    config = run_config(**sizes, loss=loss, critic={"gamma": 0.9, "lam": 0.8, "whiten_rewards": True})
     batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0))
     measured = {key: s.values[s.mask].astype(np.float64) for key, s in batch.sequences.items()}
     expected = {}
@@ -551,10 +547,9 @@ def test_whitening_in_parts_of_the_minibatch_as_on_ranks():
         }
     assert_shaped(batch.of(groups), expected)
     dealt = [groups[index] for index in rng.permutation(16)]
+    in_order = {sequence.key: sequence.advantages for sequence in batch.of(groups)}
     for sequence in batch.of(dealt):
-        assert np.array_equal(
-            sequence.advantages, next(s for s in batch.of(groups) if s.key == sequence.key).advantages
-        )
+        assert np.array_equal(sequence.advantages, in_order[sequence.key])
     whole = run_config(**sizes, loss=loss | {"whiten_parts": 1}, critic={"whiten_rewards": True})
     together = prepare_batch(groups, config=whole, step=0, measure=columns(values=1.0)).of(groups)
     assert abs(together[0].advantages - in_order[0, 0]).max() > 0.01
