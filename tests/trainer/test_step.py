@@ -19,7 +19,7 @@ from slipstream.core.types import Group
 from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.scores import rollout_advantages
-from slipstream.trainer.step import microbatch_logprobs, train_on_batch
+from slipstream.trainer.step import Auxiliary, microbatch_logprobs, train_on_batch
 
 
 def setup(config, seed=0):
@@ -238,6 +238,19 @@ def test_a_batch_of_masked_completions_changes_nothing():
     model, flat, optimizer = setup(config)
     before = flat.flat.clone()
     metrics = train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching)
+    assert metrics["num_updates"] == metrics["tokens_trained"] == 0
+    assert torch.equal(flat.flat, before)
+
+
+def test_a_batch_of_tied_pairs_changes_nothing():
+    groups = make_groups(reward=1.0)
+    config = run_config(loss={"name": "online_dpo", "select": "best_and_worst", "skip_no_signal": False})
+    model, flat, optimizer = setup(config)
+    before = flat.flat.clone()
+    reference, _ = tiny_policy()
+    metrics = train_on_batch(
+        model, optimizer, groups, config=config, step=0, batching=batching, auxiliary=Auxiliary(reference=reference)
+    )
     assert metrics["num_updates"] == metrics["tokens_trained"] == 0
     assert torch.equal(flat.flat, before)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.errors import ConfigError
-from slipstream.rewards.functions import UNSAFE_VERIFIERS, make_term
+from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
 from slipstream.rewards.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Setup, Task
@@ -33,7 +33,7 @@ def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
         raise ConfigError(
             "reward 'task' needs reasoning-gym tasks",
             got="prompts from a dataset",
-            allowed="'exact_match', 'math', 'regex', 'length', or your own function",
+            allowed=", ".join(f"'{name}'" for name in BUILTINS if name != "task") + ", or your own function",
         )
     return Setup(
         terms=terms,

@@ -22,6 +22,9 @@ from slipstream.core.config import GROUP_RELATIVE, RunConfig
 from slipstream.core.types import Completion, Group, Rollout
 from slipstream.trainer.measure import Key
 
+EQUAL_REWARDS = 1e-8
+"""Rewards that differ by no more count as equal."""
+
 
 def key_of(rollout: Rollout) -> Key:
     return rollout.completion.ordinal, rollout.completion.sample
@@ -46,15 +49,18 @@ def effective_reward(rollout: Rollout, config: RunConfig) -> float:
 def has_signal(group: Group, config: RunConfig) -> bool:
     """False when every rollout of `group` would get the advantage 0, or a pair of them be ranked by chance."""
     loss = config.loss
-    is_pair = loss_named(loss.name, loss.params).atom == "pair"
     is_relative = loss.advantages in GROUP_RELATIVE and not penalises_reward(config)
-    if not is_pair and not is_relative:
+    if not _is_of_pairs(config) and not is_relative:
         return True
     columns = [[effective_reward(rollout, config) for rollout in group.rollouts]]
     if loss.several_rewards == "normalise_then_sum":  # rewards that differ may have equal sums
         columns = [list(column) for column in zip(*(_parts(r, config) for r in group.rollouts), strict=True)]
     scored = [[reward for reward in column if not math.isnan(reward)] for column in columns]
-    return any(max(column) - min(column) > 1e-8 for column in scored if column)
+    return any(max(column) - min(column) > EQUAL_REWARDS for column in scored if column)
+
+
+def _is_of_pairs(config: RunConfig) -> bool:
+    return loss_named(config.loss.name, config.loss.params).atom == "pair"
 
 
 def penalises_reward(config: RunConfig) -> bool:
@@ -117,10 +123,15 @@ def selected(group: Group, config: RunConfig) -> list[Rollout]:
     """The rollouts of `group` that `loss.select` trains on: all by sample, the best, or the best and then the worst.
 
     A5: K completions are sampled, two are trained on. Rewards are compared before any KL penalty, as preferences are.
-    Of equal ones the lowest sample is best, and the highest of the others worst.
+    Of equal ones the lowest sample is best, and the highest of the others worst; losses of pairs get none of a group
+    whose best is no better than its worst.
     """
     rollouts, _ = split_baseline(group, config)
     if config.loss.select == "all":
         return list(rollouts)
     ranked = sorted(rollouts, key=lambda rollout: -effective_reward(rollout, config))
-    return ranked[:1] if config.loss.select == "best" else [ranked[0], ranked[-1]]
+    if config.loss.select == "best":
+        return ranked[:1]
+    best, worst = ranked[0], ranked[-1]
+    is_tie = effective_reward(best, config) - effective_reward(worst, config) <= EQUAL_REWARDS
+    return [] if is_tie and _is_of_pairs(config) else [best, worst]
