@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.batching import collate
@@ -21,12 +22,15 @@ from slipstream.core.recipes import check_model_path
 from slipstream.core.types import WarmStart
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
-from slipstream.models.tokenizer import load_tokenizer
+from slipstream.models.config import config_from_hf
+from slipstream.models.hf import read_hf_config
+from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.executor import Trainer
+from slipstream.trainer.step import needed_columns
 
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
 
@@ -35,29 +39,59 @@ def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
     """Raise ConfigError for what the schema cannot see: models, losses, tasks and rewards that are not there."""
     check_model_path(config)
     check_loss(config)
-    check_reward_models(config)
+    check_checkpoints(config, readers(config))
     if not has_own_reward and (config.rewards.terms or not config.rewards.models):
         check_rewards(config.rewards, task_table(config.prompts.tasks))
 
 
-def check_reward_models(config: RunConfig) -> None:
-    """Raise ConfigError for a reward model that is not there, or reads other tokens than the policy writes."""
-    for model in config.rewards.models:
-        path = Path(model.path)
-        if stage_of(model.path) is not None:  # it is not trained yet
-            continue
+def readers(config: RunConfig) -> list[tuple[str, str | None]]:
+    """What reads the policy's tokens during RL, in words, and where its checkpoint is (None: the policy's own)."""
+    found: list[tuple[str, str | None]] = [
+        (f"reward model '{model.name}' (rewards.models)", model.path) for model in config.rewards.models
+    ]
+    if "reference_logprobs" in needed_columns(config):
+        found.append(("reference policy (kl.reference)", config.kl.reference))
+    if config.has_critic and config.critic.model == "own":
+        found.append(("critic (critic.path)", config.critic.path))
+    return found
+
+
+def check_checkpoints(config: RunConfig, named: Sequence[tuple[str, str | None]]) -> None:
+    """Raise ConfigError for a checkpoint of `named` that is not there, or reads other tokens than the policy writes.
+
+    It may know more tokens than the policy, under other ids. One without a tokenizer must have as many tokens at least.
+    Those of stages that have not run yet are passed over.
+    """
+    given = [(what, Path(path)) for what, path in named if path is not None and stage_of(path) is None]
+    if not given:
+        return
+    policy = policy_tokenizer(config)
+    vocabulary = policy.get_vocab().items()
+    for what, path in given:
         if not (path / "config.json").is_file():
+            raise ConfigError(f"there is no {what}", got=path, allowed="a folder with config.json")
+        if has_tokenizer(path) and not vocabulary <= load_tokenizer(path).get_vocab().items():
             raise ConfigError(
-                f"there is no reward model '{model.name}'", got=model.path, allowed="a folder with config.json"
+                f"{what} and the policy have different tokenizers",
+                got=path,
+                allowed="a model with the policy's tokens, under the same ids",
+                hint="it reads the tokens that were sampled, not their text",
             )
-        has_tokenizer = (path / "tokenizer.json").is_file()
-        if has_tokenizer and load_tokenizer(path).get_vocab() != build_tokenizer(config.model).get_vocab():
+        vocab_size = config_from_hf(read_hf_config(path)).vocab_size
+        if vocab_size < len(policy):
             raise ConfigError(
-                f"reward model '{model.name}' and the policy have different tokenizers",
-                got=model.path,
-                allowed="a model with the policy's vocabulary",
-                hint="reward models read the tokens that were sampled",
+                f"{what} has a smaller vocabulary than the policy",
+                got=f"{vocab_size} tokens in {path}",
+                allowed=f"at least the {len(policy)} of the policy's tokenizer",
+                hint="it reads the tokens that were sampled, not their text",
             )
+
+
+def policy_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, also before the stage `sft` has handed it on."""
+    is_of_sft = stage_of(config.model.path) == "sft"
+    path = config.sft.path if is_of_sft else config.model.path
+    return build_tokenizer(config.model.model_copy(update={"path": path}))
 
 
 def check_loss(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.config import RunConfig
+from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import load_recipe, merge, resolve, with_stage_paths
 
@@ -20,7 +20,8 @@ def eval_target(
     """The checkpoint's folder, and the configuration to evaluate it under (`model.path` is that folder).
 
     `path` is a run's directory (its `model/` and `config.toml`) or a checkpoint's; `recipe` replaces the run's own
-    configuration. ConfigError when there is no checkpoint, or nothing says what to ask it.
+    configuration. 'stage:...' stands for the checkpoints of the run that `path` is or lies in. ConfigError when there
+    is no checkpoint, no reward model, or nothing says what to ask it.
     """
     path = Path(path)
     is_run = (path / "config.toml").is_file()
@@ -38,7 +39,37 @@ def eval_target(
         recipe = path / "config.toml"
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
     config = resolve(tables, merge(overrides or {}, {"model": {"path": str(checkpoint)}}))
-    return checkpoint, with_stage_paths(config, path) if is_run else config
+    run_dir = _run_of(path)
+    if run_dir is not None:
+        config = with_stage_paths(config, run_dir)
+    _check_reward_models(config, run_dir)
+    return checkpoint, config
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run's directory that `path` is, or in which it is a checkpoint: of RL or of a stage."""
+    path = path.resolve()
+    return next((folder for folder in (path, *path.parents[:2]) if (folder / "config.toml").is_file()), None)
+
+
+def _check_reward_models(config: RunConfig, run_dir: Path | None) -> None:
+    """ConfigError for a reward model that a stage would have to make, or that is not there."""
+    for model in config.rewards.models:
+        if (Path(model.path) / "config.json").is_file():
+            continue
+        if stage_of(model.path) is None:
+            raise ConfigError(
+                f"there is no reward model '{model.name}'",
+                got=model.path,
+                allowed="a folder with config.json",
+                hint="`slipstream run --resume` goes through the stage that makes it" if run_dir is not None else None,
+            )
+        raise ConfigError(
+            f"the recipe's reward model '{model.name}' is made by a stage, and this checkpoint is of no run",
+            got=f"rewards.models[].path = '{model.path}'",
+            allowed="the folder of a run that went through that stage, or of a checkpoint in it",
+            hint="`slipstream eval RUN` takes the run's own; a recipe of yours may name RUN/reward_model/model",
+        )
 
 
 def _seen(path: Path, *, is_run: bool) -> str:

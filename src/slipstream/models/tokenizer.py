@@ -37,9 +37,14 @@ def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     )
 
 
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether folder `path` has what `load_tokenizer` reads."""
+    return any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer in folder `path`, with its chat template if it has one."""
-    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not has_tokenizer(path):
         raise ConfigError("no tokenizer found", got=str(path), allowed="a folder with tokenizer.json")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)

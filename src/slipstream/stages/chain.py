@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from slipstream.controller.build import check
+from slipstream.controller.build import check, check_checkpoints
 from slipstream.controller.placement import num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
@@ -26,7 +26,7 @@ from slipstream.stages.judging import build_judge
 from slipstream.stages.preferences import run_preferences
 from slipstream.stages.progress import Progress, read_record, record_path, watch
 from slipstream.stages.reward_model import run_reward_model
-from slipstream.stages.rl import FromPython, resume_rl, run_rl
+from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl
 from slipstream.stages.sft import run_sft
 
 STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str, Any]]] = {
@@ -43,6 +43,7 @@ def check_stages(config: RunConfig, *, has_own_reward: bool) -> None:
         check(config, has_own_reward=has_own_reward)
     else:
         check_model_path(config)
+    check_checkpoints(config, _readers(config))
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     if uses_gold and config.gold_rewards.terms:
         check_rewards(config.gold_rewards, task_table(config.prompts.tasks))
@@ -50,11 +51,25 @@ def check_stages(config: RunConfig, *, has_own_reward: bool) -> None:
         build_judge(config.judge)
 
 
+def _readers(config: RunConfig) -> list[tuple[str, str | None]]:
+    """What stages besides RL read the policy's tokens with, and where it is."""
+    found: list[tuple[str, str | None]] = []
+    if "preferences" in config.stages:
+        found.append(("policy to sample from (preferences.path)", config.preferences.path))
+    if "reward_model" in config.stages:
+        found.append(("start of the reward model (reward_model.path)", config.reward_model.path))
+    if {"preferences", "evaluate"} & set(config.stages):
+        found += [(f"gold reward model '{model.name}' (gold.models)", model.path) for model in config.gold.models]
+    if "evaluate" in config.stages:
+        found.append(("reference policy (kl.reference)", config.kl.reference))
+    return found
+
+
 def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     """Go through `config.stages` in `run_dir`, leaving out those whose output is there.
 
-    Returns what `summary.json` says; without RL, what the last stage recorded. An interrupted RL ends the run early:
-    resumed, it goes on from there.
+    Returns what `summary.json` says; without RL, what the last stage recorded. Ctrl-C ends the run early, its status
+    then 'interrupted': resumed, RL goes on from its last checkpoint, any other stage begins anew.
     """
     if not (run_dir / "config.toml").exists():
         save_config(config, run_dir / "config.toml")
@@ -66,10 +81,15 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
                 return told
             continue
         if not is_done(stage, run_dir):
-            if config.host == "inline":
-                run_stage(stage, config, run_dir, display=given.display)
-            else:
-                run_in_child(stage, run_dir, display=given.display)
+            try:
+                if config.host == "inline":
+                    run_stage(stage, config, run_dir, display=given.display)
+                else:
+                    run_in_child(stage, run_dir, display=given.display)
+            except KeyboardInterrupt:
+                with watch(config, stage, display=given.display) as watcher:
+                    watcher.note(f"interrupted in the stage {stage}: go on with --resume {run_dir}")
+                return told | {"status": "interrupted"}
         told = _publish_evaluation(config, run_dir, given) if stage == "evaluate" else read_record(run_dir, stage)
     return {"status": "done"} | told
 
@@ -88,9 +108,8 @@ def is_done(stage: str, run_dir: Path) -> bool:
 
 
 def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
-    summary = run_dir / "summary.json"
-    if (run_dir / "model" / "config.json").is_file() and summary.is_file() and read_summary(summary).status == "done":
-        found: dict[str, Any] = msgspec.to_builtins(read_summary(summary), str_keys=True)
+    if is_rl_done(run_dir):
+        found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
     check(with_stage_paths(config, run_dir), has_own_reward=given.reward is not None)
     if (run_dir / "ledger.jsonl").exists():

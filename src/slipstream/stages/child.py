@@ -7,6 +7,7 @@ standard input closes: the other end of that pipe is the run.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -33,7 +34,7 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
     """Run `stage` of the run in `run_dir`; returns when its output is there.
 
     Waits for: the process. Unblocked by: its end, or a line for the terminal. Raises ConfigError or SlipstreamError
-    with what the stage said.
+    with what the stage said. Whatever is raised here, KeyboardInterrupt too, the process has ended by then.
     """
     error_path = stage_dir(run_dir, stage) / ERROR
     error_path.unlink(missing_ok=True)
@@ -62,18 +63,18 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
     if error_path.is_file():
         error = msgspec.json.decode(error_path.read_bytes(), type=StageError)
         raise (ConfigError if error.is_input else SlipstreamError)(error.text)
-    raise SlipstreamError(f"the process of stage '{stage}' ended", got=f"exit code {code}")
+    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    raise SlipstreamError(f"the process of stage '{stage}' ended", got=how, hint="is there enough memory for it?")
 
 
 def main(run_dir: Path, stage: str, *, display: bool) -> int:
     """Run one stage here; what went wrong is left in its folder for the run to raise."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle: it closes the lifeline
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     from slipstream.stages.chain import run_stage  # torch, once the lifeline is watched
 
     try:
         run_stage(stage, resolve(run_dir / "config.toml"), run_dir, display=display)
-    except KeyboardInterrupt:
-        return 130
     except Exception as error:  # noqa: BLE001 - whatever it is, the run must hear of it
         if not isinstance(error, SlipstreamError):
             traceback.print_exc()

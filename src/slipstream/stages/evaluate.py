@@ -28,8 +28,8 @@ from slipstream.models.transformer import Transformer
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.prompts import build_prompts
 from slipstream.prompts.template import Template
+from slipstream.stages.completions import reference_completions
 from slipstream.stages.judging import build_judge
-from slipstream.stages.preferences import reference_completions
 from slipstream.stages.progress import Progress
 
 MOMENTS = ("before", "after")

@@ -14,25 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import stage_dir
-from slipstream.core.types import Completion, Prompt, Segment
-from slipstream.evals.sampling import sample_completions
+from slipstream.core.types import Prompt
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.win_rate import Comparison, judge_win_rate
 from slipstream.models.build import build_policy
 from slipstream.observe.jsonl import JsonlWriter
 from slipstream.prompts import build_prompts
-from slipstream.prompts.template import Template
+from slipstream.stages.completions import PREFERENCE_STREAM, reference_completions, sampled, scored_tokens
 from slipstream.stages.judging import build_judge
 from slipstream.stages.progress import Progress, write_record
 
-PREFERENCE_STREAM = 2  # of sampling noise, beside training's and evaluation's
 FILE = "preferences.jsonl"
 
 
@@ -106,14 +101,12 @@ def sampled_candidates(config: RunConfig, progress: Progress) -> list[Scored]:
     model, tokenizer = build_policy(policy, seed=config.seed)
     prompts = list(build_prompts(config, tokenizer).train.prompts)[: settings.num_prompts]
     total = len(prompts) * settings.samples_per_prompt
-    completions = sample_completions(
+    completions = sampled(
         config,
         model,
         tokenizer,
         prompts,
-        temperature=settings.temperature,
         num_samples=settings.samples_per_prompt,
-        num_slots=config.generator.num_slots,
         stream=PREFERENCE_STREAM,
         on_progress=lambda done: progress.phase("sample", done, total),
     )
@@ -126,10 +119,9 @@ def sampled_candidates(config: RunConfig, progress: Progress) -> list[Scored]:
             None if rollout.failure is not None else rollout.reward
             for rollout in score_by(config, config.gold_rewards, numbered(completions))
         ]
-    rewards = config.rewards  # a reward model sees no more of a completion in RL, either
     found: list[Scored] = [Scored(prompt, []) for prompt in prompts]
     for completion, value in zip(completions, scores, strict=True):
-        tokens = truncate_at_token(completion.tokens, rewards.truncate_token, after=rewards.truncate_after).tolist()
+        tokens = scored_tokens(completion.tokens, config).tolist()
         candidates = found[completion.ordinal].candidates
         is_known = any(candidate.tokens == tokens for candidate in candidates)
         if is_known or (value is None and settings.labels == "gold"):
@@ -137,31 +129,6 @@ def sampled_candidates(config: RunConfig, progress: Progress) -> list[Scored]:
         is_reference = not completion.segments[0].is_sampled
         candidates.append(Candidate(completion.text, tokens, value, is_reference))
     return found
-
-
-def reference_completions(
-    config: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> list[Completion]:
-    """The prompts' reference answers as completions that were given, with EOS; `ordinal` counts the prompts."""
-    template = Template(config.prompts.reference, field="prompts.reference")
-    texts = []
-    for prompt in prompts:
-        if prompt.answer is None and "answer" in template.columns:
-            raise ConfigError("a prompt has no reference answer", got=prompt.text[:80], hint="see prompts.reference")
-        texts.append(template.render({"answer": prompt.answer, **prompt.columns}))
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [
-        Completion(
-            ordinal=ordinal,
-            sample=-1,
-            prompt=prompt,
-            segments=(Segment(tokens=np.asarray(tokens + ends, dtype=np.int32)),),
-            text=text,
-            finish_reason="stop",
-        )
-        for ordinal, (prompt, text, tokens) in enumerate(zip(prompts, texts, ids, strict=True))
-    ]
 
 
 def labelled(scored: Sequence[Scored], config: RunConfig) -> list[PreferenceLine]:

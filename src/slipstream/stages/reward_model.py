@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,10 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.algorithms.responses import truncate_at_token
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import stage_dir
-from slipstream.evals.sampling import sample_completions
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
@@ -30,8 +27,10 @@ from slipstream.prompts import build_prompts
 from slipstream.prompts.dataset import read_records
 from slipstream.prompts.rows import Row
 from slipstream.prompts.template import Encoder, Template
-from slipstream.stages.preferences import FILE, PREFERENCE_STREAM, PreferenceLine, reference_completions
+from slipstream.stages.completions import NORMALISATION_STREAM, reference_completions, sampled, scored_tokens
+from slipstream.stages.preferences import FILE, PreferenceLine
 from slipstream.stages.progress import Progress, write_record
+from slipstream.stages.split import split_by_prompt
 from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
 
 
@@ -121,6 +120,15 @@ def read_preferences(
         )
     if not train:
         raise ConfigError("there are no preferences to train on", got=f"{len(held_out)} held out, none left")
+    largest = max(
+        int(tokens.max(initial=0)) for one in [*train, *held_out] for tokens in (one.prompt_tokens, *one.candidates)
+    )
+    if largest >= len(tokenizer):
+        raise ConfigError(
+            f"the preferences in {path} are tokens of another tokenizer",
+            got=f"token {largest}",
+            allowed=f"below {len(tokenizer)}, those of model.path",
+        )
     return train, held_out
 
 
@@ -157,18 +165,26 @@ def _from_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def tokens(text: str) -> np.ndarray:
-        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"] + ends, dtype=np.int32)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + ends
+        return scored_tokens(np.asarray(ids, dtype=np.int32), config)
 
     found = [
         Preference(prompt.tokens, (tokens(chosen), tokens(rejected)), best=0)
         for prompt, (chosen, rejected) in zip(encoder.encode(rows), pairs, strict=True)
         if encoder.fits(prompt)
     ]
-    random.Random(config.seed).shuffle(found)
-    num_held_out = round(config.preferences.held_out * len(found))
-    if len(found) == num_held_out:
-        raise ConfigError(f"'{source}' has no preferences to train on", got=f"{len(found)}, {num_held_out} held out")
-    return found[num_held_out:], found[:num_held_out]
+    decided = [one for one in found if not np.array_equal(one.candidates[0], one.candidates[1])]
+    train, held_out = split_by_prompt(
+        decided, lambda one: one.prompt_tokens, share=config.preferences.held_out, seed=config.seed
+    )
+    if not train:
+        raise ConfigError(
+            f"'{source}' has no preferences to train on",
+            got=f"{len(held_out)} held out, {len(found) - len(decided)} of equal texts, "
+            f"{len(rows) - len(found)} with prompts that are too long",
+            hint="see preferences.held_out, prompts.max_prompt_tokens and rewards.truncate_token",
+        )
+    return train, held_out
 
 
 def _columns(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,19 +200,5 @@ def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase)
     if settings.normalise == "reference_bias":
         completions = reference_completions(config, prompts, tokenizer)
     else:
-        completions = sample_completions(
-            config,
-            policy,
-            tokenizer,
-            prompts,
-            temperature=config.preferences.temperature,
-            num_slots=config.generator.num_slots,
-            stream=PREFERENCE_STREAM + 1,
-        )
-    return [
-        (
-            completion.prompt.tokens,
-            truncate_at_token(completion.tokens, config.rewards.truncate_token, after=config.rewards.truncate_after),
-        )
-        for completion in completions
-    ]
+        completions = sampled(config, policy, tokenizer, prompts, stream=NORMALISATION_STREAM)
+    return [(completion.prompt.tokens, scored_tokens(completion.tokens, config)) for completion in completions]

@@ -24,8 +24,9 @@ from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.report import write_report
-from slipstream.observe.summary import write_summary
+from slipstream.observe.summary import read_summary, write_summary
 from slipstream.observe.timeline import merge_timelines
+from slipstream.stages.progress import watch
 
 TRUNCATED_ON_RESUME = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "ledger.jsonl")
 
@@ -76,24 +77,39 @@ def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: P
 
 
 def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
-    """Continue from the newest whole checkpoint; the files written so far are also kept under `attempt_<n>/`."""
+    """Continue from the newest whole checkpoint, or begin anew where the attempt so far has left none.
+
+    The files written so far are also kept under `attempt_<n>/`. ConfigError where RL is done.
+    """
+    if is_rl_done(run_dir):
+        raise ConfigError("the run is already complete", got=f"{config.steps} of {config.steps} steps")
     checkpoint = newest_checkpoint(run_dir)
-    if checkpoint is None:
-        raise ConfigError("the run has no checkpoint to resume from", got=str(run_dir), hint="start it anew")
-    snapshot = read_snapshot(checkpoint)
-    if snapshot.steps_done >= config.steps:
-        raise ConfigError("the run is already complete", got=f"{snapshot.steps_done} of {config.steps} steps")
     attempt = run_dir / f"attempt_{1 + len(list(run_dir.glob('attempt_*')))}"
     attempt.mkdir()
     for name in TRUNCATED_ON_RESUME:
         if (run_dir / name).exists():
             shutil.copy2(run_dir / name, attempt / name)
-    (run_dir / "timeline").rename(attempt / "timeline")
+    if (run_dir / "timeline").exists():
+        (run_dir / "timeline").rename(attempt / "timeline")
+    if checkpoint is None:
+        for name in TRUNCATED_ON_RESUME:
+            (run_dir / name).unlink(missing_ok=True)
+        with watch(config, "rl", display=given.display) as watcher:
+            watcher.note(f"there is no checkpoint: RL begins anew, {attempt.name} keeps what was recorded")
+        return run_rl(config, run_dir, given)
+    snapshot = read_snapshot(checkpoint)
     cut_back(run_dir / "ledger.jsonl", snapshot)
     _cut_lines(run_dir / "metrics.jsonl", lambda line: line["version"] <= snapshot.steps_done)
     _cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] is not None and line["step"] < snapshot.steps_done)
     _cut_events(run_dir / "events.jsonl", snapshot.steps_done)
     return run_rl(config, run_dir, given, checkpoint=checkpoint)
+
+
+def is_rl_done(run_dir: Path) -> bool:
+    """Whether RL has gone through all its steps and left a policy: its summary is written last."""
+    summary = run_dir / "summary.json"
+    has_model = (run_dir / "model" / "config.json").is_file()
+    return has_model and summary.is_file() and read_summary(summary).status == "done"
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

@@ -26,7 +26,8 @@ from slipstream.prompts import build_prompts, demonstrations
 from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.progress import Progress, write_record
-from slipstream.trainer.supervised import Demonstration, supervised_updates
+from slipstream.stages.split import split_by_prompt
+from slipstream.trainer.supervised import Demonstration, Prediction, measure_prediction, supervised_updates
 
 
 def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
@@ -37,22 +38,40 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted attempt left
     folder.mkdir(parents=True)
     model, tokenizer = build_policy(config.model.model_copy(update={"path": sft.path}), seed=config.seed)
-    found = stage_demonstrations(config, tokenizer)
+    found, num_too_long = stage_demonstrations(config, tokenizer)
     fitting = [pair for pair in found if len(pair[0]) + len(pair[1]) <= model.config.max_positions]
+    num_too_long += len(found) - len(fitting)
     if not fitting:
-        raise ConfigError("there are no demonstrations that fit the model", got=f"{len(found)}, all too long")
-    dropped = f", {len(found) - len(fitting)} dropped as too long" if len(found) > len(fitting) else ""
-    progress.note(f"demonstrations: {len(fitting)}{dropped}")
-    steps = sft.steps or sft.epochs * math.ceil(len(fitting) / sft.batch_size)
+        raise ConfigError("there are no demonstrations that fit the model", got=f"{num_too_long}, all too long")
+    train, held_out = split_by_prompt(fitting, lambda pair: pair[0], share=sft.held_out, seed=config.seed)
+    if not train:
+        raise ConfigError(
+            "there are no demonstrations to train on",
+            got=f"{len(fitting)} with sft.held_out = {sft.held_out:g}",
+            hint="lower sft.held_out",
+        )
+    if sft.loss_on == "all":
+        train, held_out = ([_all_learned(*pair) for pair in part] for part in (train, held_out))
+    dropped = f", {num_too_long} dropped as too long" if num_too_long else ""
+    progress.note(f"demonstrations: {len(train)} to train on, {len(held_out)} held out{dropped}")
+    steps = sft.steps or sft.epochs * math.ceil(len(train) / sft.batch_size)
     settings = WarmStartConfig(steps=steps, batch_size=sft.batch_size, optimizer=sft.optimizer)
+    capacity = config.trainer.microbatch_tokens
+
+    def prediction() -> Prediction | None:
+        if not held_out:
+            return None
+        return measure_prediction(model, held_out, microbatch_tokens=capacity, batching=collate)
+
+    before = prediction()
     metrics = JsonlWriter(folder / "metrics.jsonl")
     losses = []
     for update in supervised_updates(
         model,
         FlatParameters(model),
-        fitting if sft.loss_on == "completions" else [_all_learned(*pair) for pair in fitting],
+        train,
         config=settings,
-        microbatch_tokens=config.trainer.microbatch_tokens,
+        microbatch_tokens=capacity,
         seed=config.seed,
         batching=collate,
     ):
@@ -60,35 +79,45 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
         losses.append(update.loss)
         progress.phase("sft", update.index + 1, steps, {"loss": update.loss})
     metrics.close()
+    after = prediction()
+    if before is not None and after is not None:
+        progress.note(
+            f"held-out loss {before.loss:.3f} -> {after.loss:.3f} nats per token, "
+            f"accuracy {before.accuracy:.3f} -> {after.accuracy:.3f} ({len(held_out)} demonstrations)"
+        )
     save_model(model, folder / "model", tokenizer)
     return write_record(
         run_dir,
         "sft",
         started_s=started_s,
-        num_demonstrations=len(fitting),
+        num_demonstrations=len(train),
+        num_held_out=len(held_out),
+        num_too_long=num_too_long,
         steps=steps,
         first_loss=losses[0],
         last_loss=float(np.mean(losses[-10:])),
+        held_out=None if before is None or after is None else {"before": asdict(before), "after": asdict(after)},
     )
 
 
-def stage_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
-    """(prompt tokens, completion tokens with EOS): the dataset's own, or made of the run's training prompts.
+def stage_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Demonstration], int]:
+    """(prompt tokens, completion tokens with EOS), of the dataset or made of the run's training prompts.
 
-    Prompts of a dataset get the template, chat template and length limit of [prompts]. The prompts that the run holds
-    out are never among those made of its training prompts; a dataset of demonstrations must see to that itself.
+    And how many of the dataset's were left out because their prompts are too long. Prompts of a dataset get the
+    template, chat template and length limit of [prompts]. The prompts that the run holds out are never among those made
+    of its training prompts; a dataset of demonstrations must see to that itself.
     """
     sft = config.sft
-    prompts: list[Prompt] | tuple[Prompt, ...]
+    num_too_long = 0
     if sft.dataset is None:
-        prompts = list(build_prompts(config, tokenizer).train.prompts)
+        prompts: list[Prompt] = list(build_prompts(config, tokenizer).train.prompts)
     else:
-        prompts = _prompts_of_dataset(config, tokenizer)
+        prompts, num_too_long = _prompts_of_dataset(config, tokenizer)
     kinds = WarmStartConfig(demonstrations=sft.demonstrations, num_demonstrations=sft.num_demonstrations)
-    return demonstrations(kinds, prompts, tokenizer, seed=config.seed)
+    return demonstrations(kinds, prompts, tokenizer, seed=config.seed), num_too_long
 
 
-def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
     sft, source = config.sft, config.sft.dataset
     assert source is not None
     reading = config.prompts.model_copy(
@@ -113,7 +142,8 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
             rows.append(row)
         if len(rows) >= sft.num_demonstrations:
             break
-    return [prompt for prompt in encoder.encode(rows) if encoder.fits(prompt)]
+    fitting = [prompt for prompt in encoder.encode(rows) if encoder.fits(prompt)]
+    return fitting, len(rows) - len(fitting)
 
 
 def _split_chat(record: Mapping[str, Any], config: RunConfig, *, where: str) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slipstream.algorithms.logprobs import token_logprobs_and_entropy
 from slipstream.core.config import WarmStartConfig
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
 from slipstream.core.packed import Batching, TrainSequence
 from slipstream.models.flat import FlatParameters
+from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.step import microbatch_logprobs
+from slipstream.trainer.step import MAX_LOGITS, microbatch_logprobs
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS; int32
 
@@ -71,6 +73,44 @@ def supervised_updates(
         lr = optimizer.lr
         grad_norm = optimizer.step()
         yield SupervisedUpdate(update, total, grad_norm, lr, num_tokens)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How a model predicts demonstrations: `loss` in nats per token, `accuracy` the share of tokens it finds likeliest.
+
+    Both are means over the `num_tokens` tokens of all completions.
+    """
+
+    loss: float
+    accuracy: float
+    num_tokens: int
+
+
+@torch.no_grad()
+def measure_prediction(
+    model: Transformer, demonstrations: Sequence[Demonstration], *, microbatch_tokens: int, batching: Batching
+) -> Prediction:
+    """What `supervised_updates` lowers, of demonstrations that it may not have seen, at temperature 1.
+
+    ConfigError without demonstrations. Identity: `loss` is that of an update whose batch is all of them.
+    """
+    if not demonstrations:
+        raise ConfigError("measuring a model's predictions takes demonstrations", got="none", allowed="at least one")
+    sequences = [_sequence(index, *demonstration) for index, demonstration in enumerate(demonstrations)]
+    rows_at_once = max(1, MAX_LOGITS // model.config.vocab_size)
+    total, num_found, num_tokens = 0.0, 0, 0
+    for microbatch in batching.collate(sequences, microbatch_tokens):
+        states = at_targets(model, microbatch)
+        targets = torch.from_numpy(microbatch.targets).to(states.device)
+        chunks = zip(torch.split(states, rows_at_once), torch.split(targets, rows_at_once), strict=True)
+        for rows, expected in chunks:
+            logits = model.logits(rows)
+            logprobs, _ = token_logprobs_and_entropy(logits, expected, 1.0)
+            total -= float(logprobs.double().sum())
+            num_found += int((logits.argmax(dim=-1) == expected).sum())
+        num_tokens += microbatch.num_targets
+    return Prediction(total / num_tokens, num_found / num_tokens, num_tokens)
 
 
 def _shuffled(count: int, seed: int) -> Iterator[int]:
