@@ -16,8 +16,9 @@ from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
 from slipstream.models.attention import PackedAttention
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
+from slipstream.models.packed import at_targets
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
-from slipstream.models.scoring import microbatch_values, scored_sequence
+from slipstream.models.scoring import scored_sequence
 from slipstream.trainer.reward_model import (
     Preference,
     normalise,
@@ -244,7 +245,7 @@ def test_values_are_those_of_the_states_before_each_token():
     drawn = samples(4) + [(samples(1)[0][0], samples(9)[8][1])]
     sequences = [scored_sequence((0, index), *sample) for index, sample in enumerate(drawn)]
     (microbatch,) = batching.collate(sequences, 1000)
-    values = microbatch_values(model, microbatch)
+    values = at_targets(model, microbatch)
     for segment, (_, index) in enumerate(microbatch.keys):
         prompt, completion = drawn[index]
         expected = alone(model, prompt, completion)[len(prompt) - 1 :]

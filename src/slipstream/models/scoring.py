@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
-from slipstream.models.attention import PackedAttention
+from slipstream.models.packed import at_targets
 from slipstream.models.scalar import ScalarModel
 
 Sample = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS where it was sampled; int32
@@ -36,23 +35,11 @@ def scored_sequence(key: tuple[int, int], prompt: np.ndarray, completion: np.nda
     )
 
 
-def microbatch_values(model: ScalarModel, microbatch: PackedMicrobatch) -> Tensor:
-    """Values [M] fp32 of the states that the microbatch's targets are predicted from, those before each target."""
-    device = next(model.parameters()).device
-    values = model(
-        torch.from_numpy(microbatch.tokens).to(device),
-        torch.from_numpy(microbatch.positions).to(device),
-        PackedAttention(microbatch.lengths, torch.from_numpy(microbatch.rows)),
-    )
-    # As in the logprobs of a microbatch: a shared row's gradients are added in one fixed order.
-    return F.embedding(torch.from_numpy(microbatch.target_index).to(device), values[:, None]).squeeze(1)
-
-
 def microbatch_scores(model: ScalarModel, microbatch: PackedMicrobatch) -> tuple[Tensor, list[tuple[int, int]]]:
     """Scores [S] fp32 of a microbatch of `scored_sequence`s and their keys, in ascending order of key."""
     last = np.flatnonzero(np.diff(microbatch.segment_ids, append=len(microbatch.keys)))
     order = sorted(range(len(microbatch.keys)), key=microbatch.keys.__getitem__)
-    values = microbatch_values(model, microbatch)
+    values = at_targets(model, microbatch)
     scores = values.index_select(0, torch.from_numpy(last[order]).to(values.device))
     return scores, [microbatch.keys[index] for index in order]
 

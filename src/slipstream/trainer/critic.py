@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from slipstream.core.config import RunConfig
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.models.flat import FlatParameters
+from slipstream.models.packed import at_targets
 from slipstream.models.scalar import (
     HeadInit,
     ScalarModel,
@@ -16,7 +17,6 @@ from slipstream.models.scalar import (
     load_scalar_model,
     new_scalar_model,
 )
-from slipstream.models.scoring import microbatch_values
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.optim import FlatAdamW
 
@@ -45,13 +45,17 @@ class Critic:
             self.module = new_scalar_model(policy, head_init=critic.head_init, seed=config.seed)
         self.flat = FlatParameters(self.module)
         self.optimizer = FlatAdamW(
-            self.module, self.flat, critic.optimizer, total_updates=config.steps * config.updates_per_step
+            self.module,
+            self.flat,
+            critic.optimizer,
+            total_updates=config.steps * config.updates_per_step,
+            updates_per_step=config.updates_per_step,
         )
 
     def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
         """float32 [M], differentiable; `states` [M, hidden] are the policy's at the rows that predict the targets."""
         if isinstance(self.module, ScalarModel):
-            return microbatch_values(self.module, microbatch)
+            return at_targets(self.module, microbatch)
         values: Tensor = self.module(states.float())
         return values.squeeze(-1)
 

@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -31,32 +30,16 @@ from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
 from slipstream.core.staleness import staleness_in_updates
 from slipstream.core.types import Group
-from slipstream.models.attention import PackedAttention
+from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Columns, measure
-from slipstream.trainer.metric_names import published_names
+from slipstream.trainer.metric_names import count_tokens, published_names, ratio_histogram
 from slipstream.trainer.optim import FlatAdamW
 
 # Logits held at once, in elements (256 MiB of float32); larger heads run in chunks that are recomputed backward.
 MAX_LOGITS = 1 << 26
-
-
-def microbatch_states(model: Transformer, microbatch: PackedMicrobatch) -> Tensor:
-    """The final states [M, hidden] that the microbatch's targets are predicted from.
-
-    A prompt shared by several completions is read once.
-    """
-    device = next(model.parameters()).device
-    hidden = model(
-        torch.from_numpy(microbatch.tokens).to(device),
-        torch.from_numpy(microbatch.positions).to(device),
-        PackedAttention(microbatch.lengths, torch.from_numpy(microbatch.rows)),
-    )
-    # A shared prompt's last row predicts several targets. The gradient of `hidden[index]` adds them up by atomic
-    # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.
-    return F.embedding(torch.from_numpy(microbatch.target_index).to(device), hidden)
 
 
 def microbatch_logprobs(
@@ -64,9 +47,10 @@ def microbatch_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Policy logprobs of the microbatch's targets and the entropies they were drawn with, float32 [M] each.
 
-    `states` are `microbatch_states`, for a caller who has them. Logits are computed only where a target is predicted.
+    `states` are the final ones at those targets, for a caller who has them. Logits are computed only where a target
+    is predicted.
     """
-    predicting = microbatch_states(model, microbatch) if states is None else states
+    predicting = at_targets(model, microbatch) if states is None else states
     targets = torch.from_numpy(microbatch.targets).to(predicting.device)
 
     def head(rows: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,8 +162,14 @@ def train_on_batch(
     if not config.has_critic:
         return metrics
     metrics["critic_grad_norm"] = float(np.mean(critic_grad_norms)) if critic_grad_norms else 0.0
-    num_episodes = (step + 1) * config.completions_per_step
-    return metrics | published_names(metrics, value_coef=config.critic.coef, step=step, num_episodes=num_episodes)
+    return metrics | published_names(
+        metrics,
+        value_coef=config.critic.coef,
+        step=step,
+        num_episodes=(step + 1) * config.completions_per_step,
+        max_new_tokens=config.generator.max_new_tokens,
+        num_eos_tokens=count_tokens(groups, model.config.eos_token_ids),
+    )
 
 
 def _epoch_order(groups: Sequence[Group], config: RunConfig, *, step: int, epoch: int) -> list[int] | None:
@@ -235,7 +225,7 @@ class _Update:
     def _values(self, microbatch: PackedMicrobatch) -> Tensor:
         critic = self.auxiliary.critic
         assert critic is not None, "the config needs a critic, and none was built"
-        states = microbatch_states(self.model, microbatch) if critic.is_head else torch.empty(0)
+        states = at_targets(self.model, microbatch) if critic.is_head else torch.empty(0)
         return critic.values(microbatch, states)
 
     def accumulate(
@@ -253,7 +243,7 @@ class _Update:
         total = 0.0
         parts: Metrics = {}
         for microbatch in microbatches:
-            states = microbatch_states(self.model, microbatch)
+            states = at_targets(self.model, microbatch)
             logprobs, entropies = microbatch_logprobs(
                 self.model, microbatch, temperature=self.config.generator.temperature, states=states
             )
@@ -274,7 +264,7 @@ class _Update:
                 value_loss, value_parts = self._value_loss(critic, microbatch, states, inputs, num_tokens)
                 value_loss = self.config.critic.coef * value_loss
                 torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
-                microbatch_parts |= value_parts
+                microbatch_parts |= value_parts | ratio_histogram(inputs)
             total += float(policy_loss.detach())
             microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
             if measured_step is not None:

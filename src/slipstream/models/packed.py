@@ -1,0 +1,37 @@
+"""A model over a packed microbatch: what it computes at the rows from which targets are predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.core.packed import PackedMicrobatch
+from slipstream.models.attention import PackedAttention
+
+ROW_MULTIPLE = 64
+"""Rows of a microbatch are filled up to a multiple: oneDNN compiles a kernel for every number of rows it meets."""
+
+
+def at_targets(model: nn.Module, microbatch: PackedMicrobatch) -> Tensor:
+    """`model(tokens, positions, attention)` [N, ...] at the M rows that the targets are predicted from: [M, ...].
+
+    A prompt shared by several completions is read once. Filler rows are one more sequence, which nobody reads.
+    """
+    num_rows = microbatch.num_tokens
+    filler = np.zeros(-num_rows % ROW_MULTIPLE, dtype=np.int64)
+    lengths, rows = microbatch.lengths, microbatch.rows
+    if len(filler):
+        lengths = (*lengths, len(filler))
+        rows = np.concatenate([rows, num_rows + np.arange(len(filler))])
+    device = next(model.parameters()).device
+    out = model(
+        torch.from_numpy(np.concatenate([microbatch.tokens, filler])).to(device),
+        torch.from_numpy(np.concatenate([microbatch.positions, filler])).to(device),
+        PackedAttention(lengths, torch.from_numpy(rows)),
+    )
+    # A shared prompt's last row predicts several targets. The gradient of `out[index]` adds them up by atomic
+    # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.
+    index = torch.from_numpy(microbatch.target_index).to(device)
+    return F.embedding(index, out.flatten(1) if out.ndim > 1 else out[:, None]).view(-1, *out.shape[1:])
