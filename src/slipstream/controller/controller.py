@@ -392,11 +392,14 @@ class Controller:
         accuracy = float(np.mean([score.reward >= 1 - 1e-6 for score in evaluation.scores]))
         is_greedy = evaluation.temperature == GREEDY
         self.tally.evaluated(message.version, accuracy, evaluation.scores, is_greedy=is_greedy)
+        metrics = {"eval_accuracy" if is_greedy else "eval_sampled_accuracy": accuracy}
+        if is_greedy and self.config.has_critic:  # the TL;DR reproduction's name of it
+            metrics["objective/validation_score"] = float(np.mean([score.reward for score in evaluation.scores]))
         self.metrics.write(
             step=message.version,
             version=message.version,
             wall_s=self.clock.now_s() - self.tally.started_s,
-            metrics={"eval_accuracy" if is_greedy else "eval_sampled_accuracy": accuracy},
+            metrics=metrics,
         )
         self.observer.evaluated(self.tally, message.version)
 

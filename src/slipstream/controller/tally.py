@@ -84,7 +84,22 @@ class Tally:
         self.last_step_s = now_s
         metrics["trained_tokens_per_s"] = metrics["tokens_trained"] / max(metrics["step_s"], 1e-9)
         metrics["generated_tokens_per_s"] = self.generated_tokens_per_s
+        if self.config.has_critic:
+            metrics |= self._published_times(now_s, metrics["step_s"])
         return metrics
+
+    def _published_times(self, now_s: float, step_s: float) -> dict[str, float]:
+        """What the original RLHF code and the TL;DR reproduction (ppo/eps) log of the run's clock, under their names.
+
+        Theirs have completions of one length; fps counts ours at that length, too.
+        """
+        assert self.rl_started_s is not None
+        steps = self.config.completions_per_step * self.config.generator.max_new_tokens
+        return {
+            "elapsed/time": now_s - self.started_s,
+            "elapsed/fps": float(int(steps / max(step_s, 1e-9))),
+            "ppo/eps": self.trained_completions / max(now_s - self.rl_started_s, 1e-9),
+        }
 
     def recall(self, line: Mapping[str, Any]) -> None:
         """Take a line of `metrics.jsonl` from before a resume: what was consumed, and what evaluations said."""
