@@ -2,13 +2,15 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from training_data import TINY, Recording, hugging_face_twin, make_groups, run_config, sharing_prompts, tiny_policy
 
-from slipstream.algorithms.losses import LOSSES
+from slipstream.algorithms.losses import LOSSES, LossInputs
+from slipstream.algorithms.reduce import metric_values
 from slipstream.batching import collate as batching
 from slipstream.core.errors import CheckpointError, NonFiniteError
 from slipstream.models.attention import PackedAttention
@@ -18,7 +20,7 @@ from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.metric_names import SAME, published_names
+from slipstream.trainer.metric_names import RATIO_EDGES, SAME, published_names, ratio_histogram
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.step import Auxiliary, train_on_batch
 
@@ -323,8 +325,55 @@ def test_published_names_of_a_step_with_a_critic():
     assert metrics["ppo/policy/approxkl"] == metrics["kl_k2"]
     assert metrics["ppo/episode"] == 12
     assert metrics["elapsed/updates"] == 1
+    assert metrics["elapsed/steps/serial"] == 16
+    assert metrics["elapsed/steps/total"] == 12 * 16
     assert all(name in metrics for names in SAME.values() for name in names)
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_end_tokens_are_counted_wherever_they_are():
+    groups = make_groups()
+    tokens = np.concatenate([rollout.completion.tokens for group in groups for rollout in group.rollouts])
+    config, model, _, optimizer, auxiliary = actor_critic()
+    for ids in ((), (3,), (3, 7)):
+        model.config = replace(model.config, eos_token_ids=ids)
+        metrics = step(config, model, optimizer, auxiliary, groups)
+        assert metrics["ppo/val/num_eos_tokens"] == np.isin(tokens, ids).sum()
+    assert metrics["ppo/val/num_eos_tokens"] > 1
+
+
+@pytest.mark.parametrize("capacity", [10_000, 30])
+def test_the_histogram_of_ratios_counts_every_token_in_its_bin(capacity):
+    groups = make_groups(8, seed=3)
+    config, model, _, optimizer, auxiliary = actor_critic(
+        trainer={"optimizer": UNCLIPPED, "microbatch_tokens": capacity}
+    )
+    ratios = []
+    for group in groups:
+        for rollout in group.rollouts:
+            sequence = train_sequence(rollout.completion)
+            states = final_states(model, sequence.tokens)[torch.from_numpy(np.flatnonzero(sequence.mask) - 1)]
+            targets = torch.from_numpy(sequence.tokens[sequence.mask].astype(np.int64))
+            logprobs = torch.log_softmax(model.logits(states), -1).gather(1, targets[:, None]).squeeze(1)
+            ratios.append(np.exp(logprobs.detach().numpy() - sequence.behaviour_logprobs[sequence.mask]))
+    metrics = step(config, model, optimizer, auxiliary, groups)
+    counted, _ = np.histogram(np.concatenate(ratios), bins=[*RATIO_EDGES, np.inf])
+    assert np.count_nonzero(counted) > 4
+    found = [metrics[f"ppo/val/ratio_hist/{edge:g}"] for edge in RATIO_EDGES]
+    np.testing.assert_allclose(found, counted / counted.sum(), atol=1e-9)
+
+
+def test_a_ratio_without_bound_is_in_the_last_bin():
+    inputs = LossInputs(
+        policy_logprobs=torch.tensor([0.0, math.inf, -1e30]),
+        behaviour_logprobs=torch.zeros(3),
+        advantages=None,
+        mask=torch.tensor([True, True, True]),
+        segment_ids=torch.zeros(3, dtype=torch.int64),
+        num_units=3,
+    )
+    shares = metric_values(ratio_histogram(inputs))
+    assert [shares[f"ppo/val/ratio_hist/{edge}"] for edge in ("0", "1", "2")] == pytest.approx([1 / 3] * 3)
 
 
 def test_without_a_critic_the_names_are_ours_alone():
@@ -341,7 +390,8 @@ def test_published_names_of_a_step_that_trained_nothing():
     assert metrics["num_updates"] == 0
     assert "ppo/loss/value" not in metrics
     assert metrics["objective/kl"] == metrics["kl_reference_sum"]  # the penalty is measured on what was sampled
-    assert published_names({"score_mean": 1.0}, value_coef=0.1, step=0, num_episodes=4)["objective/score_total"] == 1.0
+    counts = {"step": 0, "num_episodes": 4, "max_new_tokens": 5, "num_eos_tokens": 0}
+    assert published_names({"score_mean": 1.0}, value_coef=0.1, **counts)["objective/score_total"] == 1.0
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

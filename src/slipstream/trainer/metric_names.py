@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from slipstream.algorithms.losses import LossInputs
+from slipstream.algorithms.ratios import token_ratios
+from slipstream.algorithms.reduce import Metrics, masked_share
+from slipstream.core.types import Group
 
 SAME: dict[str, tuple[str, ...]] = {
     "kl_reference_sum": ("objective/kl",),
@@ -26,28 +34,44 @@ SAME: dict[str, tuple[str, ...]] = {
 """Ours -> theirs, for what both have. `_avg` are those of the reproduction: ours are means over a step's updates."""
 
 
+RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 2.0)
+"""Lower edges of the histogram's bins; the last one is open."""
+
+
 def published_names(
-    metrics: Mapping[str, float], *, value_coef: float, step: int, num_episodes: int
+    metrics: Mapping[str, float],
+    *,
+    value_coef: float,
+    step: int,
+    num_episodes: int,
+    max_new_tokens: int,
+    num_eos_tokens: int,
 ) -> dict[str, float]:
     """What of `metrics` the original RLHF code and its reproduction log, under their names.
 
     OpenAI's lm-human-preferences (objective/*, ppo/*, elapsed/*) and lm-human-preference-details, N's own code, whose
-    are the names with `_avg` and ppo/{lr, episode}. `num_episodes` counts the completions up to now.
+    are the names with `_avg`, ppo/val/{ratio, advantage, num_eos_tokens, ratio_hist} and ppo/{lr, episode}.
+    `num_episodes` counts the completions up to now, `num_eos_tokens` the EOS tokens of this batch.
 
         objective/score_total = objective/score + objective/non_score_reward
         objective/non_score_reward = -kl_coef * kl, or 0 where the penalty is not in the reward
+        elapsed/steps/serial = updates * max_new_tokens,   elapsed/steps/total = episodes * max_new_tokens
 
     kl is the sum over a completion and the mean over completions, of the policy that sampled; approxkl, ratio and
     clipfrac are measured against it, too. A name is absent where we have no such number (objective/kl without a
-    penalty). Histograms, and elapsed/{fps, time, steps}, which are the run's and not the trainer's, are left out.
+    penalty). `ratio_histogram` has ppo/val/ratio_hist, `controller/tally.py` what depends on the run's clock;
+    docs/ppo_details.md lists all names, and those that are left out.
     """
     published = {name: metrics[ours] for ours, names in SAME.items() if ours in metrics for name in names}
     published |= {
         "objective/score": metrics["score_mean"],
         "objective/scores": metrics["score_mean"],
         "ppo/episode": float(num_episodes),
+        "ppo/val/num_eos_tokens": float(num_eos_tokens),
         "elapsed/updates": float(step + 1),
         "elapsed/episodes": float(num_episodes),
+        "elapsed/steps/serial": float((step + 1) * max_new_tokens),
+        "elapsed/steps/total": float(num_episodes * max_new_tokens),
     }
     penalty = metrics.get("kl_penalty", 0.0)
     published |= {
@@ -63,3 +87,40 @@ def published_names(
         "ppo/val/ratio_var": metrics["ratio_squared"] - metrics["ratio"] ** 2,
         "ppo/val/advantage_var": metrics["advantage_std"] ** 2,
     }
+
+
+def ratio_histogram(inputs: LossInputs) -> Metrics:
+    """Shares of the tokens whose ratio of policy and behaviour policy lies in [edge, next edge), one name per bin.
+
+    lm-human-preference-details writes a histogram of the step's last microbatch; these are over all updates of a step,
+    in bins of their own, as metrics are numbers here. Identity: the shares sum to 1.
+    """
+    ratios = token_ratios(inputs.need("policy_logprobs").detach(), inputs.need("behaviour_logprobs"), inputs.mask)
+    bins = torch.bucketize(ratios, torch.tensor(RATIO_EDGES[1:], device=ratios.device), right=True)
+    return {
+        f"ppo/val/ratio_hist/{edge:g}": masked_share(bins == index, inputs.mask)
+        for index, edge in enumerate(RATIO_EDGES)
+    }
+
+
+def count_tokens(groups: Iterable[Group], token_ids: Iterable[int]) -> int:
+    """How many of the tokens of all completions are among `token_ids`."""
+    wanted = list(token_ids)
+    return sum(
+        int(np.isin(segment.tokens, wanted).sum())
+        for group in groups
+        for rollout in group.rollouts
+        for segment in rollout.completion.segments
+    )
+
+
+def reward_model_names(*, loss: float, accuracy: float, chosen: float, rejected: float, lr: float) -> dict[str, float]:
+    """An update of the reward model under the names of lm-human-preference-details and of the TL;DR reproduction."""
+    shared = {"loss": loss, "accuracy": accuracy, "lr": lr}
+    both = {f"{prefix}/{name}": value for prefix in ("train", "train/rm") for name, value in shared.items()}
+    return both | {"train/rm/chosen_rewards": chosen, "train/rm/rejected_rewards": rejected}
+
+
+def sft_names(*, loss: float, lr: float) -> dict[str, float]:
+    """An update of supervised fine-tuning under the TL;DR reproduction's names."""
+    return {"train/sft/loss": loss, "train/sft/lr": lr}
