@@ -1,4 +1,4 @@
-"""The schema of a run: frozen pydantic models. Every field has its unit and consequence in its description.
+"""The schema of a run: its sections (`core/sections.py`), the fields above them, and what must hold between them.
 
 Nothing the user asked for is rewritten: derived values are properties, conflicts raise ConfigError. `core/recipes.py`
 loads TOML into it and applies overrides.
@@ -6,463 +6,71 @@ loads TOML into it and applies overrides.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, unknown fields are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
-
-
-class ModelConfig(Section):
-    """The policy: a Hugging Face checkpoint (`path`) or a fresh, randomly initialised model of a `family`."""
-
-    path: str | None = Field(None, description="Folder of a Hugging Face checkpoint with tokenizer. Excludes the rest.")
-    family: Literal["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"] = Field(
-        "llama", description="Architecture of a fresh model (llama also covers Mistral and SmolLM)."
-    )
-    hidden_size: Positive = Field(128, description="Width of the residual stream.")
-    intermediate_size: Positive = Field(512, description="Width of the MLP.")
-    num_layers: Positive = Field(3, description="Decoder layers.")
-    num_heads: Positive = Field(4, description="Query heads.")
-    num_kv_heads: Positive = Field(4, description="Key and value heads; divides num_heads.")
-    max_positions: Positive = Field(256, description="Longest sequence, prompt and completion together, in tokens.")
-    tie_embeddings: bool = Field(True, description="Share the input embedding with the output head.")
-    alphabet: str | None = Field(
-        None,
-        description="Characters of a character tokenizer for a fresh model; null takes printable ASCII and newline.",
-    )
-
-
-class TaskConfig(Section):
-    """One reasoning-gym dataset by name and parameters."""
-
-    name: str = Field(description="reasoning-gym dataset, e.g. 'spell_backward'; see `slipstream recipes --tasks`.")
-    params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the dataset (not size, not seed).")
-    weight: PositiveFloat = Field(1.0, description="Share of prompts drawn from this task, relative to the others.")
-
-
-class PromptsConfig(Section):
-    """Where questions come from: reasoning-gym `tasks`, or a `dataset` (JSONL, parquet, folder or hub id)."""
-
-    tasks: list[TaskConfig] = Field(default_factory=list, description="reasoning-gym tasks, mixed by weight.")
-    dataset: str | None = Field(None, description="Path or hub id of a dataset with columns `prompt` and `answer`.")
-    dataset_config: str | None = Field(None, description="Configuration of a hub dataset that has several.")
-    dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
-    prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
-    answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
-    reference: str = Field(
-        "{answer}", description="Reference completion from the row's columns, for preferences, win rates and a bias."
-    )
-    eval_dataset: str | None = Field(None, description="Held-out dataset; null splits it off `dataset` by text hash.")
-    template: str = Field(
-        "{question}",
-        description="Prompt text from the row's columns, e.g. '{question}\\n' or '{word}>' (metadata are columns too).",
-    )
-    chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
-    system: str | None = Field(None, description="System message of chat prompts.")
-    between_periods: bool = Field(
-        False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
-    )
-    max_prompt_tokens: Positive = Field(128, description="Longest prompt, in tokens; see too_long.")
-    too_long: Literal["drop", "cut", "shorten"] = Field(
-        "drop",
-        description="Longer prompts are dropped and counted, cut at the right, or shortened: shorten_column loses what "
-        "follows its last line break until the prompt fits, then characters (N).",
-    )
-    shorten_column: str | None = Field(None, description="Column of the template to shorten, e.g. 'post'.")
-    num_train: Positive = Field(20_000, description="Distinct training prompts; the stream reshuffles when they end.")
-    num_eval: Positive = Field(500, description="Held-out prompts, disjoint from training ones by normalised text.")
-
-
-class GeneratorConfig(Section):
-    """Sampling and the decode engine."""
-
-    replicas: Positive = Field(1, description="Generator processes.")
-    num_slots: Positive = Field(64, description="Completions decoded at once per replica; a multiple of 8 on CPU.")
-    max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
-    segment_tokens: Positive | None = Field(
-        None, description="Export and resume completions every so many tokens when a newer version waits (L6)."
-    )
-    stop_at_eos: bool = Field(True, description="End completions at EOS; false samples max_new_tokens always (N).")
-    kv_on_update: Literal["keep", "recompute"] = Field(
-        "keep", description="What an in-flight swap does with the KV cache: keep it (Magistral) or rebuild it."
-    )
-    prefill_tokens: Positive = Field(2048, description="Prompt tokens prefilled between two decode steps at most.")
-    stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens besides the tokenizer's EOS.")
-    seeds: Literal["shared", "per_replica"] = Field(
-        "shared",
-        description="Noise of training samples by the run's seed alone: a completion is the same on any replica. Or by "
-        "seed + replica * 100003 (N): who samples it decides the text. Evaluation is always shared.",
-    )
-    probe_tolerance: PositiveFloat = Field(
-        1e-3, description="Largest |logprob difference| on the probe text before a version is refused, in nats."
-    )
-
-
-class RewardTerm(Section):
-    """One reward function of the weighted sum."""
-
-    function: str = Field(
-        description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', or "
-        "'module:function', 'file.py:function' with TRL's signature."
-    )
-    weight: float = Field(1.0, description="Factor of this term in the sum.")
-    at_least: float | None = Field(
-        None, description="Makes the term a constraint: below this, the reward is at most rewards.violation_cap (CGPO)."
-    )
-    params: dict[str, Any] = Field(default_factory=dict, description="Keyword parameters of a built-in function.")
-
-
-class RewardModelTerm(Section):
-    """One reward model of the weighted sum. It reads the policy's tokens, so both share a tokenizer."""
-
-    path: str = Field(
-        description="Folder of a `*ForSequenceClassification` checkpoint with one label, or 'stage:reward_model'."
-    )
-    name: str = Field("reward_model", description="Name of its part of the reward, in metrics and rollouts.")
-    weight: float = Field(1.0, description="Factor of this term in the sum.")
-    at_least: float | None = Field(
-        None, description="Makes the term a constraint: below this, the reward is at most rewards.violation_cap (CGPO)."
-    )
-
-
-class RewardsConfig(Section):
-    """How completions are scored: by functions in sandboxed workers, by reward models in an executor of their own."""
-
-    terms: list[RewardTerm] = Field(
-        default_factory=lambda: [RewardTerm(function="task")],
-        description="Weighted sum of these; a term of weight 0 is measured only.",
-    )
-    models: list[RewardModelTerm] = Field(
-        default_factory=list, description="Reward models added to the sum. Without terms no worker is started."
-    )
-    model_batch_size: Positive = Field(64, description="Completions that reward models score at once, at most.")
-    num_workers: Positive = Field(1, description="Sandboxed worker processes.")
-    timeout_s: PositiveFloat = Field(
-        5.0, description="Limit of one scoring call in seconds; then the worker is killed."
-    )
-    memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
-    violation_cap: float = Field(0.0, description="Largest reward of a completion that violates a constraint.")
-    max_chars: Positive = Field(20_000, description="Longer completions are cut to so many characters before scoring.")
-    truncate_token: NonNegative | None = Field(
-        None,
-        description="Token id up to which a completion is scored, e.g. a period's; without it it counts as truncated. "
-        "Training still covers all sampled tokens (N).",
-    )
-    truncate_after: NonNegative = Field(0, description="Completion tokens to pass over before looking for it.")
-    failure_reward: float = Field(0.0, description="Reward of a completion whose scoring failed or timed out.")
-    trust_verifier: bool = Field(
-        False, description="Run verifiers known to evaluate model text even where the platform cannot isolate them."
-    )
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        names = [*(term.function for term in self.terms), *(model.name for model in self.models)]
-        repeated = next((model.name for model in self.models if names.count(model.name) > 1), None)
-        if repeated is not None:
-            raise ConfigError(
-                "reward models need names of their own",
-                got=f"'{repeated}' more than once",
-                hint="set rewards.models[].name: metrics and rollouts show each part under it",
-            )
-        return self
-
-    @property
-    def weighted(self) -> list[RewardTerm | RewardModelTerm]:
-        """All terms of the sum in the order of their parts: functions, then models."""
-        return [*self.terms, *self.models]
-
-
-Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "greedy_baseline", "gae", "reward"]
-GROUP_RELATIVE: tuple[Advantages, ...] = ("group_mean", "group_normalised", "leave_one_out", "greedy_baseline")
-"""Estimators that give every rollout of a group of equal rewards an advantage of 0."""
-
-
-MIN_WHITENED = 8
-"""Completions of a part that is whitened alone: the original RLHF code's least (N, item 29)."""
-
-
-class LossConfig(Section):
-    """The policy loss, its advantages, and which completions of a group are trained on."""
-
-    name: str = Field("aipo", description="Key of `algorithms.losses.LOSSES`, of kind 'policy'.")
-    params: dict[str, float | str] = Field(
-        default_factory=dict, description="The loss's own constants, e.g. max_ratio = 4."
-    )
-    reduction: Literal["token", "sequence", "constant"] = Field(
-        "token",
-        description="Token losses divide by tokens (DAPO, P3), average sequence means (GRPO), or divide by "
-        "sequences x max_new_tokens (Dr. GRPO).",
-    )
-    advantages: Advantages = Field(
-        "group_normalised",
-        description="r - mean, (r - mean) / (std + std_eps), r - mean of the others, or r - reward of the greedy "
-        "completion (ReMax: one more is sampled), over the group; from a critic; or the reward itself.",
-    )
-    std_eps: PositiveFloat = Field(0.1, description="Added to the group's standard deviation.")
-    unbiased_std: bool = Field(False, description="Divide the group's variance by G - 1 (TRL), not by G (GRPO).")
-    whiten_advantages: Literal["no", "batch", "minibatch"] = Field(
-        "no", description="Advantages to mean 0 and variance 1, over the tokens of the batch or of each minibatch (N)."
-    )
-    whiten_parts: Positive = Field(
-        1,
-        description="Whitening, that of rewards too, goes over each of so many equal parts of the batch or minibatch, "
-        "as on so many ranks (N: 8). A part needs 8 completions.",
-    )
-    several_rewards: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
-        "sum_then_normalise", description="Weigh the rewards' sum, or each reward's group-normalised value (GDPO)."
-    )
-    select: Literal["all", "best", "best_and_worst"] = Field(
-        "all", description="Completions of a group that are trained on (A5); pair losses need best_and_worst."
-    )
-    entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus, in nats per token.")
-    truncated: Literal["keep", "mask", "penalty", "subtract"] = Field(
-        "keep",
-        description="Completions without their end: train as they are, mask, replace their reward by "
-        "truncation_reward, or add it (TRL).",
-    )
-    truncation_reward: float = Field(0.0, description="Of completions without their end; -1 in most sources.")
-    skip_no_signal: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
-
-
-class KLConfig(Section):
-    """The penalty for leaving the reference policy, which is frozen beside the trainer."""
-
-    coef: NonNegativeFloat = Field(0.0, description="Weight of the KL divergence, per nat; 0: no reference is kept.")
-    place: Literal["reward", "loss"] = Field(
-        "reward",
-        description="Taken off the reward (PPO, RLOO: behaviour policy against reference) or added to the loss.",
-    )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
-    )
-    reference: str | None = Field(None, description="Folder of the reference's checkpoint; null: policy version 0.")
-    target: PositiveFloat | None = Field(
-        None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
-    )
-    horizon: PositiveFloat = Field(10_000.0, description="Completions over which coef follows the target.")
-
-
-class OptimizerConfig(Section):
-    """AdamW and its schedule."""
-
-    lr: PositiveFloat = Field(1e-4, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's decay rates.")
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
-    adam: Literal["torch", "tensorflow"] = Field(
-        "torch",
-        description="Where epsilon is added: to the bias-corrected root (torch) or to the bare one (tensorflow), "
-        "which makes early updates by small gradients smaller, as in the original RLHF code.",
-    )
-    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of matrices (not norms or biases).")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Global gradient norm is clipped to this.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up, to 0.")
-    schedule_by: Literal["update", "step"] = Field(
-        "update",
-        description="Decay with every update, or from training step to step: one rate for all its epochs (N).",
-    )
-    warmup_updates: NonNegative = Field(0, description="Linear warm-up, in optimizer updates.")
-
-
-class CriticConfig(Section):
-    """The value function of loss.advantages = 'gae': values are recomputed when a batch is trained on."""
-
-    model: Literal["own", "head"] = Field("own", description="A model of its own, or a head on the policy's states.")
-    path: str | None = Field(
-        None, description="Checkpoint an own critic starts from: a reward model or a policy; null: the policy's start."
-    )
-    head_init: Literal["zero", "reward"] = Field(
-        "zero", description="Fresh heads: all 0 (N), or like a reward model's."
-    )
-    coef: PositiveFloat = Field(0.1, description="Weight of the value loss.")
-    clip: PositiveFloat = Field(0.2, description="Values move at most so far from those before the step; inf: free.")
-    gamma: Fraction = Field(1.0, description="Discount per token.")
-    lam: Fraction = Field(0.95, description="GAE's lambda: 1 is the return, 0 one step of bootstrapping.")
-    whiten_rewards: bool = Field(
-        False,
-        description="Token rewards to variance 1, their mean kept, over the batch, or over each minibatch where "
-        "loss.whiten_advantages says so (N).",
-    )
-    score_place: Literal["last", "after_last"] = Field(
-        "last", description="The score's token: the last one, or the step after it (TL;DR reproduction, TRL)."
-    )
-    vtrace: bool = Field(False, description="Correct advantages and values for staleness (IMPALA); off: plain GAE.")
-    max_rho: PositiveFloat = Field(1.0, description="V-trace's largest importance weight of an error.")
-    max_c: PositiveFloat = Field(1.0, description="V-trace's largest weight of what is traced back.")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The critic's own optimizer.")
-
-
-class TrainerConfig(Section):
-    """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
-
-    minibatches: Positive = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
-    epochs: Positive = Field(1, description="Passes over the batch per step (A4's T).")
-    shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")
-    microbatch_tokens: Positive = Field(
-        8192, description="Tokens of a microbatch (M7, M8); a prompt that completions share counts once."
-    )
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer and schedule.")
-    checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0 keeps only the last.")
-    keep_checkpoints: Positive = Field(2, description="Checkpoints kept on disk.")
-
-
-class DemonstrationConfig(Section):
-    """A kind of demonstration for the warm start: a template over the row's columns and its share."""
-
-    template: str = Field(description="Completion text, e.g. '{answer}' or '{word}'; an EOS token is appended.")
-    weight: PositiveFloat = Field(1.0, description="Share of demonstrations of this kind, relative to the others.")
-
-
-class WarmStartConfig(Section):
-    """Supervised fine-tuning before the first RL step; ends at policy version 0."""
-
-    steps: NonNegative = Field(0, description="Optimizer updates; 0 skips the warm start.")
-    batch_size: Positive = Field(64, description="Demonstrations per update.")
-    num_demonstrations: Positive = Field(20_000, description="Training prompts used as demonstrations.")
-    demonstrations: list[DemonstrationConfig] = Field(
-        default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-3), description="Optimizer of the warm start."
-    )
-
-
-class SftConfig(Section):
-    """The stage `sft`: supervised fine-tuning whose checkpoint later stages take as 'stage:sft'."""
-
-    path: str | None = Field(None, description="Checkpoint it starts from; null: a fresh model as [model] describes.")
-    dataset: str | None = Field(
-        None, description="Dataset of demonstrations; null: the run's training prompts with `demonstrations`."
-    )
-    prompt_column: str = Field("prompt", description="Column of `dataset` with a string or a list of chat messages.")
-    completion_column: str = Field("completion", description="Column of `dataset` with the completion, as {answer}.")
-    messages_column: str = Field(
-        "messages", description="Column of `dataset` with whole chats, where it has one: the last message is learned."
-    )
-    demonstrations: list[DemonstrationConfig] = Field(
-        default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
-    )
-    num_demonstrations: Positive = Field(20_000, description="Demonstrations at most.")
-    held_out: Fraction = Field(
-        0.05, description="Share of their prompts whose demonstrations only measure loss and accuracy."
-    )
-    loss_on: Literal["completions", "all"] = Field(
-        "completions", description="Tokens that are learned: the completion's, or the prompt's too (N, item 42)."
-    )
-    epochs: Positive = Field(1, description="Passes over the demonstrations.")
-    steps: Positive | None = Field(
-        None, description="Optimizer updates, whatever that is in passes; null takes epochs."
-    )
-    batch_size: Positive = Field(64, description="Demonstrations per update.")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"), description="Optimizer of the stage."
-    )
-
-
-class PreferencesConfig(Section):
-    """The stage `preferences`: completions of one prompt, and which of them is better."""
-
-    path: str | None = Field(None, description="Checkpoint that is sampled from; null: model.path.")
-    num_prompts: Positive = Field(1000, description="Training prompts, the first ones.")
-    samples_per_prompt: Positive = Field(4, description="Completions sampled per prompt.")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
-    with_reference: bool = Field(False, description="Compare with the prompt's reference completion as well.")
-    labels: Literal["gold", "judge"] = Field(
-        "gold", description="What says which is better: the scores of [gold], or the [judge] in both orders."
-    )
-    max_per_prompt: Positive | None = Field(
-        None, description="Preferences kept per prompt, drawn by the seed; null keeps all pairs (or fours)."
-    )
-    held_out: Fraction = Field(0.1, description="Share of prompts whose preferences only measure accuracy.")
-
-
-class RewardModelConfig(Section):
-    """Training a reward model on preferences, before the run that is rewarded by it."""
-
-    path: str | None = Field(
-        None, description="Checkpoint it starts from: a policy, or a reward model with its head; null: model.path."
-    )
-    preferences: str | None = Field(
-        None,
-        description="Dataset with columns prompt, chosen, rejected, or a file like that of the stage `preferences`; "
-        "null: that stage's.",
-    )
-    candidates: Literal[2, 4] = Field(
-        2, description="Completions per preference: pairs (Bradley-Terry), or the best of four (cross-entropy)."
-    )
-    epochs: Positive = Field(1, description="Passes over the preferences; more than one overfits soon.")
-    steps: Positive | None = Field(
-        None, description="Optimizer updates, whatever that is in passes; null takes epochs."
-    )
-    batch_size: Positive = Field(32, description="Preferences per update.")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=5e-5, eps=1e-5, schedule="linear"),
-        description="Optimizer of the reward model.",
-    )
-    head_init: Literal["reward", "zero"] = Field(
-        "reward", description="A fresh head's weights: N(0, 1 / sqrt(hidden_size + 1)), or 0."
-    )
-    normalise: Literal["before_and_after", "reference_bias", "none"] = Field(
-        "before_and_after",
-        description="Scores of the untrained policy's samples get mean 0 and standard deviation 1 before and after "
-        "training; or those of reference completions mean 0 after it; or neither.",
-    )
-    normalise_samples: Annotated[int, Field(ge=2)] = Field(
-        256, description="Completions of the untrained policy that before_and_after measures."
-    )
-    normalise_unbiased: bool = Field(False, description="Standard deviation over n - 1 instead of n samples.")
-
-
-class JudgeConfig(Section):
-    """A judge of two answers: a function, or a model behind an OpenAI-compatible endpoint."""
-
-    function: str | None = Field(
-        None, description="'module:function' or 'file.py:function': (prompt, a, b) -> 'a', 'b' or 'tie'; may be async."
-    )
-    base_url: str | None = Field(None, description="Address of the endpoint, e.g. 'http://localhost:8000/v1'.")
-    model: str = Field("", description="Name of the model behind it.")
-    api_key_env: str | None = Field(None, description="Environment variable with the key; null sends none.")
-    criterion: str = Field(
-        "Say which answer serves the person who wrote the prompt better.", description="What better means."
-    )
-    deadline_s: PositiveFloat = Field(60.0, description="Limit of one attempt, in seconds.")
-    max_concurrency: Positive = Field(8, description="Comparisons asked about at once.")
-
-    @property
-    def is_given(self) -> bool:
-        return self.function is not None or self.base_url is not None
-
-
-class EvaluationConfig(Section):
-    """The stage `evaluate`: where RL began and where it ended, on held-out prompts, by gold, judge and drift."""
-
-    num_prompts: Positive = Field(200, description="Held-out prompts, at most prompts.num_eval.")
-    num_samples: Positive = Field(1, description="Completions per prompt; several give pass@k.")
-    temperature: PositiveFloat | None = Field(
-        None, description="Sampling temperature (Asynchronous RLHF: 0.01); null: that of the generator."
-    )
-
-
-class EvalConfig(Section):
-    """Held-out evaluation, pinned to one policy version."""
-
-    every: NonNegative = Field(0, description="Steps between greedy evaluations during the run; 0 means only the ends.")
-    num_prompts: Positive = Field(500, description="Held-out prompts per evaluation, at most prompts.num_eval.")
-    num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
-
+from slipstream.core.sections import (
+    GROUP_RELATIVE,
+    MIN_WHITENED,
+    CriticConfig,
+    DemonstrationConfig,
+    EvalConfig,
+    EvaluationConfig,
+    GeneratorConfig,
+    JudgeConfig,
+    KLConfig,
+    LossConfig,
+    ModelConfig,
+    NonNegative,
+    OptimizerConfig,
+    Positive,
+    PositiveFloat,
+    PreferencesConfig,
+    PromptsConfig,
+    RewardModelConfig,
+    RewardModelTerm,
+    RewardsConfig,
+    RewardTerm,
+    Section,
+    SftConfig,
+    TaskConfig,
+    TrainerConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "GROUP_RELATIVE",
+    "JUST_RL",
+    "PRESETS",
+    "STAGES",
+    "STAGE_PREFIX",
+    "CriticConfig",
+    "DemonstrationConfig",
+    "EvalConfig",
+    "EvaluationConfig",
+    "GeneratorConfig",
+    "JudgeConfig",
+    "KLConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PreferencesConfig",
+    "PromptsConfig",
+    "RewardModelConfig",
+    "RewardModelTerm",
+    "RewardTerm",
+    "RewardsConfig",
+    "RunConfig",
+    "Section",
+    "SftConfig",
+    "Stage",
+    "TaskConfig",
+    "TrainerConfig",
+    "WarmStartConfig",
+    "stage_of",
+]
 
 Stage = Literal["sft", "preferences", "reward_model", "rl", "evaluate"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
