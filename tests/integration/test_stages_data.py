@@ -1,0 +1,252 @@
+"""Data of one's own through the stages: chats and held-out demonstrations, reference answers, pairs of texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+import slipstream
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import ConfigError
+from slipstream.models.hf import load_tokenizer, new_model, save_model
+from slipstream.models.tokenizer import char_tokenizer
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def chat(index: int) -> list[dict[str, str]]:
+    """Two questions and answers, the first ones under a system message every other time."""
+    turns = [
+        {"role": "user", "content": f"what is {index}?"},
+        {"role": "assistant", "content": "a number" + "!" * (index % 3)},
+        {"role": "user", "content": f"and {index + 1}?"},
+        {"role": "assistant", "content": f"one more than {index}"},
+    ]
+    return [{"role": "system", "content": "count"}, *turns] if index % 2 else turns
+
+
+CHATS = [chat(index) for index in range(12)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def record_of(run: Path, stage: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / stage / "stage.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random policy whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("policy")
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = ModelConfig(**SMALL, max_positions=128)
+    model = new_model(config, len(tokenizer), 0, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
+    save_model(model, folder, tokenizer)
+    return folder
+
+
+def expected_targets(tokenizer: PreTrainedTokenizerBase, messages: Any, loss_on: str) -> tuple[list[int], np.ndarray]:
+    """A chat's tokens and which of them are learned, as transformers' template renders it, up to its last answer."""
+    found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    tokens, is_answer = found["input_ids"], np.array(found["assistant_masks"], dtype=bool)
+    end = int(np.flatnonzero(is_answer)[-1]) + 1
+    tokens, is_answer = tokens[:end], is_answer[:end]
+    if loss_on == "all":
+        return tokens, np.arange(end) > 0
+    return tokens, np.arange(end) > int(np.flatnonzero(~is_answer)[-1])
+
+
+def negative_logprobs(policy: Path, loss_on: str) -> Iterator[np.ndarray]:
+    """Of what each chat teaches, by transformers' model."""
+    tokenizer, model = load_tokenizer(policy), AutoModelForCausalLM.from_pretrained(policy)
+    for messages in CHATS:
+        tokens, is_learned = expected_targets(tokenizer, messages, loss_on)
+        with torch.no_grad():
+            logprobs = model(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(-1)
+        of_targets = logprobs[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
+        yield -of_targets[is_learned[1:]]
+
+
+@pytest.mark.parametrize("loss_on", ["completions", "all"])
+def test_chats_teach_their_last_answer_or_everything(loss_on: str, policy: Path, tmp_path: Path) -> None:
+    """The losses of the training part, before the first update, and of the held-out part add up to transformers'."""
+    data = write(tmp_path / "chats.jsonl", [{"messages": messages} for messages in CHATS])
+    tables: dict[str, Any] = {
+        "stages": ["sft"],
+        "host": "inline",
+        "model": {"path": "stage:sft"},
+        "prompts": {"dataset": data, "max_prompt_tokens": 100},
+        "sft": {
+            "path": str(policy),
+            "dataset": data,
+            "loss_on": loss_on,
+            "held_out": 0.25,
+            "batch_size": 9,
+            "steps": 30,
+            "optimizer": {"lr": 1e-2},
+        },
+    }
+    slipstream.run(tables, out=tmp_path / "run", display=False)
+    record = record_of(tmp_path / "run", "sft")
+    assert (record["num_demonstrations"], record["num_held_out"], record["num_too_long"]) == (9, 3, 0)
+    first = json.loads((tmp_path / "run" / "sft" / "metrics.jsonl").read_text().splitlines()[0])
+    before, after = record["held_out"]["before"], record["held_out"]["after"]
+    expected = list(negative_logprobs(policy, loss_on))
+    assert first["num_tokens"] + before["num_tokens"] == sum(map(len, expected))
+    total = first["loss"] * first["num_tokens"] + before["loss"] * before["num_tokens"]
+    assert total == pytest.approx(sum(float(chat.sum()) for chat in expected), rel=1e-5)
+    assert after["num_tokens"] == before["num_tokens"]
+    assert after["loss"] < 0.7 * before["loss"]
+    assert after["accuracy"] > before["accuracy"] + 0.1
+
+
+def test_demonstrations_that_cannot_be_split(policy: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "ab>", "completion": "ba"}, {"prompt": "ab>", "completion": "b"}]
+    data = write(tmp_path / "rows.jsonl", rows)
+    tables: dict[str, Any] = {
+        "stages": ["sft"],
+        "host": "inline",
+        "model": {"path": "stage:sft"},
+        "prompts": {"dataset": data},
+        "sft": {"path": str(policy), "dataset": data, "steps": 1, "batch_size": 2, "held_out": 0.4},
+    }
+    slipstream.run(tables, out=tmp_path / "run", display=False)
+    record = record_of(tmp_path / "run", "sft")
+    assert (record["num_demonstrations"], record["num_held_out"]) == (2, 0), "a prompt is on one side"
+    assert record["held_out"] is None
+    tables["sft"]["held_out"] = 0.6
+    with pytest.raises(ConfigError, match="no demonstrations to train on"):
+        slipstream.run(tables, out=tmp_path / "none", display=False)
+
+
+def test_references_score_zero_on_average_under_reference_bias(tmp_path: Path) -> None:
+    """By transformers' classifier and config.json's `score_bias`, on the references in the preferences."""
+    num_prompts = 20
+    overrides = {
+        "stages": ["preferences", "reward_model"],
+        "host": "inline",
+        "model": SMALL,
+        "prompts": {"num_train": 100, "num_eval": 10},
+        "generator": {"num_slots": 16},
+        "warm_start": {"steps": 0},
+        "eval": {"num_prompts": 10},
+        "gold": {"terms": [{"function": "task"}]},
+        "preferences": {"num_prompts": num_prompts, "samples_per_prompt": 2, "with_reference": True},
+        "reward_model": {
+            "normalise": "reference_bias",
+            "normalise_samples": num_prompts,
+            "batch_size": 16,
+            "optimizer": {"lr": 3e-3},
+        },
+    }
+    run = tmp_path / "run"
+    slipstream.run("quickstart", overrides=overrides, out=run, display=False)
+    references: dict[str, list[int]] = {}
+    for line in map(json.loads, (run / "preferences" / "preferences.jsonl").read_text().splitlines()):
+        for candidate in line["candidates"]:
+            if candidate["is_reference"]:
+                references[line["prompt_id"]] = line["prompt_tokens"] + candidate["tokens"]
+    assert len(references) == num_prompts, "a random policy never says the right answer"
+    model = AutoModelForSequenceClassification.from_pretrained(run / "reward_model" / "model")
+    with torch.no_grad():
+        scores = [float(model(torch.tensor([tokens])).logits[0, 0]) for tokens in references.values()]
+    assert np.std(scores) > 0.01
+    assert abs(model.config.score_bias) > 0.1
+    assert np.mean(scores) + model.config.score_bias == pytest.approx(0.0, abs=1e-4)
+    record = record_of(run, "reward_model")
+    assert record["sample_score_mean"] == pytest.approx(0.0, abs=1e-5)
+    assert record["sample_score_std"] == pytest.approx(np.std(scores), rel=1e-3)
+
+
+def pairs(*, num_prompts: int) -> list[dict[str, str]]:
+    """Three pairs of each prompt: whoever says the prompt's word again is preferred."""
+    words = [f"{chr(97 + index % 26)}{chr(97 + index // 26)}" for index in range(num_prompts)]
+    return [
+        {"prompt": word, "chosen": f"yes{ending}", "rejected": f"no{ending}"}
+        for word in words
+        for ending in ("", "!", "?")
+    ]
+
+
+def test_pairs_of_texts_make_a_reward_model(tmp_path: Path) -> None:
+    """What is read is prompt by its template and text up to the scored token; whole prompts are held out."""
+    rows = pairs(num_prompts=40)
+    rows += [{"prompt": "same", "chosen": "well. yes", "rejected": "well. no"}]  # all that is scored is equal
+    data = write(tmp_path / "pairs.jsonl", rows)
+    tables: dict[str, Any] = {
+        "stages": ["reward_model"],
+        "host": "inline",
+        "model": SMALL,
+        "prompts": {"dataset": data, "template": "{question}>", "max_prompt_tokens": 8},
+        "rewards": {"truncate_token": char_tokenizer().convert_tokens_to_ids(".")},
+        "preferences": {"held_out": 0.25},
+        "reward_model": {
+            "preferences": data,
+            "normalise": "none",
+            "steps": 40,
+            "batch_size": 16,
+            "optimizer": {"lr": 5e-3},
+        },
+    }
+    run = tmp_path / "run"
+    slipstream.run(tables, out=run, display=False)
+    record = record_of(run, "reward_model")
+    assert (record["num_preferences"], record["num_held_out"]) == (90, 30)
+    assert record["held_out_accuracy"] == 1.0
+
+    tokenizer = load_tokenizer(run / "reward_model" / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(run / "reward_model" / "model")
+
+    def score(prompt: str, text: str) -> float:
+        tokens = tokenizer(f"{prompt}>{text}")["input_ids"] + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            return float(model(torch.tensor([tokens])).logits[0, 0])
+
+    assert all(score("zz", f"yes{ending}") > score("zz", f"no{ending}") for ending in ("", "!", "?"))
+
+    write(tmp_path / "pairs.jsonl", rows[-1:])
+    with pytest.raises(ConfigError, match="no preferences to train on") as refused:
+        slipstream.run(tables, out=tmp_path / "none", display=False)
+    assert "1 of equal texts" in str(refused.value)
+    write(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b"}])
+    with pytest.raises(ConfigError, match="record 0 is no preference"):
+        slipstream.run(tables, out=tmp_path / "torn", display=False)
+
+
+def test_preferences_in_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    candidate = {"text": "x", "tokens": [5, 1]}
+    line = {
+        "prompt_id": "p",
+        "prompt": "q",
+        "prompt_tokens": [4],
+        "candidates": [candidate, candidate | {"tokens": [50_000, 1]}],
+        "best": 0,
+        "is_held_out": False,
+    }
+    data = write(tmp_path / "preferences.jsonl", [line])
+    tables: dict[str, Any] = {
+        "stages": ["reward_model"],
+        "host": "inline",
+        "model": SMALL,
+        "prompts": {"dataset": data},
+        "reward_model": {"preferences": data, "normalise": "none"},
+    }
+    with pytest.raises(ConfigError, match="tokens of another tokenizer"):
+        slipstream.run(tables, out=tmp_path / "run", display=False)
