@@ -67,6 +67,7 @@ def random_inputs(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.5)
         anchor_values=values + normal(num_tokens, 0.3),
         returns=normal(num_tokens),
         scores=normal(len(lengths)),
+        ratings=normal(len(lengths)),
         labels=torch.randint(0, NUM_CANDIDATES, (len(lengths) // NUM_CANDIDATES,), generator=generator),
         max_tokens=16,
     )
@@ -81,6 +82,7 @@ def sequences(inputs: LossInputs, first: int, last: int) -> LossInputs:
         **cut,
         segment_ids=inputs.segment_ids[rows] - first,
         scores=inputs.scores[first:last],
+        ratings=inputs.ratings[first:last],
         labels=inputs.labels[first // NUM_CANDIDATES : last // NUM_CANDIDATES],
     )
 

@@ -150,6 +150,8 @@ HAND_DERIVED = [
         [0.0, 1 / 3, -1 / 3],
     ),
     ("sft", {}, {}, -(LOG_A + LOG_B + LOG_C) / 3, [-1 / 3, -1 / 3, -1 / 3]),
+    # Errors 2 and -1 of two completions.
+    ("rating", {"scores": tensor(3.0, 0.0), "ratings": tensor(1.0, 1.0)}, {}, (4.0 + 1.0) / 2, [2.0, -1.0]),
     ("bradley_terry", {"scores": tensor(1.0 + LN2, 1.0)}, {}, math.log(1.5), [-1 / 3, 1 / 3]),
     # Softmax (1, 2, 1, 1)/5.
     (

@@ -378,3 +378,86 @@ def test_preferences_that_do_not_fit_are_refused():
         preference_accuracy(model, [pair, *preferences(1, 4)], **READ)
     with pytest.raises(ShapeError, match="prompt"):
         score(model, [(nothing, prompt)], **READ)
+
+
+# Ratings
+
+
+def ratings(count, seed=0):
+    """Completions rated by their share of LIKED, on a scale of its own."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        tokens = random_tokens(rng, 6, 11)
+        tokens[rng.random(len(tokens)) < rng.random()] = LIKED
+        rating = 3.0 + 2.0 * float((tokens == LIKED).mean())
+        made.append(Preference(random_tokens(rng, 3, 8), (tokens,), rating=rating))
+    return made
+
+
+def rated_config(**changes):
+    return RewardModelConfig(candidates=1, **changes)
+
+
+def test_it_learns_planted_ratings_and_ends_normalised():
+    model, flat = tiny()
+    config = rated_config(steps=80, batch_size=32, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5, schedule="linear"))
+    held_out, drawn = ratings(100, seed=1), samples(64)
+    done = list(updates(model, flat, ratings(32 * 80), config, samples=drawn))
+    assert done[-1].loss < 0.1 * done[0].loss
+    assert preference_accuracy(model, held_out, **READ) > 0.9
+    scores = score(model, drawn, **READ).astype(np.float64)
+    assert (scores.mean(), scores.std()) == (pytest.approx(0, abs=1e-5), pytest.approx(1, rel=1e-5))
+    found = score(model, [one.samples[0] for one in held_out], **READ)
+    assert np.corrcoef(found, [one.rating for one in held_out])[0, 1] > 0.9
+
+
+@pytest.mark.parametrize("capacity", [256, 30, 1])
+def test_the_first_update_on_ratings_is_the_squared_error_of_scores_read_alone(capacity):
+    model, flat = tiny()
+    data = ratings(6)
+    scores = torch.stack([alone(model, one.prompt_tokens, one.candidates[0])[-1] for one in data])
+    target = torch.tensor([one.rating for one in data])
+    loss = ((scores - target) ** 2).mean()
+    loss.backward()
+    grad_norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item()
+    config = rated_config(normalise="none", batch_size=6)
+    (update,) = updates(model, flat, data, config, microbatch_tokens=capacity)
+    assert update.loss == pytest.approx(loss.item(), rel=1e-4)
+    assert update.grad_norm == pytest.approx(grad_norm, rel=1e-3)
+    pairs = [(i, j) for i in range(6) for j in range(6) if data[i].rating > data[j].rating]
+    assert update.accuracy == pytest.approx(np.mean([(scores[i] > scores[j]).item() for i, j in pairs]))
+    assert update.chosen_mean == pytest.approx(scores.mean().item(), rel=1e-4)
+    assert np.isnan(update.rejected_mean)
+
+
+def test_scores_start_at_the_scale_of_the_ratings():
+    """N, item 20: mean and population deviation of all labels before training."""
+    model, flat = tiny()
+    data, drawn = ratings(40), samples(64)
+    config = rated_config(steps=1, optimizer=OptimizerConfig(lr=1e-12))
+    steps = updates(model, flat, data, config, samples=drawn)
+    next(steps)
+    labels = np.array([one.rating for one in data])
+    scores = score(model, drawn, **READ).astype(np.float64)
+    assert (scores.mean(), scores.std()) == (
+        pytest.approx(labels.mean(), rel=1e-5),
+        pytest.approx(labels.std(), rel=1e-4),
+    )
+    assert labels.mean() > 3
+
+
+def test_ratings_that_do_not_fit_are_refused():
+    model, flat = tiny()
+    plain = rated_config(normalise="none")
+    (one,) = ratings(1)
+    for wrong in (None, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="not labelled"):
+            next(updates(model, flat, [Preference(one.prompt_tokens, one.candidates, rating=wrong)], plain))
+    (pair,) = preferences(1)
+    with pytest.raises(ConfigError, match="another number of candidates"):
+        next(updates(model, flat, [pair], plain))
+    with pytest.raises(ConfigError, match="not labelled"):
+        next(updates(model, flat, [Preference(pair.prompt_tokens, pair.candidates, rating=1.0)], PLAIN))
+    with pytest.raises(ConfigError, match="all equal"):
+        next(updates(model, flat, [one, one], rated_config(), samples=samples(4)))

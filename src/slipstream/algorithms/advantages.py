@@ -247,7 +247,7 @@ def whiten_parts(values: Tensor, part_ids: Tensor, *, shift_mean: bool = True) -
     """
     _check_shapes(values, part_ids)
     whitened = torch.empty_like(values)
-    for part in part_ids.unique().tolist():
+    for part in torch.unique(part_ids).tolist():
         members = part_ids == part
         whitened[members] = whiten(values[members], shift_mean=shift_mean)
     return whitened

@@ -285,6 +285,12 @@ class RunConfig(Section):
             )
 
     def _check_labels(self) -> None:
+        if self.reward_model.candidates == 1:
+            raise ConfigError(
+                "the stage preferences compares completions and rates none",
+                got="reward_model.candidates = 1",
+                allowed="2 or 4, or reward_model.preferences with ratings and no stage preferences",
+            )
         if self.preferences.labels == "judge" and not self.judge.is_given:
             raise ConfigError(
                 "preferences.labels = 'judge' needs a judge",

@@ -396,11 +396,13 @@ class RewardModelConfig(Section):
     )
     preferences: str | None = Field(
         None,
-        description="Dataset with columns prompt, chosen, rejected, or a file like that of the stage `preferences`; "
-        "null: that stage's.",
+        description="Dataset with columns prompt, chosen, rejected (with candidates = 1: prompt, completion, rating), "
+        "or a file like that of the stage `preferences`; null: that stage's.",
     )
-    candidates: Literal[2, 4] = Field(
-        2, description="Completions per preference: pairs (Bradley-Terry), or the best of four (cross-entropy)."
+    candidates: Literal[1, 2, 4] = Field(
+        2,
+        description="Completions per label: pairs (Bradley-Terry), the best of four (cross-entropy), or one with its "
+        "rating (squared error), of a dataset.",
     )
     epochs: Positive = Field(1, description="Passes over the preferences; more than one overfits soon.")
     steps: Positive | None = Field(
@@ -417,7 +419,7 @@ class RewardModelConfig(Section):
     normalise: Literal["before_and_after", "reference_bias", "none"] = Field(
         "before_and_after",
         description="Scores of the untrained policy's samples get mean 0 and standard deviation 1 before and after "
-        "training; or those of reference completions mean 0 after it; or neither.",
+        "training (before it those of the ratings); or those of reference completions mean 0 after it; or neither.",
     )
     normalise_samples: Annotated[int, Field(ge=2)] = Field(
         256, description="Completions of the untrained policy that before_and_after measures."

@@ -31,6 +31,7 @@ from slipstream.stages.completions import NORMALISATION_STREAM, reference_comple
 from slipstream.stages.preferences import FILE, PreferenceLine
 from slipstream.stages.progress import Progress, write_record
 from slipstream.stages.split import split_by_prompt
+from slipstream.trainer.metric_names import reward_model_names
 from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
 
 
@@ -72,7 +73,14 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
         batching=collate,
         samples=samples,
     ):
-        metrics.write(asdict(update))
+        names = reward_model_names(
+            loss=update.loss,
+            accuracy=update.accuracy,
+            chosen=update.chosen_mean,
+            rejected=update.rejected_mean,
+            lr=update.lr,
+        )
+        metrics.write(asdict(update) | names)
         accuracies.append(update.accuracy)
         progress.phase("reward model", update.index + 1, total, {"loss": update.loss, "accuracy": update.accuracy})
     metrics.close()
@@ -91,6 +99,7 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
         steps=total,
         train_accuracy=float(np.mean(accuracies[-10:])),
         held_out_accuracy=accuracy,
+        **{"test/accuracy": accuracy, "eval/rm/held_out/accuracy": accuracy},  # as the reproductions name it
         sample_score_mean=float(scores.mean()) if len(scores) else None,
         sample_score_std=float(scores.std()) if len(scores) else None,
     )
@@ -101,7 +110,7 @@ def read_preferences(
 ) -> tuple[list[Preference], list[Preference]]:
     """(training, held-out) preferences: the stage's, or those of `reward_model.preferences`.
 
-    That is a file of the stage's own form (lines with `candidates`, as tokens), or pairs of texts.
+    That is a file of the stage's own form (lines with `candidates`, as tokens), or a dataset of pairs or rated texts.
     """
     source = config.reward_model.preferences
     path = stage_dir(run_dir, "preferences") / FILE if source is None else Path(source).expanduser()
@@ -150,18 +159,22 @@ def _from_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
     assert source is not None
     template = Template(config.prompts.template, field="prompts.template")
     encoder = Encoder(config.prompts, tokenizer)
+    is_rated = config.reward_model.candidates == 1
+    texts = ("completion",) if is_rated else ("chosen", "rejected")
     rows: list[Row] = []
-    pairs: list[tuple[str, str]] = []
+    labels: list[tuple[list[str], float | None]] = []
     for index, record in enumerate(read_records(source, None, config.prompts.dataset_split)):
-        missing = [name for name in ("prompt", "chosen", "rejected") if not isinstance(record.get(name), str)]
-        if missing:
+        is_text = all(isinstance(record.get(name), str) for name in ("prompt", *texts))
+        rating = record.get("rating") if is_rated else None
+        if not is_text or (is_rated and (isinstance(rating, bool) or not isinstance(rating, int | float))):
             raise ConfigError(
-                f"{source}, record {index} is no preference",
+                f"{source}, record {index} is no {'rating' if is_rated else 'preference'}",
                 got=", ".join(record),
-                allowed="texts in the columns prompt, chosen and rejected",
+                allowed=f"texts in the columns prompt, {', '.join(texts)}"
+                + (", and a number in rating" if is_rated else ""),
             )
         rows.append(Row(text=template.render(_columns(record)), task="dataset"))
-        pairs.append((record["chosen"], record["rejected"]))
+        labels.append(([record[name] for name in texts], rating))
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def tokens(text: str) -> np.ndarray:
@@ -169,11 +182,11 @@ def _from_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
         return scored_tokens(np.asarray(ids, dtype=np.int32), config)
 
     found = [
-        Preference(prompt.tokens, (tokens(chosen), tokens(rejected)), best=0)
-        for prompt, (chosen, rejected) in zip(encoder.encode(rows), pairs, strict=True)
+        Preference(prompt.tokens, tuple(map(tokens, candidates)), best=0, rating=rating)
+        for prompt, (candidates, rating) in zip(encoder.encode(rows), labels, strict=True)
         if encoder.fits(prompt)
     ]
-    decided = [one for one in found if not np.array_equal(one.candidates[0], one.candidates[1])]
+    decided = [one for one in found if is_rated or not np.array_equal(one.candidates[0], one.candidates[1])]
     train, held_out = split_by_prompt(
         decided, lambda one: one.prompt_tokens, share=config.preferences.held_out, seed=config.seed
     )

@@ -27,6 +27,7 @@ from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.progress import Progress, write_record
 from slipstream.stages.split import split_by_prompt
+from slipstream.trainer.metric_names import sft_names
 from slipstream.trainer.supervised import Demonstration, Prediction, measure_prediction, supervised_updates
 
 
@@ -75,7 +76,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
         seed=config.seed,
         batching=collate,
     ):
-        metrics.write(asdict(update))
+        metrics.write(asdict(update) | sft_names(loss=update.loss, lr=update.lr))
         losses.append(update.loss)
         progress.phase("sft", update.index + 1, steps, {"loss": update.loss})
     metrics.close()

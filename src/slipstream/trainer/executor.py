@@ -87,7 +87,8 @@ class Trainer(Executor):
         self.publisher.open(self.parameters.flat)
         generator = np.random.default_rng(config.seed)
         vocab_size = self.model.config.vocab_size
-        self.probe_tokens = generator.integers(0, vocab_size, PROBE_TOKENS, dtype=np.int32)
+        num_tokens = min(PROBE_TOKENS, self.model.config.max_positions)
+        self.probe_tokens = generator.integers(0, vocab_size, num_tokens, dtype=np.int32)
         self.recorder = RolloutRecorder(context.run_dir / "rollouts.jsonl")
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None

@@ -1,4 +1,4 @@
-"""Training a reward model on preferences: which of several completions of one prompt is best."""
+"""Training a reward model on preferences, which of several completions of one prompt is best, or on ratings."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ __all__ = [
 class Preference:
     """A label: of `candidates`, completions of one prompt with their EOS, the one at index `best` was chosen.
 
-    Token arrays are int32.
+    A single candidate was not chosen but rated: `rating`, a number on the data's own scale. Token arrays are int32.
     """
 
     prompt_tokens: np.ndarray
     candidates: tuple[np.ndarray, ...]
-    best: int
+    best: int = 0
+    rating: float | None = None
 
     @property
     def samples(self) -> list[Sample]:
@@ -53,8 +54,9 @@ class Preference:
 class RewardModelUpdate:
     """What update `index` (0-indexed) did; all but `grad_norm` and `lr` are means over its preferences, before it.
 
-    `loss` is nats per preference. `accuracy` is the share whose best candidate scored above all others (a tie is
-    wrong); `chosen_mean` and `rejected_mean` are the scores of best candidates and of all the others.
+    `loss` is nats per preference, or the squared error per rating. `accuracy` is the share whose best candidate scored
+    above all others (a tie is wrong), of ratings the share of pairs that scores and ratings order alike. `chosen_mean`
+    and `rejected_mean` are the scores of best candidates and of all the others: of ratings, of all and NaN.
     """
 
     index: int
@@ -83,14 +85,17 @@ def reward_model_updates(
         L = -(1/num_preferences) * sum over preferences of log softmax(scores of the candidates)[best]
 
     Pairs take the table's `bradley_terry`, which is that for two candidates (arXiv:2009.01325, section 3.4), four take
-    `choice` (arXiv:1909.08593, equation 1). Batches come from seeded shuffles, each preference used once per pass; a
-    pass ends with a smaller batch if need be. Temperature, dropout and padding do not occur.
+    `choice` (arXiv:1909.08593, equation 1). Ratings of single candidates take `rating`, the mean squared error. Batches
+    come from seeded shuffles, each preference used once per pass; a pass ends with a smaller batch if need be.
+    Temperature, dropout and padding do not occur.
 
     `samples` are what `config.normalise` measures: completions of the untrained policy for "before_and_after",
-    reference completions for "reference_bias". The second normalisation follows the last update: exhaust the iterator.
+    reference completions for "reference_bias". Before training, scores get the mean and (population's) deviation of
+    the ratings, where there are any; else, and after training, 0 and 1. That follows the last update: exhaust the
+    iterator.
 
-    ConfigError without preferences or samples, or with preferences of another number of candidates; NonFiniteError
-    before an update that is not finite.
+    ConfigError without preferences or samples, with preferences of another number of candidates, or with ratings that
+    are all equal; NonFiniteError before an update that is not finite.
     """
     if not preferences:
         raise ConfigError("a reward model needs preferences", got="none", allowed="at least one")
@@ -101,7 +106,11 @@ def reward_model_updates(
             hint="pass samples, or set reward_model.normalise = 'none'",
         )
     _check(preferences, config.candidates)
-    loss = loss_named("bradley_terry", {}) if config.candidates == 2 else loss_named("choice", {"num_candidates": 4})
+    loss = {
+        1: loss_named("rating", {}),
+        2: loss_named("bradley_terry", {}),
+        4: loss_named("choice", {"num_candidates": 4}),
+    }[config.candidates]
     num_updates = config.steps or config.epochs * math.ceil(len(preferences) / config.batch_size)
     optimizer = FlatAdamW(model, flat, config.optimizer, total_updates=num_updates)
     normalise_scores = partial(
@@ -113,7 +122,8 @@ def reward_model_updates(
         batching=batching,
     )
     if config.normalise == "before_and_after":
-        normalise_scores()
+        target_mean, target_std = _target_scale(preferences)
+        normalise_scores(target_mean=target_mean, target_std=target_std)
     batches = _shuffled_batches(len(preferences), config.batch_size, seed)
     for index in range(num_updates):
         batch = [preferences[chosen] for chosen in next(batches)]
@@ -128,9 +138,9 @@ def reward_model_updates(
         yield RewardModelUpdate(
             index=index,
             loss=total,
-            accuracy=_accuracy(scores),
+            accuracy=_accuracy(scores, batch),
             chosen_mean=float(scores[:, 0].mean()),
-            rejected_mean=float(scores[:, 1:].mean()),
+            rejected_mean=float(scores[:, 1:].mean()) if config.candidates > 1 else math.nan,
             grad_norm=grad_norm,
             lr=lr,
             num_preferences=len(batch),
@@ -146,10 +156,11 @@ def _accumulate(
 ) -> tuple[float, np.ndarray]:
     """Gradient of one update in the parameters, its loss, and all scores, float64 [P, candidates], the best first."""
     total = 0.0
-    rows = []
+    num_candidates = len(batch[0].candidates)
+    table = np.zeros((len(batch), num_candidates))
     for microbatch in _microbatches(batch, microbatch_tokens, batching):
         scores, keys = microbatch_scores(model, microbatch)
-        num_candidates = len(batch[0].candidates)
+        rated = [batch[ordinal].rating for ordinal, _ in keys]
         microbatch_loss, _ = loss(
             LossInputs(
                 policy_logprobs=None,
@@ -159,12 +170,13 @@ def _accumulate(
                 num_units=len(batch),
                 scores=scores,
                 labels=torch.zeros(len(keys) // num_candidates, dtype=torch.int64, device=scores.device),
+                ratings=torch.tensor([math.nan if one is None else one for one in rated], device=scores.device),
             )
         )
         torch.autograd.backward(microbatch_loss)
         total += float(microbatch_loss.detach())
-        rows.append(scores.detach().double().cpu().numpy().reshape(-1, num_candidates))
-    return total, np.concatenate(rows)
+        table[tuple(np.transpose(keys))] = scores.detach().double().cpu().numpy()
+    return total, table
 
 
 def _microbatches(
@@ -199,6 +211,12 @@ def _check(preferences: Sequence[Preference], num_candidates: int) -> None:
                 allowed=num_candidates,
                 hint="set reward_model.candidates to what the data has",
             )
+        if (preference.rating is not None and math.isfinite(preference.rating)) != (num_candidates == 1):
+            raise ConfigError(
+                f"preference {index} is not labelled as its candidates are",
+                got=f"rating = {preference.rating} with {num_candidates} candidates",
+                allowed="a finite rating of one candidate, and none of several",
+            )
         if not 0 <= preference.best < num_candidates:
             raise ConfigError(
                 f"preference {index} chooses a candidate that is not there",
@@ -209,15 +227,34 @@ def _check(preferences: Sequence[Preference], num_candidates: int) -> None:
             raise ShapeError(f"preference {index} has an empty prompt or candidate")
 
 
-def _accuracy(scores: np.ndarray) -> float:
-    """Share of rows [P, candidates] whose first score is above all others."""
-    return float(np.mean(scores[:, 0] > scores[:, 1:].max(axis=1)))
+def _target_scale(preferences: Sequence[Preference]) -> tuple[float, float]:
+    """(mean, standard deviation) that scores start with: those of the ratings, 0 and 1 where there are none."""
+    ratings = np.array([one.rating for one in preferences if one.rating is not None])
+    if not len(ratings):
+        return 0.0, 1.0
+    if np.ptp(ratings) == 0.0:
+        raise ConfigError("there is nothing to learn from ratings that are all equal", got=f"{ratings[0]:g}")
+    return float(ratings.mean()), float(ratings.std())
+
+
+def _accuracy(scores: np.ndarray, preferences: Sequence[Preference]) -> float:
+    """Share of rows [P, candidates] whose first score is above all others.
+
+    Of ratings: the share of the pairs of rows of different ratings that scores order alike; NaN without such a pair.
+    """
+    if scores.shape[1] > 1:
+        return float(np.mean(scores[:, 0] > scores[:, 1:].max(axis=1)))
+    ratings = np.array([one.rating for one in preferences], dtype=np.float64)
+    is_better = ratings[:, None] > ratings[None, :]
+    is_above = scores > scores.T
+    return float(is_above[is_better].mean()) if is_better.any() else math.nan
 
 
 def preference_accuracy(
     model: ScalarModel, preferences: Sequence[Preference], *, microbatch_tokens: int, batching: Batching
 ) -> float:
-    """Share of preferences whose best candidate the model scores above all others; a tie is wrong.
+    """Share of preferences whose best candidate the model scores above all others, or of pairs of ratings that it
+    orders alike; a tie is wrong.
 
     ConfigError without preferences, or when their numbers of candidates differ.
     """
@@ -227,7 +264,7 @@ def preference_accuracy(
     _check(preferences, num_candidates)
     samples = [sample for preference in preferences for sample in preference.samples]
     scores = score(model, samples, microbatch_tokens=microbatch_tokens, batching=batching)
-    return _accuracy(scores.reshape(-1, num_candidates))
+    return _accuracy(scores.reshape(-1, num_candidates), preferences)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from slipstream.algorithms.losses.gspo import gspo_loss
 from slipstream.algorithms.losses.online_dpo import online_dpo_loss, online_ipo_loss
 from slipstream.algorithms.losses.ppo import ppo_loss
 from slipstream.algorithms.losses.proximal_rloo import proximal_rloo_loss
+from slipstream.algorithms.losses.rating import rating_loss
 from slipstream.algorithms.losses.reinforce import reinforce_loss
 from slipstream.algorithms.losses.rloo import rloo_loss
 from slipstream.algorithms.losses.sft import sft_loss
@@ -64,6 +65,7 @@ LOSSES: dict[str, Loss] = {
     "sft": Loss(sft_loss, "token", ("policy_logprobs",), kind="supervised"),
     "bradley_terry": Loss(bradley_terry_loss, "pair", ("scores",), kind="reward_model"),
     "choice": Loss(choice_loss, "choice", ("scores", "labels"), {"num_candidates": 4}, kind="reward_model"),
+    "rating": Loss(rating_loss, "sequence", ("scores", "ratings"), kind="reward_model"),
 }
 
 

@@ -28,6 +28,7 @@ InputName = Literal[
     "returns",
     "scores",
     "labels",
+    "ratings",
 ]
 
 
@@ -57,6 +58,7 @@ class LossInputs:
     returns: Tensor | None = None  # [T], the critic's targets
     scores: Tensor | None = None  # [S], differentiable: the reward model's
     labels: Tensor | None = None  # int64 [S / num_candidates], index of the chosen candidate
+    ratings: Tensor | None = None  # [S], what the scores are to be
     reduction: Reduction = "token"
     max_tokens: int = 0  # the constant of reduction "constant"
 
