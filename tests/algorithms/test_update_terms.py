@@ -1,0 +1,92 @@
+"""What is added to a policy loss, entropy bonus and KL penalty, against transformers' model in float64.
+
+Both are means per token for losses of completions and pairs, too; the bonus also where a token loss reduces otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+
+from training_data import TINY, VOCAB_SIZE, hugging_face_twin, make_groups, run_config, tiny_policy
+
+from slipstream.batching import collate as batching
+from slipstream.models.initialise import new_model
+from slipstream.trainer.batch import train_sequence
+from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.scores import selected
+from slipstream.trainer.step import Auxiliary, train_on_batch
+
+TEMPERATURE = 0.8
+LOSSES = {
+    "rloo": {"name": "rloo", "advantages": "leave_one_out"},
+    "online_dpo": {"name": "online_dpo", "select": "best_and_worst"},
+    "grpo, constant": {"name": "grpo", "reduction": "constant"},
+    "grpo, sequence": {"name": "grpo", "reduction": "sequence"},
+}
+
+
+def update(groups, *, loss, kl):
+    """The config; policy (before) and reference in float64; the embedding's gradient of one update."""
+    config = run_config(
+        loss=loss,
+        kl=kl,
+        generator={"max_new_tokens": 16, "temperature": TEMPERATURE},
+        trainer={"optimizer": {"max_grad_norm": 1e9}},
+    )
+    model, flat = tiny_policy()
+    twin = hugging_face_twin(model)
+    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    reference = new_model(TINY, VOCAB_SIZE, 7)
+    auxiliary = Auxiliary(reference=reference)
+    train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching, auxiliary=auxiliary)
+    return config, twin, hugging_face_twin(reference), model.embedding.weight.grad.double().clone()
+
+
+def log_distributions(twin, sequence):
+    """float64 [M, V] under `twin`, at temperature, of each sampled token of `sequence`; and those tokens, [M]."""
+    ids, at = torch.from_numpy(sequence.tokens.astype(np.int64)), torch.from_numpy(sequence.mask[1:])
+    return torch.log_softmax(twin(ids[None]).logits[0, :-1] / TEMPERATURE, -1)[at], ids[1:][at]
+
+
+def added_and_expected(per_token, *, loss, added, weight):
+    """What the sections `added` change in the gradient, and weight * the mean over tokens of `per_token`'s."""
+    groups = make_groups(seed=11)
+    _, _, _, before = update(groups, loss=loss, kl={})
+    config, twin, frozen, after = update(groups, loss=loss | added.get("loss", {}), kl=added.get("kl", {}))
+    sequences = [train_sequence(rollout.completion) for group in groups for rollout in selected(group, config)]
+    values = torch.cat([per_token(twin, frozen, sequence) for sequence in sequences])
+    assert len(sequences) > 2
+    (weight * values.mean()).backward()
+    return after - before, twin.model.embed_tokens.weight.grad
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_entropy_bonus_is_a_mean_per_token(name):
+    def entropies(twin, _, sequence):
+        logs, _targets = log_distributions(twin, sequence)
+        return -(logs.exp() * logs).sum(-1)
+
+    added, expected = added_and_expected(
+        entropies, loss=LOSSES[name], added={"loss": {"entropy_coef": 0.5}}, weight=-0.5
+    )
+    torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["rloo", "online_dpo"])
+def test_kl_in_the_loss_of_completions_and_pairs_is_a_mean_per_token(name):
+    def divergences(twin, frozen, sequence):
+        logs, targets = log_distributions(twin, sequence)
+        of_reference = log_distributions(frozen, sequence)[0].detach()
+        difference = (of_reference - logs).gather(1, targets[:, None]).squeeze(1)
+        return difference.exp() - 1 - difference
+
+    kl = {"coef": 2.0, "place": "loss", "estimator": "k3"}
+    added, expected = added_and_expected(divergences, loss=LOSSES[name], added={"kl": kl}, weight=2.0)
+    torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
