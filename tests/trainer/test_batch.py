@@ -357,7 +357,7 @@ def test_a_batch_without_a_token_to_measure_reports_no_kl():
 # Advantages of tokens
 
 
-def padded_gae(groups, scores, *, measured, gamma, lam, kl=None, discount_of=None, whiten_rewards=False, ratios=None):
+def padded_gae(groups, scores, *, measured, gamma, lam, kl=None, discount_of=None, whiten_rewards=False, ddof=0):
     """{key: (advantages, returns)}: a padded float64 loop over rewards placed by hand."""
     keys = [(group.ordinal, rollout.completion.sample) for group in groups for rollout in group.rollouts]
     lengths = {
@@ -376,7 +376,7 @@ def padded_gae(groups, scores, *, measured, gamma, lam, kl=None, discount_of=Non
         rewards[row, length - 1] += scores[key] * (1.0 if discount_of is None else discount_of[key])
         values[row, :length] = measured[key]
     if whiten_rewards:
-        mean, variance = rewards[mask].mean(), rewards[mask].var()
+        mean, variance = rewards[mask].mean(), rewards[mask].var(ddof=ddof)
         rewards = np.where(mask, (rewards - mean) / np.sqrt(variance + 1e-8) + mean, 0)
     advantages = np.zeros((len(keys), width + 1))
     for t in reversed(range(width)):
@@ -527,11 +527,13 @@ def test_whitening_over_the_batch_and_over_each_minibatch(estimator):
 # Whitening in parts
 
 
-def test_whitening_in_parts_of_the_minibatch_as_on_ranks():
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_whitening_in_parts_of_the_minibatch_as_on_ranks(unbiased):
     """Rewards (mean kept) and advantages of contiguous shares of the canonical order, whatever the order given."""
     rng = np.random.default_rng(3)
     groups = groups_of(rng.integers(0, 5, (16, 2)).astype(float).tolist())
     loss = {"name": "ppo", "advantages": "gae", "whiten_advantages": "minibatch", "whiten_parts": 2}
+    loss["whiten_unbiased"] = unbiased
     sizes = {"groups_per_step": 16, "completions_per_group": 2}
     config = run_config(**sizes, loss=loss, critic={"gamma": 0.9, "lam": 0.8, "whiten_rewards": True})
     batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0))
@@ -539,10 +541,10 @@ def test_whitening_in_parts_of_the_minibatch_as_on_ranks():
     expected = {}
     for part in (groups[:8], groups[8:]):
         own = {key: values for key, values in measured.items() if key[0] in {group.ordinal for group in part}}
-        raw = padded_gae(part, scores_of(part), measured=own, gamma=0.9, lam=0.8, whiten_rewards=True)
+        raw = padded_gae(part, scores_of(part), measured=own, gamma=0.9, lam=0.8, whiten_rewards=True, ddof=unbiased)
         together = np.concatenate([advantages for advantages, _ in raw.values()])
         expected |= {
-            key: ((advantages - together.mean()) / np.sqrt(together.var() + 1e-8), returns)
+            key: ((advantages - together.mean()) / np.sqrt(together.var(ddof=unbiased) + 1e-8), returns)
             for key, (advantages, returns) in raw.items()
         }
     assert_shaped(batch.of(groups), expected)

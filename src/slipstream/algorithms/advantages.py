@@ -240,7 +240,7 @@ def whiten(
     return whitened.to(values.dtype)
 
 
-def whiten_parts(values: Tensor, part_ids: Tensor, *, shift_mean: bool = True) -> Tensor:
+def whiten_parts(values: Tensor, part_ids: Tensor, *, shift_mean: bool = True, unbiased: bool = False) -> Tensor:
     """`whiten` within each part of `values` [T]; `part_ids` int64 [T] names the part of each.
 
     N, item 29: the original whitens what lies on each of its ranks alone. Identity: one part gives `whiten`.
@@ -249,7 +249,7 @@ def whiten_parts(values: Tensor, part_ids: Tensor, *, shift_mean: bool = True) -
     whitened = torch.empty_like(values)
     for part in torch.unique(part_ids).tolist():
         members = part_ids == part
-        whitened[members] = whiten(values[members], shift_mean=shift_mean)
+        whitened[members] = whiten(values[members], shift_mean=shift_mean, unbiased=unbiased)
     return whitened
 
 

@@ -221,6 +221,7 @@ class LossConfig(Section):
         description="Whitening, that of rewards too, goes over each of so many equal parts of the batch or minibatch, "
         "as on so many ranks (N: 8). A part needs 8 completions.",
     )
+    whiten_unbiased: bool = Field(False, description="Whiten by the variance over n - 1 (TRL), not over n (N).")
     several_rewards: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
         "sum_then_normalise", description="Weigh the rewards' sum, or each reward's group-normalised value (GDPO)."
     )

@@ -48,13 +48,16 @@ class Shaping:
             whole = torch.tensor([self.advantages[sequences[index].key] for index in trained], dtype=torch.float32)
             columns["advantages"] = whole[segment_ids]
         if self.config.loss.whiten_advantages != "no":
-            columns["advantages"] = whiten_parts(columns["advantages"], part_ids)
+            columns["advantages"] = self._whitened(columns["advantages"], part_ids)
         shaped = list(sequences)
         split_at = np.cumsum([counts[index] for index in trained])[:-1]
         for name, column in columns.items():
             for index, values in zip(trained, np.split(column.numpy(), split_at), strict=True):
                 shaped[index] = with_columns(shaped[index], **{name: values})
         return shaped
+
+    def _whitened(self, values: Tensor, part_ids: Tensor, *, shift_mean: bool = True) -> Tensor:
+        return whiten_parts(values, part_ids, shift_mean=shift_mean, unbiased=self.config.loss.whiten_unbiased)
 
     def _token_advantages(
         self, sequences: Sequence[TrainSequence], segment_ids: Tensor, part_ids: Tensor
@@ -74,7 +77,7 @@ class Shaping:
             has_slot=torch.tensor([self.has_slot[sequence.key] for sequence in sequences]),
         )
         if critic.whiten_rewards:
-            rewards = whiten_parts(rewards, part_ids, shift_mean=False)
+            rewards = self._whitened(rewards, part_ids, shift_mean=False)
         if not critic.vtrace:
             return gae(rewards, values, segment_ids, gamma=critic.gamma, lam=critic.lam)
         ratios = (targets_of(sequences, "proximal_logprobs") - behaviour).exp()
