@@ -107,3 +107,71 @@ def test_python_examples_parse_and_toml_examples_resolve() -> None:
     assert examples
     for block in examples:
         resolve(tomllib.loads(block))
+
+
+# The page of PPO's details
+
+
+PPO_DETAILS = (
+    (ROOT / "docs" / "ppo_details.md").read_text(encoding="utf-8").split("## The details\n")[1].split("\n## ")[0]
+)
+ASSIGNED = re.compile(r"`([a-z_]+(?:\.[a-z_]+)*) = ([^`]+)`")
+
+
+def details() -> list[list[str]]:
+    """The cells of the table's rows: number, detail, sources, ours, stylistic, tests."""
+    rows = [line for line in PPO_DETAILS.splitlines() if re.match(r"\| \d", line)]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+
+
+def value_at(config: BaseModel, path: str) -> object:
+    """The value of a dotted field; KeyError for one that is not there."""
+    value: object = config
+    for name in path.split("."):
+        assert isinstance(value, BaseModel), path
+        if name not in type(value).model_fields:
+            raise KeyError(path)
+        value = getattr(value, name)
+    return value
+
+
+def written(text: str) -> object:
+    return None if text == "null" else tomllib.loads(f"value = {text}")["value"]
+
+
+def test_every_detail_has_a_row_and_tests_that_exist() -> None:
+    rows = details()
+    assert [int(row[0]) for row in rows] == list(range(1, 46))
+    assert {len(row) for row in rows} == {6}
+    defined = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    }
+    for number, *_, tests in rows:
+        named_tests = re.findall(r"`(\w+)`", tests)
+        assert named_tests, f"detail {number} is not tested"
+        assert set(named_tests) <= defined, f"detail {number} names {set(named_tests) - defined}"
+
+
+def test_the_settings_of_every_detail_exist_with_their_defaults() -> None:
+    defaults = RunConfig.model_validate({"prompts": {"tasks": [{"name": "chain_sum"}]}})
+    sections = tuple(RunConfig.model_fields)
+    for number, _, _, ours, _, _ in details():
+        for path in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[` ]", ours):
+            if path.split(".")[0] in sections:
+                value_at(defaults, path)
+        for path, text in ASSIGNED.findall(ours):
+            assert value_at(defaults, path) == written(text), f"detail {number}: default of {path}"
+
+
+def test_the_recipe_sets_what_the_details_say() -> None:
+    recipe = resolve("stylistic")
+    count = 0
+    for number, _, _, ours, stylistic, _ in details():
+        settings = ASSIGNED.findall(ours if stylistic.startswith("default") else stylistic)
+        assert settings or stylistic.startswith(("-", "default")), f"detail {number}"
+        count += len(settings)
+        for path, text in settings:
+            assert value_at(recipe, path) == written(text), f"detail {number}: {path} in stylistic"
+    assert count > 40

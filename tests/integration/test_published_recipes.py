@@ -119,7 +119,8 @@ def test_two_steps(recipe: str, models: dict[str, str], tmp_path: Path) -> None:
         "generator": {"num_slots": 8, "max_new_tokens": 6},
         "eval": {"num_prompts": 4, "num_slots": 8},
         "rewards": {"models": [{"path": models["reward"]}] if published.rewards.models else []},
-        "loss": {"skip_no_signal": False},  # a random model is never right
+        # A random model is never right; two groups make no eight parts.
+        "loss": {"skip_no_signal": False, "whiten_parts": 1},
     }
     if "reward_model" in published.stages:
         overrides["rewards"] = {}
