@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,29 +62,28 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
         )
     samples = _samples(config, policy, tokenizer)
     total = settings.steps or settings.epochs * math.ceil(len(train) / settings.batch_size)
-    metrics = JsonlWriter(folder / "metrics.jsonl")
     accuracies = []
-    for update in reward_model_updates(
-        model,
-        FlatParameters(model),
-        train,
-        config=settings,
-        microbatch_tokens=config.trainer.microbatch_tokens,
-        seed=config.seed,
-        batching=collate,
-        samples=samples,
-    ):
-        names = reward_model_names(
-            loss=update.loss,
-            accuracy=update.accuracy,
-            chosen=update.chosen_mean,
-            rejected=update.rejected_mean,
-            lr=update.lr,
-        )
-        metrics.write(asdict(update) | names)
-        accuracies.append(update.accuracy)
-        progress.phase("reward model", update.index + 1, total, {"loss": update.loss, "accuracy": update.accuracy})
-    metrics.close()
+    with closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
+        for update in reward_model_updates(
+            model,
+            FlatParameters(model),
+            train,
+            config=settings,
+            microbatch_tokens=config.trainer.microbatch_tokens,
+            seed=config.seed,
+            batching=collate,
+            samples=samples,
+        ):
+            names = reward_model_names(
+                loss=update.loss,
+                accuracy=update.accuracy,
+                chosen=update.chosen_mean,
+                rejected=update.rejected_mean,
+                lr=update.lr,
+            )
+            metrics.write(asdict(update) | names)
+            accuracies.append(update.accuracy)
+            progress.phase("reward model", update.index + 1, total, {"loss": update.loss, "accuracy": update.accuracy})
     save_scalar_model(model, folder / "model", tokenizer)
     capacity = config.trainer.microbatch_tokens
     accuracy = preference_accuracy(model, held_out, microbatch_tokens=capacity, batching=collate) if held_out else None

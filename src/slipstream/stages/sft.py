@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,21 +66,20 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
         return measure_prediction(model, held_out, microbatch_tokens=capacity, batching=collate)
 
     before = prediction()
-    metrics = JsonlWriter(folder / "metrics.jsonl")
     losses = []
-    for update in supervised_updates(
-        model,
-        FlatParameters(model),
-        train,
-        config=settings,
-        microbatch_tokens=capacity,
-        seed=config.seed,
-        batching=collate,
-    ):
-        metrics.write(asdict(update) | sft_names(loss=update.loss, lr=update.lr))
-        losses.append(update.loss)
-        progress.phase("sft", update.index + 1, steps, {"loss": update.loss})
-    metrics.close()
+    with closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
+        for update in supervised_updates(
+            model,
+            FlatParameters(model),
+            train,
+            config=settings,
+            microbatch_tokens=capacity,
+            seed=config.seed,
+            batching=collate,
+        ):
+            metrics.write(asdict(update) | sft_names(loss=update.loss, lr=update.lr))
+            losses.append(update.loss)
+            progress.phase("sft", update.index + 1, steps, {"loss": update.loss})
     after = prediction()
     if before is not None and after is not None:
         progress.note(
