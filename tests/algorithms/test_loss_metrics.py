@@ -25,6 +25,15 @@ INPUTS = LossInputs(
 )
 
 
+def test_divergences_are_those_of_the_sampler_from_the_policy():
+    """KL(behaviour || policy) from the sampler's own tokens: the mean of -log r is below 0 where the policy gained."""
+    _, _, metrics = evaluate("reinforce", INPUTS)
+    log_ratios = [math.log(4), math.log(4), -math.log(2), 0.0]
+    assert metrics["kl_k1"] == pytest.approx(-sum(log_ratios) / 4)
+    assert metrics["kl_k2"] == pytest.approx(sum(x**2 for x in log_ratios) / 8)
+    assert metrics["kl_k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in log_ratios) / 4)
+
+
 def test_the_dual_clip_counts_only_what_it_holds_back():
     """A large ratio with a positive advantage is the ordinary clip's."""
     _, grad, metrics = evaluate("ppo", INPUTS, dual_clip=3.0)
@@ -51,6 +60,16 @@ def test_decoupled_ppo_counts_corrections_above_the_cap():
     assert metrics["correction_ratio_max"] == pytest.approx(math.e**2)
     assert metrics["correction_ratio"] == pytest.approx((math.e**2 + 3) / 4)
     assert metrics["proximal_ratio"] == pytest.approx((4 / math.e**2 + 4 + 0.5 + 1) / 4)
+
+
+def test_the_value_clip_counts_only_what_it_holds_back():
+    """All moved by 1 from 0, further than the clip; only the one that moved towards its return loses its gradient."""
+    ones = torch.ones(4, dtype=torch.float64)
+    returns = torch.tensor([2.0, -2.0, -2.0, -2.0], dtype=torch.float64)
+    inputs = replace(INPUTS, values=ones, anchor_values=0 * ones, returns=returns)
+    _, grad, metrics = evaluate("value", inputs, clip=0.2)
+    assert metrics["value_clipped_frac"] == 1 / 4
+    assert (grad == 0).tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("name", ["gspo", "proximal_rloo"])

@@ -1,6 +1,7 @@
-"""What is added to a policy loss, entropy bonus and KL penalty, against transformers' model in float64.
+"""What goes beside a policy loss: bonus and penalty, against transformers' model in float64; critic, lags, rewards.
 
-Both are means per token for losses of completions and pairs, too; the bonus also where a token loss reduces otherwise.
+Bonus and penalty are means per token for losses of completions and pairs, too; the bonus also where a token loss
+reduces otherwise.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,10 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from training_data import TINY, VOCAB_SIZE, hugging_face_twin, make_groups, run_config, tiny_policy
 
 from slipstream.batching import collate as batching
+from slipstream.core.errors import NonFiniteError
+from slipstream.core.types import Group, VersionSpan
 from slipstream.models.initialise import new_model
 from slipstream.trainer.batch import train_sequence
+from slipstream.trainer.critic import Critic
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.scores import selected
+from slipstream.trainer.scores import rollout_advantages, selected
 from slipstream.trainer.step import Auxiliary, train_on_batch
 
 TEMPERATURE = 0.8
@@ -90,3 +95,67 @@ def test_kl_in_the_loss_of_completions_and_pairs_is_a_mean_per_token(name):
     kl = {"coef": 2.0, "place": "loss", "estimator": "k3"}
     added, expected = added_and_expected(divergences, loss=LOSSES[name], added={"kl": kl}, weight=2.0)
     torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ["own", "head"])
+def test_a_critic_whose_gradient_alone_overflows_changes_no_weight_of_either(kind):
+    """Values, advantages and the policy's loss are finite: only the critic's gradient is not."""
+    config = run_config(
+        loss={"name": "ppo", "advantages": "gae"}, critic={"model": kind, "coef": 1e39, "head_init": "reward"}
+    )
+    model, flat = tiny_policy()
+    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    critic = Critic(config, model)
+    before = flat.flat.clone(), critic.flat.flat.clone()
+    with pytest.raises(NonFiniteError, match="gradient"):
+        train_on_batch(
+            model,
+            optimizer,
+            make_groups(),
+            config=config,
+            step=0,
+            batching=batching,
+            auxiliary=Auxiliary(critic=critic),
+        )
+    assert torch.equal(flat.flat, before[0])
+    assert torch.equal(critic.flat.flat, before[1])
+
+
+def test_a_completion_that_spans_versions_is_in_no_lag():
+    """Its old tokens were sampled over a cache of its own history: they say nothing about rounding at that lag."""
+    first, *others = make_groups(seed=2)
+    spanning, *whole = first.rollouts
+    (segment,) = spanning.completion.segments
+    mixed = msgspec.structs.replace(
+        segment,
+        behaviour_logprobs=np.full_like(segment.behaviour_logprobs, -50.0),
+        version_spans=(VersionSpan(start=0, version=0), VersionSpan(start=1, version=1)),
+    )
+    completion = msgspec.structs.replace(spanning.completion, segments=(mixed,))
+    groups = [
+        Group(ordinal=0, rollouts=(msgspec.structs.replace(spanning, completion=completion), *whole)),
+        *others,
+    ]
+    model, flat = tiny_policy()
+    config = run_config()
+    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    metrics = train_on_batch(model, optimizer, groups, config=config, step=1, batching=batching)
+    assert metrics["logprob_diff_max"] > 30
+    assert 0 < metrics["logprob_diff_max/lag_1"] < 30
+    assert "logprob_diff_max/lag_0" not in metrics
+
+
+@pytest.mark.parametrize(("unbiased", "variance"), [(False, 2 / 3), (True, 1.0)])
+def test_rewards_normalised_before_their_sum_have_the_configured_variance(unbiased, variance):
+    (group,) = make_groups(1)
+    rollouts = [
+        msgspec.structs.replace(one, reward=2.0 * part, reward_parts={"a": part, "b": part})
+        for one, part in zip(group.rollouts, (0.0, 1.0, 2.0), strict=True)
+    ]
+    config = run_config(
+        loss={"several_rewards": "normalise_then_sum", "std_eps": 1e-6, "unbiased_std": unbiased},
+        rewards={"terms": [{"function": "task"}, {"function": "exact_match"}]},
+    )
+    advantages = rollout_advantages([Group(ordinal=group.ordinal, rollouts=tuple(rollouts))], config)
+    expected = [2 * deviation / variance**0.5 for deviation in (-1.0, 0.0, 1.0)]
+    assert list(advantages.values()) == pytest.approx(expected, rel=1e-4)
