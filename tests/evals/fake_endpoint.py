@@ -68,7 +68,7 @@ class Endpoint:
                 await writer.drain()
             else:
                 await reply(request, writer)
-        except ConnectionError:
+        except (ConnectionError, asyncio.IncompleteReadError):  # the client gave up
             pass
         finally:
             self.num_open -= 1
