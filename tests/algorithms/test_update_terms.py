@@ -22,7 +22,7 @@ from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.types import Group, VersionSpan
 from slipstream.models.initialise import new_model
-from slipstream.trainer.batch import train_sequence
+from slipstream.trainer.batch import prepare_batch, train_sequence
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.scores import rollout_advantages, selected
@@ -159,3 +159,36 @@ def test_rewards_normalised_before_their_sum_have_the_configured_variance(unbias
     advantages = rollout_advantages([Group(ordinal=group.ordinal, rollouts=tuple(rollouts))], config)
     expected = [2 * deviation / variance**0.5 for deviation in (-1.0, 0.0, 1.0)]
     assert list(advantages.values()) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kl_coef", [0.2, 0.7])
+def test_a_critics_rewards_pay_the_present_coefficient(kl_coef):
+    """gamma = lam = 1: the first return of a completion is its score less the present coefficient times its KL."""
+    groups = make_groups(seed=4)
+    config = run_config(loss={"name": "ppo", "advantages": "gae"}, critic={"lam": 1.0}, kl={"coef": 0.2})
+
+    def measured(sequences):
+        def filled(value):
+            return {one.key: np.full(one.num_targets, value, dtype=np.float32) for one in sequences}
+
+        return {"reference_logprobs": filled(-3.0), "values": filled(0.0)}
+
+    batch = prepare_batch(groups, config=config, step=0, measure=measured, kl_coef=kl_coef)
+    for group in groups:
+        for rollout in group.rollouts:
+            completion = rollout.completion
+            (segment,) = completion.segments
+            returns = batch.sequences[completion.ordinal, completion.sample].returns
+            paid = kl_coef * float((segment.behaviour_logprobs + 3.0).sum())
+            assert returns[len(completion.prompt.tokens)] == pytest.approx(rollout.reward - paid, rel=1e-4, abs=1e-4)
+
+
+def test_the_critics_own_rate_decays_over_all_its_updates():
+    rates = {"optimizer": {"lr": 0.5, "schedule": "linear"}}
+    config = run_config(steps=10, loss={"name": "ppo", "advantages": "gae"}, critic=rates, trainer={"minibatches": 2})
+    optimizer = Critic(config, tiny_policy()[0]).optimizer
+    assert optimizer.lr == 0.5
+    optimizer.num_updates = 10
+    assert optimizer.lr == 0.25
+    optimizer.num_updates = 20
+    assert optimizer.lr == 0.0
