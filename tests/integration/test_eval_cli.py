@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from slipstream import cli
+from slipstream.core.config import ModelConfig
 from slipstream.evals.evaluate import evaluate_model
+from slipstream.models.build import build_policy
+from slipstream.models.scalar import new_scalar_model, save_scalar_model
 
 
 def test_answers_are_written_and_accuracies_shown(
@@ -42,6 +47,59 @@ def test_a_checkpoint_with_a_recipe_is_the_run(trained: Path) -> None:
     """The bare folder gives the same answers, when told the same configuration."""
     bare = evaluate_model(trained / "model", recipe=trained / "config.toml", num_prompts=10)
     assert bare.answers == evaluate_model(trained, num_prompts=10).answers
+
+
+@pytest.fixture
+def rewarded(trained: Path, tmp_path: Path) -> Path:
+    """Directory of a run that made its reward model in a stage."""
+    run = Path(shutil.copytree(trained, tmp_path / "rewarded"))
+    policy, tokenizer = build_policy(ModelConfig(path=str(run / "model")), seed=0)
+    save_scalar_model(new_scalar_model(policy, head_init="reward", seed=0), run / "reward_model" / "model", tokenizer)
+    shutil.copytree(run / "model", run / "sft" / "model")
+    config = tomllib.loads((run / "config.toml").read_text())
+    config["stages"] = ["sft", "preferences", "reward_model", "rl"]
+    config["model"]["path"] = config["kl"]["reference"] = "stage:sft"
+    config["rewards"]["terms"][0]["weight"] = 0.0
+    config["rewards"]["models"] = [{"path": "stage:reward_model"}]
+    config["gold"]["terms"] = [{"function": "task"}]
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+    return run
+
+
+def test_what_stages_made_is_found_in_the_run(rewarded: Path) -> None:
+    """Whether the run is named, or a checkpoint in it together with the run's recipe or another one."""
+    of_run = evaluate_model(rewarded, num_prompts=5)
+    assert len({answer.reward for answer in of_run.answers}) > 1, "scored by the model"
+    for checkpoint in ("model", "sft/model"):
+        of_checkpoint = evaluate_model(rewarded / checkpoint, recipe=rewarded / "config.toml", num_prompts=5)
+        assert of_checkpoint.answers == of_run.answers
+    assert evaluate_model(rewarded, recipe="tldr_mini", num_prompts=2).num_prompts == 2
+
+
+def test_a_reference_of_a_stage_is_not_needed(trained: Path, tmp_path: Path) -> None:
+    """Evaluation reads rewards, not what RL is held to."""
+    checkpoint = shutil.copytree(trained / "model", tmp_path / "elsewhere")
+    config = tomllib.loads((trained / "config.toml").read_text())
+    config["stages"] = ["sft", "rl"]
+    config["kl"] |= {"reference": "stage:sft", "coef": 0.1}
+    assert (
+        evaluate_model(checkpoint, recipe=config, num_prompts=10).answers
+        == evaluate_model(trained, num_prompts=10).answers
+    )
+
+
+def test_a_reward_model_that_only_a_stage_would_make(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = shutil.copytree(trained / "model", tmp_path / "elsewhere")
+    assert cli.main(["eval", str(bare), "--recipe", "tldr_mini"]) == 2
+    error = capsys.readouterr().err
+    for words in ("'reward_model' is made by a stage", "stage:reward_model", "allowed:", "slipstream eval RUN"):
+        assert words in error
+    assert cli.main(["eval", str(trained), "--recipe", "tldr_mini"]) == 2
+    error = capsys.readouterr().err
+    assert "there is no reward model 'reward_model'" in error
+    assert "no stage that makes it" in error
 
 
 def _without_tokenizer(run: Path) -> Path:

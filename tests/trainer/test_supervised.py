@@ -1,13 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from training_data import VOCAB_SIZE, tiny_policy
+from training_data import VOCAB_SIZE, hugging_face_twin, tiny_policy
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.config import OptimizerConfig, WarmStartConfig
 from slipstream.core.errors import ConfigError, ShapeError
-from slipstream.trainer.supervised import supervised_updates
+from slipstream.trainer import supervised
+from slipstream.trainer.supervised import measure_prediction, supervised_updates
 
 DEMONSTRATIONS = [(np.array([2, 3 + i], dtype=np.int32), np.array([3 + i, 10, 1], dtype=np.int32)) for i in range(6)]
 
@@ -73,3 +74,31 @@ def test_empty_demonstrations_are_refused():
         next(updates(model, flat, WarmStartConfig(steps=1), demonstrations=[]))
     with pytest.raises(ShapeError):
         next(updates(model, flat, WarmStartConfig(steps=1), demonstrations=[(np.array([1]), np.array([]))]))
+
+
+def test_predictions_are_those_of_transformers():
+    model, _ = tiny_policy()
+    twin = hugging_face_twin(model)
+    losses, found = [], []
+    for prompt, completion in DEMONSTRATIONS:
+        tokens = torch.from_numpy(np.concatenate([prompt, completion])).long()
+        with torch.no_grad():
+            logprobs = twin(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        losses += (-logprobs[torch.arange(len(completion)), tokens[len(prompt) :]]).tolist()
+        found += (logprobs.argmax(-1) == tokens[len(prompt) :]).tolist()
+    assert 0 < sum(found) < len(found), "a case that tells right from wrong"
+    for capacity in (4, 64):
+        measured = measure_prediction(model, DEMONSTRATIONS, microbatch_tokens=capacity, batching=batching)
+        assert measured.loss == pytest.approx(np.mean(losses), rel=1e-5)
+        assert (measured.accuracy, measured.num_tokens) == (np.mean(found), len(found))
+    with pytest.raises(ConfigError, match="takes demonstrations"):
+        measure_prediction(model, [], microbatch_tokens=64, batching=batching)
+
+
+def test_predictions_of_a_large_head_in_chunks(monkeypatch):
+    model, _ = tiny_policy()
+    whole = measure_prediction(model, DEMONSTRATIONS, microbatch_tokens=64, batching=batching)
+    monkeypatch.setattr(supervised, "MAX_LOGITS", 5 * VOCAB_SIZE)
+    chunked = measure_prediction(model, DEMONSTRATIONS, microbatch_tokens=64, batching=batching)
+    assert chunked.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert chunked.accuracy == whole.accuracy

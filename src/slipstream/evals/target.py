@@ -62,7 +62,7 @@ def _check_reward_models(config: RunConfig, run_dir: Path | None) -> None:
                 f"there is no reward model '{model.name}'",
                 got=model.path,
                 allowed="a folder with config.json",
-                hint="`slipstream run --resume` goes through the stage that makes it" if run_dir is not None else None,
+                hint=None if run_dir is None else f"the run in '{run_dir}' has gone through no stage that makes it",
             )
         raise ConfigError(
             f"the recipe's reward model '{model.name}' is made by a stage, and this checkpoint is of no run",
