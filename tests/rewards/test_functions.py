@@ -13,7 +13,7 @@ import reasoning_gym
 from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.errors import ConfigError
 from slipstream.rewards.checks import check_isolation, check_rewards, setup_of, unsafe_verifiers
-from slipstream.rewards.functions import UNSAFE_VERIFIERS, build_scorer, make_term, term_names, weighted_sum
+from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, build_scorer, make_term, term_names, weighted_sum
 from slipstream.rewards.inline import CallableScorer
 from slipstream.rewards.isolation import BARRIERS
 from slipstream.rewards.protocol import Job, Task, Term
@@ -177,8 +177,9 @@ def test_unsafe_verifiers_need_isolation_or_trust() -> None:
     check_isolation(unsafe, [], trust_verifier=True)
     with pytest.raises(ConfigError, match=r"(?s)countdown.*parse_expr.*network.*trust_verifier"):
         check_isolation(unsafe, ["limits"], trust_verifier=False)
-    with pytest.raises(ConfigError, match="needs reasoning-gym tasks"):
+    with pytest.raises(ConfigError, match="needs reasoning-gym tasks") as refused:
         check_rewards(config, {})
+    assert all(f"'{name}'" in str(refused.value.allowed) for name in BUILTINS.keys() - {"task"})
 
 
 def test_a_callable_is_scored_with_a_deadline() -> None:
