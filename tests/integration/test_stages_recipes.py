@@ -112,7 +112,7 @@ def test_the_evaluation_is_whole_and_sane(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_tldr_mini_as_shipped_wins_by_gold(tmp_path: Path) -> None:
-    """docs/stages.md: from 0.42 to 0.65, rewarded by a model that has seen some 1500 of gold's labels."""
+    """docs/stages.md: from 0.38 to 0.55 or 0.56, rewarded by a model that has seen some 1500 of gold's labels."""
     found = slipstream.run("tldr_mini", out=tmp_path / "run", display=False).summary["evaluation"]
     before, after = (found[moment]["gold"]["win_rate"] for moment in MOMENTS)
     assert 0.3 < before["mean"] < 0.5
