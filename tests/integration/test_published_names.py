@@ -1,4 +1,4 @@
-"""SFT, a reward model from ratings, actor-critic PPO: a small chain writes every metric that docs/ppo_details.md names."""
+"""SFT, a reward model from ratings, actor-critic PPO: one chain writes every metric that docs/ppo_details.md names."""
 
 from __future__ import annotations
 
