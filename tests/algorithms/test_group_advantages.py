@@ -6,12 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.algorithms.advantages import (
-    cap_violations,
-    combine_rewards,
     greedy_baseline,
     group_mean,
     group_normalised,
     leave_one_out,
+    normalise_then_sum,
 )
 from slipstream.core.errors import ShapeError
 
@@ -87,24 +86,20 @@ def test_every_group_estimator_against_loops(rollouts):
         )
 
 
-def test_combined_rewards_golden():
+def test_normalised_sums_golden():
     """Two groups of two; the second reward is ten times as large and does not apply to the third rollout."""
     parts = torch.tensor([[1.0, 0.0], [0.0, 20.0], [1.0, NAN], [1.0, 10.0]])
     weights, groups = torch.tensor([1.0, 0.5]), torch.tensor([0, 0, 1, 1])
-    torch.testing.assert_close(combine_rewards(parts, weights, groups), torch.tensor([1.0, 10.0, 1.0, 6.0]))
-    normalised = combine_rewards(parts, weights, groups, normalise_first=True, std_eps=1e-12)
+    normalised = normalise_then_sum(parts, weights, groups, std_eps=1e-12)
     torch.testing.assert_close(normalised, torch.tensor([1 - 0.5, -1 + 0.5, 0.0, 0.0]))
 
 
-def test_one_part_of_weight_one_is_the_reward_or_its_normalisation():
+def test_one_part_of_weight_one_is_group_normalised():
     torch.manual_seed(0)
     rewards, groups = torch.randn(12), torch.arange(12) // 4
-    assert torch.equal(combine_rewards(rewards[:, None], torch.ones(1), groups), rewards)
     for unbiased in (False, True):
-        combined = combine_rewards(
-            rewards[:, None], torch.ones(1), groups, normalise_first=True, std_eps=1e-3, unbiased=unbiased
-        )
-        assert torch.equal(combined, group_normalised(rewards, groups, std_eps=1e-3, unbiased=unbiased))
+        summed = normalise_then_sum(rewards[:, None], torch.ones(1), groups, std_eps=1e-3, unbiased=unbiased)
+        assert torch.equal(summed, group_normalised(rewards, groups, std_eps=1e-3, unbiased=unbiased))
 
 
 def test_normalising_first_is_blind_to_the_scale_of_a_reward():
@@ -113,23 +108,14 @@ def test_normalising_first_is_blind_to_the_scale_of_a_reward():
     scaled = parts * torch.tensor([1.0, 1000.0], dtype=torch.float64)
     weights = torch.tensor([0.3, 0.7], dtype=torch.float64)
     torch.testing.assert_close(
-        combine_rewards(parts, weights, groups, normalise_first=True, std_eps=1e-12),
-        combine_rewards(scaled, weights, groups, normalise_first=True, std_eps=1e-12),
+        normalise_then_sum(parts, weights, groups, std_eps=1e-12),
+        normalise_then_sum(scaled, weights, groups, std_eps=1e-12),
     )
 
 
 @pytest.mark.parametrize(("parts", "weights", "groups"), [((4,), 1, 4), ((4, 2), 1, 4), ((4, 2), 2, 3)])
-def test_combined_rewards_must_fit(parts, weights, groups):
+def test_normalised_sums_must_fit(parts, weights, groups):
     with pytest.raises(ShapeError):
-        combine_rewards(torch.zeros(parts), torch.ones(weights), torch.zeros(groups, dtype=torch.int64))
-
-
-def test_violations_cap_the_reward_and_leave_lower_ones():
-    rewards = torch.tensor([0.9, 0.9, 0.9, -0.5, 0.9])
-    constraints = torch.tensor([[1.0, 0.7], [0.0, 0.7], [1.0, 0.4], [0.0, 0.0], [NAN, 0.5]])
-    thresholds = torch.tensor([1.0, 0.5])
-    capped = cap_violations(rewards, constraints, thresholds, cap=0.0)
-    torch.testing.assert_close(capped, torch.tensor([0.9, 0.0, 0.0, -0.5, 0.9]))
-    assert torch.equal(cap_violations(rewards, constraints, thresholds, cap=math.inf), rewards)
-    with pytest.raises(ShapeError):
-        cap_violations(rewards, constraints, thresholds[:1], cap=0.0)
+        normalise_then_sum(
+            torch.zeros(parts), torch.ones(weights), torch.zeros(groups, dtype=torch.int64), std_eps=1e-4
+        )

@@ -2,12 +2,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.algorithms.responses import has_token, penalise_missing_token, truncate_at_token
-from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.algorithms.responses import has_token, truncate_at_token
 
 PERIOD = 13
 
@@ -45,26 +43,8 @@ def test_truncation_equals_trls_once_padded():
         assert kept + [trl["pad_token"]] * (len(response) - len(kept)) == expected
 
 
-def test_missing_tokens_cost_a_fixed_score_or_a_part_of_it():
-    responses = [np.array([5, 0]), np.array([5, 5, 5]), np.array([], dtype=np.int32)]
-    scores = np.array([0.5, 2.0, -3.0], dtype=np.float32)
-    replaced = penalise_missing_token(scores, responses, 0)
-    np.testing.assert_array_equal(replaced, np.array([0.5, -1.0, -1.0], dtype=np.float32))
-    assert replaced.dtype == np.float32
-    subtracted = penalise_missing_token(scores, responses, 0, penalty=10.0, mode="subtract")
-    np.testing.assert_array_equal(subtracted, np.array([0.5, -8.0, -13.0], dtype=np.float32))
-    assert subtracted.dtype == np.float32
-    np.testing.assert_array_equal(scores, np.array([0.5, 2.0, -3.0], dtype=np.float32))
-
-
 def test_the_token_must_come_late_enough():
-    responses = [np.array([PERIOD, 5, 5]), np.array([5, 5, PERIOD])]
-    penalised = penalise_missing_token(np.ones(2), responses, PERIOD, after=2)
-    np.testing.assert_array_equal(penalised, [-1.0, 1.0])
-
-
-def test_a_penalty_is_not_negative_and_scores_fit():
-    with pytest.raises(ConfigError, match=r"write 1\.0 for a score of -1\.0"):
-        penalise_missing_token(np.ones(1), [np.array([1])], 0, penalty=-1.0)
-    with pytest.raises(ShapeError):
-        penalise_missing_token(np.ones(2), [np.array([1])], 0)
+    early, late = np.array([PERIOD, 5, 5]), np.array([5, 5, PERIOD])
+    assert [has_token(response, PERIOD, after=2) for response in (early, late)] == [False, True]
+    assert [has_token(response, PERIOD) for response in (early, late)] == [True, True]
+    assert not has_token(np.array([], dtype=np.int32), PERIOD)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.algorithms.advantages import gae, penalised_scores, place_scores, vtrace, whiten
+from slipstream.algorithms.advantages import gae, place_scores, vtrace, whiten
 from slipstream.algorithms.kl import AdaptiveKL, k1
 from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.core.errors import ShapeError
@@ -190,13 +190,6 @@ def test_the_place_after_eos_is_the_padded_loops_with_a_value_of_0_there():
     rewards = place_scores(scores, None, segments, place="after_last", discount=gamma * lam, has_slot=has_slot)
     advantages, _ = gae(rewards, values[real], segments, gamma=gamma, lam=lam)
     torch.testing.assert_close(advantages, as_tensor(expected))
-
-
-def test_penalised_scores_are_the_sums_of_placed_ones():
-    torch.manual_seed(0)
-    scores, kl, segments = torch.randn(3), torch.randn(9), segments_of([5, 1, 3])
-    sums = torch.stack([part.sum() for part in place_scores(scores, kl, segments, kl_coef=0.05).split([5, 1, 3])])
-    torch.testing.assert_close(penalised_scores(scores, kl, segments, kl_coef=0.05), sums)
 
 
 PUBLISHED = {  # N, section "Per-minibatch reward and advantage whitening": TensorFlow's moments, torch.var

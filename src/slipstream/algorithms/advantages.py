@@ -60,22 +60,15 @@ def greedy_baseline(rewards: Tensor, baselines: Tensor) -> Tensor:
 # Several rewards at once
 
 
-def combine_rewards(
-    parts: Tensor,
-    weights: Tensor,
-    group_ids: Tensor,
-    *,
-    normalise_first: bool = False,
-    std_eps: float = 1e-4,
-    unbiased: bool = False,
+def normalise_then_sum(
+    parts: Tensor, weights: Tensor, group_ids: Tensor, *, std_eps: float, unbiased: bool = False
 ) -> Tensor:
-    """sum_k w_k r_ik, [R]: one reward from the K of each rollout (LlamaRL, L9: several reward models or judges).
+    """A_i = sum_k w_k (r_ik - mean_k) / (std_k + std_eps), [R], with mean and deviation of each reward in its group.
 
-    `parts` [R, K], `weights` [K]. Under `normalise_first` every reward is first made group-relative,
-    (r_ik - mean) / (std + std_eps) in its group, so that none drowns the others by its scale: the sum is an advantage
-    already, which GDPO (arXiv:2601.05242, "normalize_then_sum" in TRL) whitens over the batch (`whiten`). Either way
-    NaN says that a reward does not apply to a rollout: it counts in no mean and adds nothing.
-    Identity: with one part of weight 1 the two are the reward and its `group_normalised`.
+    `parts` [R, K] are K rewards of each rollout, `weights` [K]; NaN says that a reward does not apply to a rollout: it
+    counts in no mean and adds nothing. No reward drowns the others by its scale. GDPO (arXiv:2601.05242), which also
+    whitens the sums over the batch (`whiten`); "normalize_then_sum" in TRL.
+    Identity: with one part of weight 1 it is `group_normalised`.
     """
     num_parts = parts.shape[-1] if parts.ndim else 0
     if parts.ndim != 2 or weights.shape != (num_parts,) or group_ids.shape != parts.shape[:1]:
@@ -86,28 +79,9 @@ def combine_rewards(
     total = parts.new_zeros(len(parts))
     for column, weight in zip(parts.unbind(dim=1), weights, strict=True):
         applies = ~column.isnan()
-        values = column[applies]
-        if normalise_first:
-            values = group_normalised(values, group_ids[applies], std_eps=std_eps, unbiased=unbiased)
-        total[applies] += weight * values
+        normalised = group_normalised(column[applies], group_ids[applies], std_eps=std_eps, unbiased=unbiased)
+        total[applies] += weight * normalised
     return total
-
-
-def cap_violations(rewards: Tensor, constraints: Tensor, thresholds: Tensor, *, cap: float) -> Tensor:
-    """min(r_i, cap) where a constraint is violated, r_i elsewhere, [R].
-
-    `constraints` [R, K] are the verdicts of K judges and `thresholds` [K] the least that each accepts; NaN is no
-    verdict, and no violation. After CGPO (Xu et al., arXiv:2409.20370), which gives violating completions the
-    reward 0 on a scale of 0 to 1: a good answer cannot buy off a broken rule, as it can in a weighted sum.
-    Identity: cap = inf changes nothing.
-    """
-    if constraints.ndim != 2 or constraints.shape != (*rewards.shape, *thresholds.shape):
-        raise ShapeError(
-            "constraints need one row per reward and one column per threshold",
-            got=f"{tuple(constraints.shape)} for {tuple(rewards.shape)} rewards, {tuple(thresholds.shape)} thresholds",
-        )
-    is_violated = (constraints < thresholds).any(dim=1)
-    return torch.where(is_violated, rewards.clamp(max=cap), rewards)
 
 
 # Of tokens, by a critic
@@ -148,17 +122,6 @@ def place_scores(
     at_end = scores[segment_ids]
     rewards = torch.where(_is_last(segment_ids), at_end, 0.0)
     return rewards if kl is None else rewards - kl_coef * kl
-
-
-def penalised_scores(scores: Tensor, kl: Tensor, segment_ids: Tensor, *, kl_coef: float) -> Tensor:
-    """R_i = score_i - kl_coef * sum_t kl_t, [S]: the penalty of a whole completion, for estimators without a critic.
-
-    Proximal RLOO in A's code, with k1 of behaviour policy and reference. `scores` [S], `kl` [T].
-    Identity: the sum of `place_scores` over each sequence.
-    """
-    _check_shapes(kl, segment_ids)
-    penalties = torch.zeros(len(scores), dtype=torch.float64, device=kl.device).index_add_(0, segment_ids, kl.double())
-    return (scores.double() - kl_coef * penalties).to(scores.dtype)
 
 
 def gae(

@@ -70,11 +70,3 @@ def clipped_surrogate(ratios: Tensor, advantages: Tensor, *, eps_low: float, eps
         is_low=(ratios < 1.0 - eps_low) & (advantages < 0),
         is_high=(ratios > 1.0 + eps_high) & (advantages > 0),
     )
-
-
-def effective_sample_size(ratios: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2), a share in (0, 1]: how many of the n samples `ratios` [n] are worth.
-
-    Kish (1965). Identity: equal weights give 1; one weight among zeros gives 1/n.
-    """
-    return ratios.sum().square() / (ratios.numel() * ratios.square().sum())

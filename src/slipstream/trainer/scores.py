@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.advantages import (
-    combine_rewards,
     greedy_baseline,
     group_mean,
     group_normalised,
     leave_one_out,
+    normalise_then_sum,
 )
 from slipstream.algorithms.losses import loss_named
 from slipstream.algorithms.responses import has_token
@@ -39,7 +39,13 @@ def is_truncated(completion: Completion, config: RunConfig) -> bool:
 
 
 def effective_reward(rollout: Rollout, config: RunConfig) -> float:
-    """The reward advantages are made of: `loss.truncated` may replace or lower that of a truncated completion."""
+    """The reward advantages are made of; a truncated completion's under `loss.truncated`:
+
+        penalty:   truncation_reward             the original RLHF code, its reproduction (N, item 26), TL;DR's (A)
+        subtract:  reward + truncation_reward    TRL's missing_eos_penalty, with the sign turned round
+
+    Otherwise, and where every completion has its end, the reward as it is.
+    """
     loss = config.loss
     if loss.truncated in ("penalty", "subtract") and is_truncated(rollout.completion, config):
         return loss.truncation_reward + (rollout.reward if loss.truncated == "subtract" else 0.0)
@@ -90,9 +96,7 @@ def rollout_advantages(
     if loss.several_rewards == "normalise_then_sum":
         parts = torch.tensor([_parts(rollout, config) for rollout in rollouts], dtype=torch.float32)
         weights = torch.tensor([term.weight for term in config.rewards.weighted])
-        normalised = combine_rewards(
-            parts, weights, group_ids, normalise_first=True, std_eps=loss.std_eps, unbiased=loss.unbiased_std
-        )
+        normalised = normalise_then_sum(parts, weights, group_ids, std_eps=loss.std_eps, unbiased=loss.unbiased_std)
         return dict(zip(keys, normalised.tolist(), strict=True))
     rewards = torch.tensor([effective_reward(rollout, config) for rollout in rollouts], dtype=torch.float32)
     if penalties is not None:
