@@ -44,7 +44,7 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     policy, tokenizer = build_policy(config.model, seed=config.seed)
-    train, held_out = read_preferences(config, run_dir, tokenizer)
+    train, held_out = read_preferences(config, run_dir, tokenizer, progress)
     path = settings.path or config.model.path
     model = (
         new_scalar_model(policy, head_init=settings.head_init, seed=config.seed)
@@ -106,7 +106,7 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
 
 
 def read_preferences(
-    config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase, progress: Progress
 ) -> tuple[list[Preference], list[Preference]]:
     """(training, held-out) preferences: the stage's, or those of `reward_model.preferences`.
 
@@ -115,7 +115,7 @@ def read_preferences(
     source = config.reward_model.preferences
     path = stage_dir(run_dir, "preferences") / FILE if source is None else Path(source).expanduser()
     if source is not None and not _has_candidates(path):
-        return _from_dataset(config, tokenizer)
+        return _from_dataset(config, tokenizer, progress)
     lines = read_jsonl(path, PreferenceLine)
     train: list[Preference] = []
     held_out: list[Preference] = []
@@ -154,7 +154,9 @@ def _has_candidates(path: Path) -> bool:
     return True
 
 
-def _from_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Preference], list[Preference]]:
+def _from_dataset(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress
+) -> tuple[list[Preference], list[Preference]]:
     source = config.reward_model.preferences
     assert source is not None
     template = Template(config.prompts.template, field="prompts.template")
@@ -190,11 +192,15 @@ def _from_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
     train, held_out = split_by_prompt(
         decided, lambda one: one.prompt_tokens, share=config.preferences.held_out, seed=config.seed
     )
+    told = (
+        f"{len(held_out)} held out, {len(found) - len(decided)} of equal texts dropped, "
+        f"{len(rows) - len(found)} whose prompts are too long"
+    )
+    progress.note(f"preferences: {len(train)} to train on, {told}")
     if not train:
         raise ConfigError(
             f"'{source}' has no preferences to train on",
-            got=f"{len(held_out)} held out, {len(found) - len(decided)} of equal texts, "
-            f"{len(rows) - len(found)} with prompts that are too long",
+            got=told,
             hint="see preferences.held_out, prompts.max_prompt_tokens and rewards.truncate_token",
         )
     return train, held_out
