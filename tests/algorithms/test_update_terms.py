@@ -1,7 +1,6 @@
 """What goes beside a policy loss: bonus and penalty, against transformers' model in float64; critic, lags, rewards.
 
-Bonus and penalty are means per token for losses of completions and pairs, too; the bonus also where a token loss
-reduces otherwise.
+Bonus and penalty are reduced as the loss is: over tokens under its reduction, or summed over each completion.
 """
 
 from __future__ import annotations
@@ -29,11 +28,25 @@ from slipstream.trainer.scores import rollout_advantages, selected
 from slipstream.trainer.step import Auxiliary, train_on_batch
 
 TEMPERATURE = 0.8
-LOSSES = {
-    "rloo": {"name": "rloo", "advantages": "leave_one_out"},
-    "online_dpo": {"name": "online_dpo", "select": "best_and_worst"},
-    "grpo, constant": {"name": "grpo", "reduction": "constant"},
-    "grpo, sequence": {"name": "grpo", "reduction": "sequence"},
+MAX_NEW_TOKENS = 16
+
+
+def over_completions(values):
+    return torch.stack([one.sum() for one in values]).mean()
+
+
+LOSSES = {  # and how each reduces values of tokens, one tensor per completion
+    "rloo": ({"name": "rloo", "advantages": "leave_one_out"}, over_completions),
+    "online_dpo": ({"name": "online_dpo", "select": "best_and_worst"}, over_completions),
+    "grpo, token": ({"name": "grpo"}, lambda values: torch.cat(values).mean()),
+    "grpo, constant": (
+        {"name": "grpo", "reduction": "constant"},
+        lambda values: over_completions(values) / MAX_NEW_TOKENS,
+    ),
+    "grpo, sequence": (
+        {"name": "grpo", "reduction": "sequence"},
+        lambda values: torch.stack([one.mean() for one in values]).mean(),
+    ),
 }
 
 
@@ -42,7 +55,7 @@ def update(groups, *, loss, kl):
     config = run_config(
         loss=loss,
         kl=kl,
-        generator={"max_new_tokens": 16, "temperature": TEMPERATURE},
+        generator={"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE},
         trainer={"optimizer": {"max_grad_norm": 1e9}},
     )
     model, flat = tiny_policy()
@@ -60,32 +73,31 @@ def log_distributions(twin, sequence):
     return torch.log_softmax(twin(ids[None]).logits[0, :-1] / TEMPERATURE, -1)[at], ids[1:][at]
 
 
-def added_and_expected(per_token, *, loss, added, weight):
-    """What the sections `added` change in the gradient, and weight * the mean over tokens of `per_token`'s."""
+def added_and_expected(per_token, *, name, added, weight):
+    """What the sections `added` change in the gradient of loss `name`; and of weight * `per_token`, reduced."""
+    loss, reduce = LOSSES[name]
     groups = make_groups(seed=11)
     _, _, _, before = update(groups, loss=loss, kl={})
     config, twin, frozen, after = update(groups, loss=loss | added.get("loss", {}), kl=added.get("kl", {}))
     sequences = [train_sequence(rollout.completion) for group in groups for rollout in selected(group, config)]
-    values = torch.cat([per_token(twin, frozen, sequence) for sequence in sequences])
+    values = [per_token(twin, frozen, sequence) for sequence in sequences]
     assert len(sequences) > 2
-    (weight * values.mean()).backward()
+    (weight * reduce(values)).backward()
     return after - before, twin.model.embed_tokens.weight.grad
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_entropy_bonus_is_a_mean_per_token(name):
+def test_the_entropy_bonus_is_reduced_as_the_loss(name):
     def entropies(twin, _, sequence):
         logs, _targets = log_distributions(twin, sequence)
         return -(logs.exp() * logs).sum(-1)
 
-    added, expected = added_and_expected(
-        entropies, loss=LOSSES[name], added={"loss": {"entropy_coef": 0.5}}, weight=-0.5
-    )
+    added, expected = added_and_expected(entropies, name=name, added={"loss": {"entropy_coef": 0.5}}, weight=-0.5)
     torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("name", ["rloo", "online_dpo"])
-def test_kl_in_the_loss_of_completions_and_pairs_is_a_mean_per_token(name):
+@pytest.mark.parametrize("name", LOSSES)
+def test_kl_in_the_loss_is_reduced_as_the_loss(name):
     def divergences(twin, frozen, sequence):
         logs, targets = log_distributions(twin, sequence)
         of_reference = log_distributions(frozen, sequence)[0].detach()
@@ -93,7 +105,7 @@ def test_kl_in_the_loss_of_completions_and_pairs_is_a_mean_per_token(name):
         return difference.exp() - 1 - difference
 
     kl = {"coef": 2.0, "place": "loss", "estimator": "k3"}
-    added, expected = added_and_expected(divergences, loss=LOSSES[name], added={"kl": kl}, weight=2.0)
+    added, expected = added_and_expected(divergences, name=name, added={"kl": kl}, weight=2.0)
     torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
@@ -188,7 +200,7 @@ def test_the_critics_own_rate_decays_over_all_its_updates():
     config = run_config(steps=10, loss={"name": "ppo", "advantages": "gae"}, critic=rates, trainer={"minibatches": 2})
     optimizer = Critic(config, tiny_policy()[0]).optimizer
     assert optimizer.lr == 0.5
-    optimizer.num_updates = 10
+    optimizer.planned = 10
     assert optimizer.lr == 0.25
-    optimizer.num_updates = 20
+    optimizer.planned = 20
     assert optimizer.lr == 0.0

@@ -187,6 +187,13 @@ def test_signal_is_what_the_estimator_and_the_loss_make_of_it():
     several = run_config(loss=GDPO, rewards=TWO_TERMS)
     assert has_signal(parts_of(group, (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)), several)
     assert not has_signal(parts_of(group, (1.0, None), (1.0, 2.0), (1.0, 2.0)), several)
+    # what is only measured counts for nothing, and pairs are ranked by the sum
+    measured = {"terms": [TWO_TERMS["terms"][0], TWO_TERMS["terms"][1] | {"weight": 0.0}]}
+    assert not has_signal(parts_of(group, (1.0, 0.0), (1.0, 1.0), (1.0, 2.0)), run_config(loss=GDPO, rewards=measured))
+    pairs = GDPO | {"name": "online_dpo", "select": "best_and_worst"}
+    assert not has_signal(
+        parts_of(group, (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)), run_config(loss=pairs, rewards=TWO_TERMS)
+    )
     # truncation changes what counts
     cut = groups_of([[1.0, 1.0]], finish={(0, 1): "length"})[0]
     assert not has_signal(cut, run_config())

@@ -89,12 +89,12 @@ def test_a_rate_per_step_is_the_same_for_all_its_updates_and_after_a_resume():
     rates = []
     for _ in range(20):
         rates.append(optimizer.lr)
-        optimizer.num_updates += 1
+        optimizer.planned += 1
     assert rates == pytest.approx([1 - step / 5 for step in range(5) for _ in range(4)])
-    optimizer.num_updates = 6
+    optimizer.planned = 6
     assert optimizer.lr == pytest.approx(0.8)
     by_update = FlatAdamW(model, flat, OptimizerConfig(lr=1.0, schedule="linear"), total_updates=20, updates_per_step=4)
-    by_update.num_updates = 6
+    by_update.planned = 6
     assert by_update.lr == pytest.approx(0.7)
 
 

@@ -232,6 +232,28 @@ def test_truncated_completions_keep_mask_and_penalty():
     assert advantages == [-1.0, 1.0]
 
 
+def test_a_masked_minibatch_has_its_place_in_the_schedule():
+    groups = [*make_groups(1, finish_reason="length"), *make_groups(1, seed=1)]
+    second = Group(ordinal=1, rollouts=tuple(_renamed(rollout, 1) for rollout in groups[1].rollouts))
+    rates = {"lr": 1.0, "schedule": "linear", "schedule_by": "step"}
+    config = run_config(
+        steps=10, loss={"truncated": "mask"}, trainer={"minibatches": 2, "epochs": 2, "optimizer": rates}
+    )
+    model, flat, _ = setup(config)
+    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=40, updates_per_step=4)
+    found = [
+        train_on_batch(model, optimizer, [groups[0], second], config=config, step=step, batching=batching)
+        for step in range(2)
+    ]
+    assert [metrics["num_updates"] for metrics in found] == [2, 2]
+    assert [metrics["lr"] for metrics in found] == [1.0, 0.9]
+    assert optimizer.num_updates == 4
+
+
+def _renamed(rollout, ordinal):
+    return msgspec.structs.replace(rollout, completion=msgspec.structs.replace(rollout.completion, ordinal=ordinal))
+
+
 def test_a_batch_of_masked_completions_changes_nothing():
     groups = make_groups(finish_reason="length")
     config = run_config(loss={"truncated": "mask"})

@@ -103,11 +103,23 @@ def check_loss(config: RunConfig) -> None:
             got=f"a {loss.kind.replace('_', ' ')} loss",
             allowed=", ".join(sorted(name for name, other in LOSSES.items() if other.kind == "policy")),
         )
-    if loss.atom == "pair" and config.loss.select != "best_and_worst":
+    if config.loss.select not in loss.selects:
         raise ConfigError(
-            f"loss '{config.loss.name}' trains on pairs",
+            f"loss '{config.loss.name}' looks at no advantage: which completions it trains on must say it all",
             got=f"loss.select = '{config.loss.select}'",
-            allowed="loss.select = 'best_and_worst'",
+            allowed=" or ".join(f"loss.select = '{select}'" for select in loss.selects),
+        )
+    if loss.atom == "pair" and config.loss.advantages == "greedy_baseline":
+        raise ConfigError(
+            f"loss '{config.loss.name}' has no use for a baseline: a greedy completion would be sampled for nothing",
+            got="loss.advantages = 'greedy_baseline'",
+            allowed="any other",
+        )
+    if config.has_critic and config.critic.vtrace and "behaviour_logprobs" not in loss.requires:
+        raise ConfigError(
+            f"V-trace leaves the importance ratio of the action to the loss, and '{config.loss.name}' has none",
+            got=f"critic.vtrace with loss.name = '{config.loss.name}'",
+            allowed="a loss with ratios, e.g. 'aipo' or 'ppo'",
         )
     if config.kl.coef and config.kl.place == "reward" and "advantages" not in loss.requires:
         raise ConfigError(

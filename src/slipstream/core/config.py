@@ -391,6 +391,12 @@ class RunConfig(Section):
                 allowed=f"above {0.2 * self.completions_per_step:g}",
             )
         generator = self.generator
+        if loss.truncated == "subtract" and loss.truncation_reward >= 0:
+            raise ConfigError(
+                "a truncated completion is to lose by it",
+                got=f"loss.truncated = 'subtract' with truncation_reward = {loss.truncation_reward:g}",
+                allowed="truncation_reward < 0, which is added to its reward",
+            )
         never_ends = not generator.stop_at_eos and not generator.stop_token_ids and self.rewards.truncate_token is None
         if never_ends and loss.truncated != "keep":
             raise ConfigError(

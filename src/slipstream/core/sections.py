@@ -226,9 +226,12 @@ class LossConfig(Section):
         "sum_then_normalise", description="Weigh the rewards' sum, or each reward's group-normalised value (GDPO)."
     )
     select: Literal["all", "best", "best_and_worst"] = Field(
-        "all", description="Completions of a group that are trained on (A5); pair losses need best_and_worst."
+        "all",
+        description="Completions of a group that are trained on (A5); pairs need best_and_worst, best_of_n needs best.",
     )
-    entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus, in nats per token.")
+    entropy_coef: NonNegativeFloat = Field(
+        0.0, description="Weight of the entropy bonus, in nats; reduced over tokens as the loss is."
+    )
     truncated: Literal["keep", "mask", "penalty", "subtract"] = Field(
         "keep",
         description="Completions without their end: train as they are, mask, replace their reward by "

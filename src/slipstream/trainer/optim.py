@@ -74,6 +74,8 @@ class FlatAdamW:
         grads = flat.views_of(self.grad)
         self._parameters = [(parameter, grads[name]) for name, parameter in model.named_parameters()]
         self.num_updates = 0
+        self.planned = 0
+        """The next update's place in the schedule: beyond `num_updates` where planned ones had nothing to train on."""
 
     @property
     def grad(self) -> Tensor:
@@ -84,7 +86,7 @@ class FlatAdamW:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        update = self.num_updates - self.num_updates % self._lr_every
+        update = self.planned - self.planned % self._lr_every
         factor = lr_factor(self._config, update=update, total_updates=self._total_updates)
         return self._config.lr * factor
 
@@ -113,6 +115,7 @@ class FlatAdamW:
         self._adamw.param_groups[0]["eps"] = corrected_eps(self._config, update=self.num_updates + 1)
         self._adamw.step()
         self.num_updates += 1
+        self.planned += 1
         return grad_norm
 
     def finite_grad_norm(self) -> float:
@@ -144,7 +147,7 @@ class FlatAdamW:
                 got=f"{state['exp_avg'].numel()} parameters",
                 allowed=self._parameter.numel(),
             )
-        self.num_updates = int(state["num_updates"])
+        self.num_updates = self.planned = int(state["num_updates"])
         self._adamw.state[self._parameter] = {
             "step": torch.tensor(float(self.num_updates), device=self._parameter.device),
             "exp_avg": state["exp_avg"].to(self._parameter.device, copy=True),

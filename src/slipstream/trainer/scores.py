@@ -55,14 +55,24 @@ def effective_reward(rollout: Rollout, config: RunConfig) -> float:
 def has_signal(group: Group, config: RunConfig) -> bool:
     """False when every rollout of `group` would get the advantage 0, or a pair of them be ranked by chance."""
     loss = config.loss
-    is_relative = loss.advantages in GROUP_RELATIVE and not penalises_reward(config)
-    if not _is_of_pairs(config) and not is_relative:
+    rewards = [effective_reward(rollout, config) for rollout in group.rollouts]
+    if _is_of_pairs(config):
+        return _differ(rewards)
+    if loss.advantages not in GROUP_RELATIVE or penalises_reward(config):
         return True
-    columns = [[effective_reward(rollout, config) for rollout in group.rollouts]]
-    if loss.several_rewards == "normalise_then_sum":  # rewards that differ may have equal sums
-        columns = [list(column) for column in zip(*(_parts(r, config) for r in group.rollouts), strict=True)]
-    scored = [[reward for reward in column if not math.isnan(reward)] for column in columns]
-    return any(max(column) - min(column) > EQUAL_REWARDS for column in scored if column)
+    if loss.several_rewards == "sum_then_normalise":
+        return _differ(rewards)
+    columns = zip(*(_parts(rollout, config) for rollout in group.rollouts), strict=True)
+    weights = [term.weight for term in config.rewards.weighted]
+    return any(
+        _differ([part for part in column if not math.isnan(part)])
+        for weight, column in zip(weights, columns, strict=True)
+        if weight  # rewards that differ may have equal sums, and what is only measured counts for nothing
+    )
+
+
+def _differ(rewards: Sequence[float]) -> bool:
+    return bool(rewards) and max(rewards) - min(rewards) > EQUAL_REWARDS
 
 
 def _is_of_pairs(config: RunConfig) -> bool:
@@ -137,5 +147,5 @@ def selected(group: Group, config: RunConfig) -> list[Rollout]:
     if config.loss.select == "best":
         return ranked[:1]
     best, worst = ranked[0], ranked[-1]
-    is_tie = effective_reward(best, config) - effective_reward(worst, config) <= EQUAL_REWARDS
+    is_tie = not _differ([effective_reward(best, config), effective_reward(worst, config)])
     return [] if is_tie and _is_of_pairs(config) else [best, worst]

@@ -110,6 +110,7 @@ def train_on_batch(
         measure=partial(update_of.measure, batching=batching) if update_of.columns else None,
         kl_coef=auxiliary.kl_coef,
     )
+    optimizers = [optimizer] if auxiliary.critic is None else [optimizer, auxiliary.critic.optimizer]
     num_minibatches = config.trainer.minibatches
     parts: Metrics = {}
     losses: list[float] = []
@@ -119,6 +120,8 @@ def train_on_batch(
     staleness_updates_max = 0
     minibatches: list[list[PackedMicrobatch]] = []
     for update in range(config.updates_per_step):
+        for one in optimizers:  # a minibatch with nothing to train on has its place in the schedule, too
+            one.planned = step * config.updates_per_step + update
         epoch, index = divmod(update, num_minibatches)
         if index == 0 and (epoch == 0 or config.trainer.shuffle):
             minibatches = [
@@ -250,13 +253,12 @@ class _Update:
             inputs = self._inputs(microbatch, logprobs, num_units=num_units)
             policy_loss, microbatch_parts = self.loss(inputs)
             if self.config.loss.entropy_coef:
-                bonus = sum_over_units(entropies, inputs.mask, num_units=num_tokens)
-                policy_loss = policy_loss - self.config.loss.entropy_coef * bonus
+                policy_loss = policy_loss - self.config.loss.entropy_coef * self._reduced(
+                    entropies, inputs, num_sequences=num_sequences
+                )
             if self.kl_in_loss:
                 kl = KL_ESTIMATORS[self.config.kl.estimator](logprobs, inputs.need("reference_logprobs"))
-                is_averaged = self.loss.unit == "token"
-                mean_kl = inputs.average(kl) if is_averaged else sum_over_units(kl, inputs.mask, num_units=num_tokens)
-                policy_loss = policy_loss + self.kl_in_loss * mean_kl
+                policy_loss = policy_loss + self.kl_in_loss * self._reduced(kl, inputs, num_sequences=num_sequences)
             is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
             if not is_joint:  # the activations of one model at a time
                 torch.autograd.backward(policy_loss)
@@ -277,6 +279,13 @@ class _Update:
                 hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
             )
         return total, parts
+
+    def _reduced(self, values: Tensor, inputs: LossInputs, *, num_sequences: int) -> Tensor:
+        """Token `values` [T] as the loss reduces its own: under `loss.reduction`, or summed over each completion and
+        averaged over completions beside a loss of whole completions or pairs, whose logprobs are such sums."""
+        if self.loss.unit == "token":
+            return inputs.average(values)
+        return sum_over_units(values, inputs.mask, num_units=num_sequences)
 
     def _value_loss(
         self, critic: Critic, microbatch: PackedMicrobatch, states: Tensor, inputs: LossInputs, num_tokens: int

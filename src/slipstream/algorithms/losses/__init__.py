@@ -36,7 +36,13 @@ _MODES = ("truncate", "mask")
 
 LOSSES: dict[str, Loss] = {
     "reinforce": Loss(reinforce_loss, "token", _POLICY),
-    "ppo": Loss(ppo_loss, "token", _OFF_POLICY, {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": math.inf}),
+    "ppo": Loss(
+        ppo_loss,
+        "token",
+        _OFF_POLICY,
+        {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": math.inf},
+        above={"dual_clip": 1.0},  # at 1 or less, tokens of negative advantage would have no gradient on-policy
+    ),
     "grpo": Loss(grpo_loss, "token", _OFF_POLICY, {"eps_low": 0.2, "eps_high": 0.28}),
     "cispo": Loss(cispo_loss, "token", _OFF_POLICY, {"eps_low": math.inf, "eps_high": 4.0}),
     "gspo": Loss(gspo_loss, "sequence", _OFF_POLICY, {"eps_low": 3e-4, "eps_high": 4e-4}),
@@ -51,9 +57,9 @@ LOSSES: dict[str, Loss] = {
     "rloo": Loss(rloo_loss, "sequence", _POLICY),
     "proximal_rloo": Loss(proximal_rloo_loss, "sequence", _OFF_POLICY, {"eps": 0.2}),
     "copg": Loss(copg_loss, "sequence", _OFF_POLICY),
-    "online_dpo": Loss(online_dpo_loss, "pair", _PAIRED, {"beta": 0.1}),
-    "online_ipo": Loss(online_ipo_loss, "pair", _PAIRED, {"beta": 0.1}),
-    "best_of_n": Loss(best_of_n_loss, "sequence", ("policy_logprobs",)),
+    "online_dpo": Loss(online_dpo_loss, "pair", _PAIRED, {"beta": 0.1}, selects=("best_and_worst",)),
+    "online_ipo": Loss(online_ipo_loss, "pair", _PAIRED, {"beta": 0.1}, selects=("best_and_worst",)),
+    "best_of_n": Loss(best_of_n_loss, "sequence", ("policy_logprobs",), selects=("best",)),
     "decoupled_ppo": Loss(
         decoupled_ppo_loss,
         "token",
@@ -72,8 +78,8 @@ LOSSES: dict[str, Loss] = {
 def loss_named(name: str, params: Mapping[str, float | str]) -> Loss:
     """The loss `name` with its constants set to `params`, defaults elsewhere.
 
-    Numbers are above 0 (inf is allowed), words one of the loss's `choices`. ConfigError on anything else, and on an
-    unknown name or parameter with the nearest known one.
+    Numbers exceed the loss's `above`, 0 by default (inf is allowed), words are one of its `choices`. ConfigError on
+    anything else, and on an unknown name or parameter with the nearest known one.
     """
     if name not in LOSSES:
         raise ConfigError(
@@ -96,6 +102,10 @@ def loss_named(name: str, params: Mapping[str, float | str]) -> Loss:
                     allowed=", ".join(loss.choices[param]),
                     hint=did_you_mean(str(value), loss.choices[param]),
                 )
-        elif isinstance(value, str) or not value > 0:
-            raise ConfigError(f"parameter '{param}' of loss '{name}' is out of range", got=value, allowed="number > 0")
+        elif isinstance(value, str) or not value > loss.above.get(param, 0.0):
+            raise ConfigError(
+                f"parameter '{param}' of loss '{name}' is out of range",
+                got=value,
+                allowed=f"number > {loss.above.get(param, 0.0):g}",
+            )
     return replace(loss, params={**loss.params, **params})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from slipstream.core.errors import MissingInputError, MissingLogprobsError, Shap
 
 Unit = Literal["token", "sequence", "pair", "choice"]
 Atom = Literal["sequence", "pair", "choice"]
+Select = Literal["all", "best", "best_and_worst"]
 Kind = Literal["policy", "value", "supervised", "reward_model"]
 InputName = Literal[
     "policy_logprobs",
@@ -96,7 +97,8 @@ class Loss:
     """An entry of LOSSES: `function(inputs, **params) -> (scalar loss, metrics)`.
 
     `unit` is what the sum is divided by the count of; `requires` names the inputs it cannot do without; `params` are
-    its constants with their defaults, and `choices` the words allowed for those that are words.
+    its constants with their defaults, `choices` the words allowed for those that are words, and `above` what those that
+    are numbers must exceed (0 if it is not said). `selects` are the completions of a group it can be trained on.
     """
 
     function: LossFunction
@@ -105,6 +107,8 @@ class Loss:
     params: Mapping[str, float | str] = field(default_factory=dict)
     kind: Kind = "policy"
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    above: Mapping[str, float] = field(default_factory=dict)
+    selects: tuple[Select, ...] = get_args(Select)
 
     @property
     def atom(self) -> Atom:
