@@ -55,7 +55,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict
     references = _references(config, prompts, tokenizer)
     reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
     gold = _scores(config, config.gold_rewards, written, references)
-    proxy = _scores(config, RewardsConfig(terms=[], models=config.rewards.models), written, references)
+    proxy = _scores(config, config.rewards.model_copy(update={"terms": []}), written, references)
     found: dict[str, Any] = {
         "num_prompts": len(prompts),
         "num_samples": settings.num_samples,
