@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from audit import audit
 
 import slipstream
+from slipstream.controller.build import default_pipeline
 from slipstream.core.errors import ConfigError, ExecutorDied
+from slipstream.core.executor import Executor
 
 START_DEADLINE_S = 60.0
 
@@ -111,3 +114,35 @@ def test_an_executor_that_raises_is_named_with_its_error(tiny, tmp_path):
 def test_resuming_nothing_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="not a run's directory"):
         slipstream.run("quickstart", resume=tmp_path)
+
+
+def test_a_start_that_fails_inline_says_why_and_closes_what_it_opened(tiny, tmp_path):
+    """The reward's own error, not one of the executors that never came up."""
+    closed = []
+
+    class Refusing(Executor):
+        inputs, outputs = ("completions",), ("rollouts",)
+        is_finished = False
+
+        def init(self, context):
+            raise ConfigError("this reward cannot start", got="nothing")
+
+        def step(self):
+            return False
+
+        def close(self):
+            closed.append("rewards")
+
+    def pipeline(config):
+        default = default_pipeline(config)
+        nodes = [
+            replace(node, factory=Refusing, kwargs={}) if node.name == "rewards" else node for node in default.nodes
+        ]
+        return replace(default, nodes=tuple(nodes))
+
+    with pytest.raises(ConfigError, match="this reward cannot start"):
+        slipstream.run(
+            "quickstart", overrides=tiny | {"host": "inline"}, out=tmp_path / "run", pipeline=pipeline, display=False
+        )
+    assert closed == ["rewards"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

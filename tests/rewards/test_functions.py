@@ -13,7 +13,15 @@ import reasoning_gym
 from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.errors import ConfigError
 from slipstream.rewards.checks import check_isolation, check_rewards, setup_of, unsafe_verifiers
-from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, build_scorer, make_term, term_names, weighted_sum
+from slipstream.rewards.functions import (
+    BUILTINS,
+    UNSAFE_VERIFIERS,
+    build_scorer,
+    combined_reward,
+    make_term,
+    term_names,
+    weighted_sum,
+)
 from slipstream.rewards.inline import CallableScorer
 from slipstream.rewards.isolation import BARRIERS
 from slipstream.rewards.protocol import Job, Task, Term
@@ -120,6 +128,8 @@ def test_user_functions_run_in_workers(make_pool: MakePool, monkeypatch: pytest.
         ("exact_mach", {}, "did you mean 'exact_match'"),
         ("regex", {}, "needs the parameter 'pattern'"),
         ("regex", {"patern": "x"}, "no parameter 'patern'"),
+        ("regex", {"pattern": "("}, "pattern"),
+        ("length", {}, "exactly one of its parameters"),
         ("module:function", {"a": 1}, "parameters are for built-in"),
         ("nowhere.py:function", {}, "no such file"),
     ],
@@ -208,3 +218,24 @@ def test_a_callable_is_scored_with_a_deadline() -> None:
     assert "not called again" in (done[19].failure or "")
     release.set()
     scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ((0.9, 1.0, 0.7), 0.9),
+        ((0.9, 0.0, 0.7), 0.0),  # the first constraint is violated
+        ((0.9, 1.0, 0.4), 0.0),  # the second
+        ((-0.5, 0.0, 0.0), -0.5),  # the reward is below the cap already
+        ((0.9, None, 0.5), 0.9),  # a constraint that abstains is not violated, one that is just met neither
+        ((0.9, math.nan, 0.7), 0.0),  # no number is no proof
+    ],
+)
+def test_violated_constraints_cap_the_reward(parts: tuple[float | None, ...], expected: float) -> None:
+    terms = [
+        RewardTerm(function="task"),
+        RewardTerm(function="regex", params={"pattern": "a"}, at_least=1.0),
+        RewardTerm(function="length", params={"target_tokens": 4}, at_least=0.5),
+    ]
+    assert combined_reward(terms, parts, violation_cap=0.0) == expected
+    assert combined_reward(terms, parts, violation_cap=math.inf) == parts[0]

@@ -410,7 +410,15 @@ class Controller:
 
     def _shut_down(self) -> None:
         """Stop what still listens, wait for it, kill what does not end; close everything. Runs after errors too."""
-        with self.timeline.span("shut_down"):
+        with contextlib.ExitStack() as ends:  # each is closed whatever the others do
+            for ports in [host.ports for host in self.hosts] + ([self.ports] if self.children or self.hosts else []):
+                ends.callback(ports.close)
+            for writer in (self.metrics, self.events, self.ledger, self.timeline):
+                ends.callback(writer.close)
+            ends.callback(self._note_end)
+            ends.enter_context(self.timeline.span("shut_down"))
+            for host in reversed(self.hosts):
+                ends.callback(host.close)
             for child in self.children:
                 if not child.has_ended and child.name in self.ready:
                     with contextlib.suppress(SlipstreamError):
@@ -421,16 +429,10 @@ class Controller:
                 child.let_go()
             for child in self.children:
                 child.end(LET_GO_DEADLINE_S)
-            for host in self.hosts:
-                host.close()
+
+    def _note_end(self) -> None:
         self.tally.ended_s = self.clock.now_s()
-        self.timeline.close()
-        self.ledger.close()
-        self.events.close()
-        self.metrics.close()
         self.tally.prompts = self.ledger.counts()
-        for ends in [host.ports for host in self.hosts] + ([self.ports] if self.children or self.hosts else []):
-            ends.close()
 
     def _take_last_words(self, child: Child) -> None:
         """Give a child that was told to stop its time to end by itself; a failed run grants none."""

@@ -67,6 +67,13 @@ class Host:
             )
         self.counted_s = clock.now_s()
         self.while_idle = ExitStack()
+        self.ends = ExitStack()
+        """Closed last in, first out, each whatever the others do: all that was opened, and only that."""
+        self.ends.callback(self.timeline.close)
+        self.ends.callback(self.while_idle.close)
+        for end in (publisher, subscriber):
+            if end is not None:
+                self.ends.callback(end.close)
         self.context = Context(
             name=node.name,
             run_dir=run_dir,
@@ -85,6 +92,7 @@ class Host:
         if is_inline:
             self.while_idle.enter_context(self.timeline.idle())
         with self.timeline.span("start_up"):
+            self.ends.callback(self._close_executor)
             self.executor.init(self.context)
 
     def step(self) -> bool:
@@ -108,13 +116,11 @@ class Host:
             )
 
     def close(self) -> None:
+        self.ends.close()
+
+    def _close_executor(self) -> None:
         with self.timeline.span("shut_down"):
             self.executor.close()
-            for end in (self.context.publisher, self.context.subscriber):
-                if end is not None:
-                    end.close()
-        self.while_idle.close()
-        self.timeline.close()
 
 
 # In the child

@@ -165,4 +165,4 @@ class Executor(abc.ABC):
         """Write everything a resumed run needs of this executor under `path`."""
 
     def close(self) -> None:  # noqa: B027
-        """Release processes, segments and files. Called exactly once, also after an error."""
+        """Release the processes and files that `init` opened. Called exactly once, also when `init` failed half-way."""

@@ -315,9 +315,6 @@ class Generator(Executor):
             values = {"generated_tokens": float(self.generated_tokens), "live": float(self.engine.num_live)}
             self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
 
-    def close(self) -> None:
-        self.weights.close()
-
 
 def training_seed(config: RunConfig, replica: int) -> int:
     """The seed of the noise of `replica`'s training samples: the run's, or one per replica as in the original (N)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,7 @@ class Trainer(Executor):
         self.batching = batching
         self.resume = resume
         self._is_finished = False
+        self._ends = ExitStack()
 
     def init(self, context: Context) -> None:
         self.context = context
@@ -89,7 +91,7 @@ class Trainer(Executor):
         vocab_size = self.model.config.vocab_size
         num_tokens = min(PROBE_TOKENS, self.model.config.max_positions)
         self.probe_tokens = generator.integers(0, vocab_size, num_tokens, dtype=np.int32)
-        self.recorder = RolloutRecorder(context.run_dir / "rollouts.jsonl")
+        self.recorder = self._ends.enter_context(closing(RolloutRecorder(context.run_dir / "rollouts.jsonl")))
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None
         self.critic: Critic | None = None
@@ -283,5 +285,4 @@ class Trainer(Executor):
         )
 
     def close(self) -> None:
-        self.recorder.close()
-        self.publisher.close()
+        self._ends.close()
