@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from ports import start
 
 from slipstream.batching import collate
-from slipstream.core.clock import WallClock
 from slipstream.core.config import ModelConfig, RewardModelTerm, RewardsConfig, RewardTerm
 from slipstream.core.errors import ConfigError
-from slipstream.core.executor import Context
 from slipstream.core.recipes import resolve
 from slipstream.core.types import (
     Completion,
     Counters,
     EvalScored,
-    Message,
     Prompt,
     Ready,
     Rollout,
@@ -38,29 +33,6 @@ from slipstream.rewards.model_scorer import ModelScorer
 
 TINY = ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, max_positions=32)
 PERIOD = 7
-
-
-class Port:
-    """Both ends of a channel, in memory."""
-
-    def __init__(self) -> None:
-        self.messages: deque[Message] = deque()
-
-    def put(self, message: Message) -> None:
-        self.messages.append(message)
-
-    def get_nowait(self) -> Message | None:
-        return self.messages.popleft() if self.messages else None
-
-
-class NoSpans:
-    @contextmanager
-    def span(self, state: str, **args: Any) -> Iterator[None]:
-        yield
-
-    def instant(self, name: str, **args: Any) -> None: ...
-
-    def set_idle_state(self, state: str) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -184,17 +156,7 @@ def test_the_executor_scores_training_and_evaluation(
     executor = RewardModels(
         config.model_dump(mode="json"), terms=[], batching=collate, microbatch_tokens=64, max_tokens=16
     )
-    ports = {name: Port() for name in ("completions", "commands", "scored", "events")}
-    executor.init(
-        Context(
-            name="reward_models",
-            run_dir=tmp_path,
-            inputs={name: ports[name] for name in ("completions", "commands")},
-            outputs={name: ports[name] for name in ("scored", "events")},
-            spans=NoSpans(),
-            clock=WallClock(),
-        )
-    )
+    ports = start(executor, tmp_path, name="reward_models")
     completions = [completion(i) for i in range(9)]
     for one in completions:
         ports["completions"].put(one)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import time
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ports import start
 
-from slipstream.core.clock import WallClock
 from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
-from slipstream.core.executor import Context
 from slipstream.core.types import (
     Completion,
     Counters,
     EvalScored,
-    Message,
     Prompt,
     Ready,
     Rollout,
@@ -32,29 +27,6 @@ from slipstream.core.types import (
 from slipstream.rewards.executor import Rewards
 
 HERE = Path(__file__).parent
-
-
-class Port:
-    """Both ends of a channel, in memory."""
-
-    def __init__(self) -> None:
-        self.messages: deque[Message] = deque()
-
-    def put(self, message: Message) -> None:
-        self.messages.append(message)
-
-    def get_nowait(self) -> Message | None:
-        return self.messages.popleft() if self.messages else None
-
-
-class NoSpans:
-    @contextlib.contextmanager
-    def span(self, state: str, **args: Any) -> Iterator[None]:
-        yield
-
-    def instant(self, name: str, **args: Any) -> None: ...
-
-    def set_idle_state(self, state: str) -> None: ...
 
 
 def completion(ordinal: int, text: str, *, purpose: Any = "train", answer: str = "right") -> Completion:
@@ -69,21 +41,6 @@ def completion(ordinal: int, text: str, *, purpose: Any = "train", answer: str =
         ordinal=ordinal, sample=0, prompt=prompt, segments=(segment,), text=text, finish_reason="stop",
         purpose=purpose, eval_id=3 if purpose == "eval" else -1,
     )  # fmt: skip
-
-
-def started(tmp_path: Path, executor: Rewards) -> tuple[Rewards, dict[str, Port]]:
-    ports = {name: Port() for name in ("completions", "commands", "rollouts", "events")}
-    executor.init(
-        Context(
-            name="rewards",
-            run_dir=tmp_path,
-            inputs={name: ports[name] for name in ("completions", "commands")},
-            outputs={name: ports[name] for name in ("rollouts", "events")},
-            spans=NoSpans(),
-            clock=WallClock(),
-        )
-    )
-    return executor, ports
 
 
 def drive(executor: Rewards) -> None:
@@ -107,7 +64,8 @@ def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
         max_chars=1000,
     )
     arguments = json.loads(json.dumps({"config": config.model_dump(mode="json"), "tasks": {}}))
-    executor, ports = started(tmp_path, Rewards(**arguments))
+    executor = Rewards(**arguments)
+    ports = start(executor, tmp_path, name="rewards")
     texts = ["ok", "loop", "ok" + " " * 5000, "nan", "ok"]
     for i, text in enumerate(texts):
         ports["completions"].put(completion(i, text, answer="ok"))
@@ -139,10 +97,8 @@ def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
 
 
 def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
-    executor, ports = started(
-        tmp_path,
-        Rewards(RewardsConfig(), {}, function=lambda completions, **kw: [float(len(completions[0]))]),
-    )
+    executor = Rewards(RewardsConfig(), {}, function=lambda completions, **kw: [float(len(completions[0]))])
+    ports = start(executor, tmp_path, name="rewards")
     for i in range(20):
         ports["completions"].put(completion(i, "x" * i))
     while len(ports["rollouts"].messages) < 20:
@@ -156,14 +112,16 @@ def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["spell_backward", "countdown"])
 def test_tasks_are_ready_before_the_first_completion(tmp_path: Path, name: str) -> None:
-    executor, ports = started(tmp_path, Rewards(RewardsConfig(), {name: TaskConfig(name=name)}))
+    executor = Rewards(RewardsConfig(), {name: TaskConfig(name=name)})
+    ports = start(executor, tmp_path, name="rewards")
     assert isinstance(ports["events"].get_nowait(), Ready)
     executor.close()
 
 
 def test_an_idle_node_can_sleep_once_its_spare_worker_is_ready(tmp_path: Path) -> None:
     """What a worker says while nothing is to be scored has to be read, or its descriptor wakes the node for ever."""
-    executor, _ = started(tmp_path, Rewards(RewardsConfig(terms=[RewardTerm(function="exact_match")]), {}))
+    executor = Rewards(RewardsConfig(terms=[RewardTerm(function="exact_match")]), {})
+    start(executor, tmp_path, name="rewards")
     quiet_since, until = time.monotonic(), time.monotonic() + 30.0
     try:
         while time.monotonic() - quiet_since < 1.0:

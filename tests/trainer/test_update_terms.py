@@ -5,16 +5,10 @@ Bonus and penalty are reduced as the loss is: over tokens under its reduction, o
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-
 from training_data import TINY, VOCAB_SIZE, hugging_face_twin, make_groups, run_config, tiny_policy
 
 from slipstream.batching import collate as batching

@@ -1,0 +1,53 @@
+"""Channels and spans in memory: what an executor needs when no host runs it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.clock import WallClock
+from slipstream.core.executor import Context, Executor
+from slipstream.core.types import Message
+
+
+class Port:
+    """Both ends of a channel."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+
+    def put(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def get_nowait(self) -> Message | None:
+        return self.messages.popleft() if self.messages else None
+
+
+class NoSpans:
+    @contextmanager
+    def span(self, state: str, **args: Any) -> Iterator[None]:
+        yield
+
+    def instant(self, name: str, **args: Any) -> None: ...
+
+    def set_idle_state(self, state: str) -> None: ...
+
+
+def start(executor: Executor, run_dir: Path, *, name: str) -> dict[str, Port]:
+    """Initialise `executor`; its ports by their names."""
+    inputs, outputs = (*executor.inputs, "commands"), (*executor.outputs, "events")
+    ports = {port: Port() for port in {*inputs, *outputs}}
+    executor.init(
+        Context(
+            name=name,
+            run_dir=run_dir,
+            inputs={port: ports[port] for port in inputs},
+            outputs={port: ports[port] for port in outputs},
+            spans=NoSpans(),
+            clock=WallClock(),
+        )
+    )
+    return ports
