@@ -72,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {},
     "ppo_head": {
         "loss": {"name": "ppo", **_ACTOR_CRITIC},
-        "critic": {"model": "head", "vtrace": True, "coef": 0.5, "optimizer": {"lr": 3e-3}},
+        "critic": {"model": "head", "vtrace": True, "coef": 1.0, "optimizer": {"lr": 1e-2}},
     },
     "grpo_kl": {
         "loss": {"name": "grpo", "reduction": "sequence"},
