@@ -7,6 +7,7 @@ import pytest
 from synthetic_run import make_run_dir, make_summary
 
 from slipstream.observe.hardware import describe
+from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import write_summary
 from slipstream.observe.svg import histogram, line_chart, thin, ticks
@@ -134,3 +135,17 @@ def test_long_series_are_averaged_and_odd_ones_survive():
     assert thinned[0] == (12.0, pytest.approx(0.48))
     assert "nothing recorded" in line_chart([], x_label="step")
     assert "nothing recorded" in histogram({}, x_label="staleness", fill="#000000")
+
+
+def test_terms_of_a_reward_and_the_kl_have_plots_where_there_are_any(run_dir: Path):
+    assert "Reward by term" not in read(write_report(run_dir)).text
+    assert "KL to the reference" not in read(write_report(run_dir)).text
+    writer = MetricsWriter(run_dir / "metrics.jsonl")
+    for step in range(41, 44):
+        terms = {"reward_parts/<model>": step / 50, "reward_parts/gold": 1 - step / 50, "kl_reference_sum": 0.1 * step}
+        writer.write(step=step, version=step, wall_s=step * 0.6, metrics=terms)
+    writer.close()
+    page = read(write_report(run_dir))
+    for expected in ("Reward by term", "<model>", "gold", "KL to the reference", "nats per completion"):
+        assert expected in page.text
+    assert "model" not in page.tags

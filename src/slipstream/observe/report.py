@@ -30,6 +30,7 @@ from slipstream.observe.timeline import Instant, Slice, account_file, process_fi
 BLUE, GREEN, ORANGE, GREY = "#2f7ed8", "#2a9d6f", "#e8863a", "#8a929c"
 WINDOW_STEPS = 4
 MAX_SAMPLES = 12
+PART_PREFIX = "reward_parts/"
 MAX_TEXT = 600  # characters of a prompt or completion shown
 
 
@@ -166,6 +167,8 @@ def _page(run: Run, excerpt: Excerpt | None, hardware: Hardware | None) -> str:
         '<div class="columns">',
         _section("Learning curve", "Is it learning?", _learning(run.metrics)),
         _section("Throughput", "Tokens per second on both sides.", _throughput(run.metrics)),
+        _reward_terms(run.metrics),
+        _reference_kl(run.metrics),
         _section("Staleness of trained tokens", _bound(run), _staleness_histogram(run)),
         _section("Staleness by step", "Mean and maximum of each batch, in steps.", _staleness_curve(run.metrics)),
         "</div>",
@@ -245,6 +248,28 @@ def _learning(metrics: list[Metrics]) -> str:
         x_label="step",
         y_min=0.0,
     )
+
+
+def _reward_terms(metrics: list[Metrics]) -> str:
+    """What each of several reward terms said: where one is only measured, over-optimisation of the others shows."""
+    names = sorted({key for line in metrics for key in line if key.startswith(PART_PREFIX)})
+    if len(names) < 2:
+        return ""
+    colours = itertools.cycle((BLUE, ORANGE, GREEN, GREY))
+    series = [
+        Series(name.removeprefix(PART_PREFIX), _points(metrics, "step", name), colour)
+        for name, colour in zip(names, colours, strict=False)
+    ]
+    note = "Mean of each batch; terms of weight 0 are only measured."
+    return _section("Reward by term", note, line_chart(series, x_label="step", y_min=0.0))
+
+
+def _reference_kl(metrics: list[Metrics]) -> str:
+    points = _points(metrics, "step", "kl_reference_sum")
+    if not points:
+        return ""
+    chart = line_chart([Series("nats per completion", points, BLUE)], x_label="step", y_min=0.0)
+    return _section("KL to the reference", "Of the policy that sampled each batch.", chart)
 
 
 def _throughput(metrics: list[Metrics]) -> str:
