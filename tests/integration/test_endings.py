@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 from audit import audit
+from processes import children, command_line, is_alive
 
 import slipstream
 from slipstream.controller.build import default_pipeline
+from slipstream.controller.controller import Controller
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.executor import Executor
+from slipstream.core.types import GroupScored
 
 START_DEADLINE_S = 60.0
 
@@ -43,21 +46,14 @@ def await_steps(out: Path, steps: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"no {steps} steps within {START_DEADLINE_S} s")
 
 
-def children_of(pid: int) -> dict[str, int]:
+def executors_of(pid: int) -> dict[str, int]:
     """Executor name -> pid of the processes a run started."""
     found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        if b"slipstream.controller.host" in command:
-            found[Path(command[-2].decode()).stem] = int(child)
+    for child in children(pid):
+        command = command_line(child)
+        if "slipstream.controller.host" in command:
+            found[Path(command[-1]).stem] = child
     return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_interrupt_then_resume_trains_the_same_groups_as_an_undisturbed_run(tiny, tmp_path):
@@ -79,30 +75,50 @@ def test_interrupt_then_resume_trains_the_same_groups_as_an_undisturbed_run(tiny
     assert audit(result.out)["fates"] == audit(whole.out)["fates"]
 
 
+def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(tiny, tmp_path, monkeypatch):
+    """Interrupted just after a group without signal was replaced: files and checkpoint agree that it was."""
+    sync = tiny | {"max_staleness": 0, "weight_update": "between_batches", "steps": 8, "host": "inline"}
+    decide = Controller._decide
+
+    def interrupting(self, event):
+        decide(self, event)
+        is_skip = isinstance(event, GroupScored) and not event.has_signal
+        if is_skip and self.schedule.steps_done >= 2 and not self.schedule.training:
+            self.is_interrupted = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "_decide", interrupting)
+        interrupted = slipstream.run("quickstart", overrides=sync, out=tmp_path / "run", display=False)
+    assert interrupted.status == "interrupted"
+    assert slipstream.run("quickstart", resume=tmp_path / "run", display=False).status == "done"
+    whole = slipstream.run("quickstart", overrides=sync, out=tmp_path / "whole", display=False)
+    assert audit(tmp_path / "run")["fates"] == audit(whole.out)["fates"]
+
+
 @pytest.mark.parametrize("victim", ["generator-0", "rewards", "trainer"])
 def test_the_death_of_any_process_ends_the_run_within_seconds_and_names_it(victim, tiny, tmp_path):
     process = start(tiny, tmp_path / "run", steps=10_000)
     await_steps(tmp_path / "run", 1, process)
-    children = children_of(process.pid)
-    os.kill(children[victim], signal.SIGKILL)
+    executors = executors_of(process.pid)
+    os.kill(executors[victim], signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert f"the process of '{victim}' ended" in output
     assert "SIGKILL" in output
-    assert not any(is_alive(pid) for pid in children.values())
+    assert not any(is_alive(pid) for pid in executors.values())
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_no_child_outlives_a_killed_controller(tiny, tmp_path):
     process = start(tiny, tmp_path / "run", steps=10_000)
     await_steps(tmp_path / "run", 1, process)
-    children = children_of(process.pid)
+    executors = executors_of(process.pid)
     process.kill()
     process.communicate(timeout=10)
     deadline = time.monotonic() + 15
-    while any(is_alive(pid) for pid in children.values()) and time.monotonic() < deadline:
+    while any(is_alive(pid) for pid in executors.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(is_alive(pid) for pid in children.values())
+    assert not any(is_alive(pid) for pid in executors.values())
 
 
 def test_an_executor_that_raises_is_named_with_its_error(tiny, tmp_path):

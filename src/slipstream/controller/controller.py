@@ -364,7 +364,8 @@ class Controller:
             return
         path = self.run_dir / "checkpoints" / f"step_{self.schedule.steps_done}"
         snapshot = msgspec.to_builtins(self.schedule.snapshot())
-        self._send("trainer", Checkpoint(step=self.schedule.steps_done, path=str(path), schedule=snapshot))
+        step, num_events = self.schedule.steps_done, self.events.num_events
+        self._send("trainer", Checkpoint(step=step, path=str(path), schedule=snapshot, num_events=num_events))
 
     # Evaluation
 
@@ -444,7 +445,7 @@ class Controller:
                     self.tally.counted(message, self.clock.now_s())
 
 
-def read_snapshot(checkpoint: Path) -> Snapshot:
-    """The schedule's state in a checkpoint."""
+def read_snapshot(checkpoint: Path) -> tuple[Snapshot, int]:
+    """The schedule's state in a checkpoint, and how many lines of `events.jsonl` led to it."""
     extra = msgspec.json.decode((checkpoint / "state.json").read_bytes())["extra"]
-    return msgspec.convert(extra["schedule"], Snapshot)
+    return msgspec.convert(extra["schedule"], Snapshot), int(extra["num_events"])

@@ -180,12 +180,14 @@ class Waiting(Message):
 class Checkpoint(Message):
     """Save policy, optimizer and random state of `step` under `path`; answer with `CheckpointSaved`.
 
-    `schedule` is the schedule's state at the same instant (JSON types), saved with them: one consistent cut.
+    `schedule` is the schedule's state at the same instant (JSON types) and `num_events` what it had been told by then,
+    in lines of `events.jsonl`; both are saved with them: one consistent cut.
     """
 
     step: int
     path: str
     schedule: dict[str, Any]
+    num_events: int
 
 
 class Export(Message):

@@ -36,6 +36,11 @@ class EventRecorder:
         self._now_s = clock.now_s
         self._seq = sum(1 for _ in read_jsonl(path, msgspec.Raw))
 
+    @property
+    def num_events(self) -> int:
+        """Lines written, over resumes too."""
+        return self._seq
+
     def record(self, event: Message, commands: Iterable[Message]) -> int:
         """Write one decision; returns its sequence number."""
         return self.record_batch([(event, commands)])

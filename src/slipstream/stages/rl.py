@@ -59,7 +59,7 @@ def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: P
         if given.pipeline is None
         else given.pipeline(with_paths)
     )
-    snapshot = None if checkpoint is None else read_snapshot(checkpoint)
+    snapshot = None if checkpoint is None else read_snapshot(checkpoint)[0]
     schedule = build_schedule(with_paths, snapshot)
     controller = Controller(with_paths, pipeline, schedule, work, run_dir=run_dir, tally=tally, observer=observer)
     tally.status = "failed"  # until the controller says otherwise
@@ -97,11 +97,11 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
         with watch(config, "rl", display=given.display) as watcher:
             watcher.note(f"there is no checkpoint: RL begins anew, {attempt.name} keeps what was recorded")
         return run_rl(config, run_dir, given)
-    snapshot = read_snapshot(checkpoint)
+    snapshot, num_events = read_snapshot(checkpoint)
     cut_back(run_dir / "ledger.jsonl", snapshot)
     _cut_lines(run_dir / "metrics.jsonl", lambda line: line["version"] <= snapshot.steps_done)
     _cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] is not None and line["step"] < snapshot.steps_done)
-    _cut_events(run_dir / "events.jsonl", snapshot.steps_done)
+    _cut_lines(run_dir / "events.jsonl", lambda line: line["seq"] < num_events)
     return run_rl(config, run_dir, given, checkpoint=checkpoint)
 
 
@@ -121,16 +121,3 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 def _cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     path.write_text("".join(line for line in lines if keep(json.loads(line))), encoding="utf-8")
-
-
-def _cut_events(path: Path, steps_done: int) -> None:
-    """Keep events up to the one that completed the checkpoint's last step."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        kept.append(line)
-        event = json.loads(line)["event"]
-        if event["type"] == "StepDone" and event["version"] == steps_done:
-            break
-    path.write_text("".join(kept), encoding="utf-8")

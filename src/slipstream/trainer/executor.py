@@ -233,7 +233,7 @@ class Trainer(Executor):
                         self.optimizer,
                         step=self.version,
                         keep=self.config.trainer.keep_checkpoints,
-                        extra={"schedule": message.schedule, "kl_coef": self.kl.coef},
+                        extra={"schedule": message.schedule, "num_events": message.num_events, "kl_coef": self.kl.coef},
                         critic=self._trained_critic(),
                     )
                 events.put(CheckpointSaved(step=message.step, path=message.path))
