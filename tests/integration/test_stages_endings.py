@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tomli_w
 from audit import audit
+from processes import descendants, is_alive
 
 import slipstream
 import slipstream.stages.sft as sft
@@ -67,20 +68,6 @@ def await_file(path: Path, process: subprocess.Popen[str], *, num_lines: int = 3
     raise AssertionError(f"no {num_lines} lines in {path} within {START_DEADLINE_S} s")
 
 
-def descendants(pid: int) -> list[int]:
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [int(child), *descendants(int(child))]
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def await_ends(pids: list[int]) -> None:
     deadline = time.monotonic() + END_DEADLINE_S
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
@@ -123,6 +110,19 @@ def test_ctrl_c_ends_a_stage_with_130_and_resume_finishes(stage: str, to: str, t
         assert len((run / name / "metrics.jsonl").read_text().splitlines()) == 5, "nothing of the attempt is left"
     if sft_stamp is not None:
         assert (run / "sft" / "stage.json").stat().st_mtime_ns == sft_stamp
+
+
+def test_a_stage_that_does_not_end_by_itself_is_killed(tmp_path: Path) -> None:
+    """A stopped process takes no notice of its closed standard input; Ctrl-C does not wait for it for ever."""
+    recipe = write_recipe(tmp_path, tmp_path / "rows.jsonl", sft={"steps": ENDLESS})
+    process = start(recipe, tmp_path / "run")
+    await_file(tmp_path / "run" / "sft" / "metrics.jsonl", process)
+    (child,) = descendants(process.pid)
+    os.kill(child, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=END_DEADLINE_S)
+    assert process.returncode == 130
+    await_ends([child])
 
 
 def test_a_stage_in_this_process_is_interrupted_the_same_way(

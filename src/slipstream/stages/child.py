@@ -21,6 +21,7 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.recipes import resolve, stage_dir
 
 ERROR = "error.json"
+LET_GO_DEADLINE_S = 5.0
 
 
 class StageError(msgspec.Struct, frozen=True):
@@ -34,7 +35,8 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
     """Run `stage` of the run in `run_dir`; returns when its output is there.
 
     Waits for: the process. Unblocked by: its end, or a line for the terminal. Raises ConfigError or SlipstreamError
-    with what the stage said. Whatever is raised here, KeyboardInterrupt too, the process has ended by then.
+    with what the stage said. Whatever is raised here, KeyboardInterrupt too, the process has ended by then: by itself
+    when its standard input closes, or killed LET_GO_DEADLINE_S later.
     """
     error_path = stage_dir(run_dir, stage) / ERROR
     error_path.unlink(missing_ok=True)
@@ -57,7 +59,7 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
         process.stdin.close()
         if process.stdout is not None:
             process.stdout.close()
-        process.wait()
+        _end(process)
     if code == 0:
         return
     if error_path.is_file():
@@ -65,6 +67,15 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
         raise (ConfigError if error.is_input else SlipstreamError)(error.text)
     how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     raise SlipstreamError(f"the process of stage '{stage}' ended", got=how, hint="is there enough memory for it?")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Wait for the end of a process that was let go; kill what does not end in time, a stopped one for example."""
+    try:
+        process.wait(LET_GO_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def main(run_dir: Path, stage: str, *, display: bool) -> int:
