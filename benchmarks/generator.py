@@ -21,7 +21,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from slipstream.generator.engine import Engine, Finished, Request
+from slipstream.generator.engine import Engine
+from slipstream.generator.requests import Finished, Request
 from slipstream.models.config import TransformerConfig
 from slipstream.models.linear import linear
 from slipstream.models.transformer import Transformer

@@ -34,7 +34,8 @@ def child(threads: int) -> None:
     from generator import GROUP_SIZE, PROMPT_TOKENS, VOCAB, random_llama
 
     from slipstream.algorithms.logprobs import token_logprobs
-    from slipstream.generator.engine import Engine, Request
+    from slipstream.generator.engine import Engine
+    from slipstream.generator.requests import Request
     from slipstream.models.attention import PackedAttention
 
     torch.set_num_threads(threads)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slipstream.generator.engine import Engine, Finished, Request
+from slipstream.generator.engine import Engine
+from slipstream.generator.requests import Finished, Request
 from slipstream.models.config import TransformerConfig
 from slipstream.models.transformer import Transformer
 

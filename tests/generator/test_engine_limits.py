@@ -10,8 +10,8 @@ from engine_kit import STOP, drain, new_engine, random_model, random_prompt, req
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.types import VersionSpan
-from slipstream.generator.engine import Request
 from slipstream.generator.fake import ScriptedGenerator
+from slipstream.generator.requests import Request
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import torch
 from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, requests, run
 
 from slipstream.core.types import VersionSpan
-from slipstream.generator.engine import Engine, Request
+from slipstream.generator.engine import Engine
+from slipstream.generator.requests import Request
 from slipstream.models.attention import PackedAttention
 from slipstream.models.transformer import Transformer
 

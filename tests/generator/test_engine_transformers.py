@@ -10,7 +10,7 @@ import torch
 from engine_kit import VOCAB, drain, new_engine, random_prompt, run
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from slipstream.generator.engine import Request
+from slipstream.generator.requests import Request
 from slipstream.models.hf import load_model
 
 SIZES: dict[str, object] = {

@@ -16,7 +16,8 @@ from slipstream.controller.placement import num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment
-from slipstream.generator.engine import Engine, Request
+from slipstream.generator.engine import Engine
+from slipstream.generator.requests import Request
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.types import Completion, Prompt, Segment
-from slipstream.generator.engine import Engine, Request
+from slipstream.generator.engine import Engine
 from slipstream.generator.executor import EVAL_STREAM, decode_text
+from slipstream.generator.requests import Request
 from slipstream.models.build import stop_token_ids
 from slipstream.models.transformer import Transformer
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from slipstream.generator.kv_cache import (
     round_up,
 )
 from slipstream.generator.noise import noise_keys, uniform
+from slipstream.generator.requests import Finished, Request, Resume
 from slipstream.generator.sampler import sample_tokens
 from slipstream.models.transformer import Transformer
 
@@ -48,58 +49,6 @@ class StateSpans(Protocol):
 class _NoSpans:
     def span(self, state: str) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
-
-
-@dataclass(frozen=True, eq=False)
-class Resume:
-    """What a request had generated when it was exported; T >= 0 tokens."""
-
-    tokens: np.ndarray  # int32 [T]
-    logprobs: np.ndarray  # float32 [T]
-    version_spans: tuple[VersionSpan, ...]
-    started_s: float
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """One completion to generate: `sample` of group `ordinal`.
-
-    `max_new_tokens` counts from the completion's first token, also when resumed. `stream` separates uses that count
-    ordinals on their own, so that their noise differs: 0 is training.
-    """
-
-    ordinal: int
-    sample: int
-    prompt_tokens: np.ndarray  # int32 [Tp], Tp >= 1
-    max_new_tokens: int
-    temperature: float = 1.0
-    stream: int = 0
-    resume: Resume | None = None
-
-    def resumed_with(self, resume: Resume) -> Request:
-        """The same request, to be continued after `resume`."""
-        return replace(self, resume=resume)
-
-
-@dataclass(frozen=True, eq=False)
-class Finished:
-    """A completion: its stop token, when it has one, is the last of `tokens`. `request` is what was asked."""
-
-    request: Request
-    tokens: np.ndarray  # int32 [T]
-    logprobs: np.ndarray  # float32 [T]: behaviour logprobs
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: Literal["stop", "length"]
-    started_s: float
-    finished_s: float
-
-    @property
-    def ordinal(self) -> int:
-        return self.request.ordinal
-
-    @property
-    def sample(self) -> int:
-        return self.request.sample
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor, Spans
@@ -28,10 +27,10 @@ from slipstream.core.types import (
     Stop,
     Swapped,
 )
-from slipstream.generator.engine import Engine, Finished, Request
-from slipstream.models.build import build_policy, stop_token_ids
-from slipstream.models.flat import FlatParameters
-from slipstream.models.transformer import Transformer
+from slipstream.generator.engine import Engine
+from slipstream.generator.native import NativeBackend
+from slipstream.generator.requests import Finished, Request
+from slipstream.models.build import build_tokenizer, stop_token_ids
 
 COUNTERS_EVERY_S = 1.0
 TRAIN_STREAM, EVAL_STREAM = 0, 1  # their ordinals are counted apart, so their noise is keyed apart
@@ -78,20 +77,24 @@ class Generator(Executor):
         self.context = context
         config = self.config
         torch.set_num_threads(context.num_threads)
-        model, self.tokenizer = build_policy(config.model, seed=config.seed)
-        self.model = model
-        self.parameters = FlatParameters(model)
-        longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
-        self.max_len = min(model.config.max_positions, longest)
+        self.tokenizer = build_tokenizer(config.model)
         self.stop_ids = stop_token_ids(self.tokenizer, config.generator)
         self.spans = Labelled(context.spans)
-        seed = training_seed(config, self.replica)
-        self.engine = self._new_engine(model, config.generator.num_slots, self.spans, seed=seed)
+        self.backend = NativeBackend(
+            config,
+            tokenizer=self.tokenizer,
+            seed=training_seed(config, self.replica),
+            stop_token_ids=self.stop_ids,
+            spans=self.spans,
+            clock=context.clock,
+        )
+        self.engine = self.backend.engine
+        self.max_len = self.backend.max_len
         assert context.subscriber is not None, "a generator needs a WEIGHTS channel"
         self.weights = context.subscriber
         self.weights.open(
-            self.parameters,
-            lambda tokens: probe_logprobs(model, tokens),
+            self.backend.weights,
+            self.backend.probe,
             config.generator.probe_tolerance,
             is_threaded=config.host == "process",
         )
@@ -103,18 +106,6 @@ class Generator(Executor):
         self.counted_s = context.clock.now_s()
         context.spans.set_idle_state("wait_trainer")
         context.outputs["events"].put(Ready(executor=context.name))
-
-    def _new_engine(self, model: Transformer, num_slots: int, spans: Labelled, *, seed: int) -> Engine:
-        return Engine(
-            model,
-            num_slots=num_slots,
-            max_len=self.max_len,
-            seed=seed,
-            stop_token_ids=self.stop_ids,
-            prefill_tokens=self.config.generator.prefill_tokens,
-            spans=spans,
-            clock=self.context.clock,
-        )
 
     @property
     def is_finished(self) -> bool:
@@ -152,7 +143,7 @@ class Generator(Executor):
                 )
             case Evaluate():
                 same = next((job.weights for job in self.jobs if job.version == self.engine.version), None)
-                weights = self.parameters.flat.clone() if same is None else same
+                weights = self.backend.snapshot() if same is None else same
                 self.jobs.append(EvalJob(message, self.engine.version, weights))
             case Stop():
                 self._count(is_last=True)
@@ -295,11 +286,8 @@ class Generator(Executor):
         return True
 
     def _start_evaluation(self, job: EvalJob) -> Engine:
-        model, _ = build_policy(self.config.model, seed=self.config.seed, tokenizer=self.tokenizer)
-        FlatParameters(model).rebind(job.weights)
         spans = Labelled(self.context.spans, "evaluate")
-        engine = self._new_engine(model, self.config.eval.num_slots, spans, seed=self.config.seed)
-        engine.set_version(job.version)
+        engine = self.backend.evaluation_engine(job.weights, job.version, spans)
         engine.submit(
             [
                 self._request(i, 0, prompt, job.request.temperature, stream=EVAL_STREAM)

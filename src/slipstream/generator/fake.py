@@ -10,7 +10,8 @@ import numpy as np
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.types import VersionSpan
-from slipstream.generator.engine import Finished, Request, Resume, check_request, extended_spans
+from slipstream.generator.engine import check_request, extended_spans
+from slipstream.generator.requests import Finished, Request, Resume
 
 Script = Callable[[Request], Sequence[int]]
 

@@ -1,0 +1,121 @@
+"""What goes into a generation engine and what comes out, and the interface that every engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from slipstream.core.types import FinishReason, VersionSpan
+
+KvOnUpdate = Literal["keep", "recompute", "recompute_if_older_than"]
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSets:
+    """The tokens each of T tokens was drawn from, where sampling is truncated: `tokens` row by row, `counts` of each.
+
+    Token t was drawn from `tokens[sum(counts[:t]) : sum(counts[:t + 1])]`, ascending, and is one of them.
+    """
+
+    tokens: np.ndarray  # int32 [sum of counts]
+    counts: np.ndarray  # int32 [T]
+
+
+@dataclass(frozen=True, eq=False)
+class Resume:
+    """What a request had generated when it was exported; T >= 0 tokens."""
+
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T]
+    version_spans: tuple[VersionSpan, ...]
+    started_s: float
+    kept: KeptSets | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One completion to generate: `sample` of group `ordinal`.
+
+    `max_new_tokens` counts from the completion's first token, also when resumed. `stream` separates uses that count
+    ordinals on their own, so that their noise differs: 0 is training. Sampling is from softmax(logits / temperature),
+    cut to the `top_k` likeliest tokens, then to the fewest that hold `top_p` of the mass, then to those with at least
+    `min_p` of the likeliest one's probability; 0, 1 and 0 cut nothing. `keep_sets` reports what was left.
+    At `deadline_s` on the engine's clock the completion ends as it is, with reason "deadline".
+    """
+
+    ordinal: int
+    sample: int
+    prompt_tokens: np.ndarray  # int32 [Tp], Tp >= 1
+    max_new_tokens: int
+    temperature: float = 1.0
+    stream: int = 0
+    resume: Resume | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    keep_sets: bool = False
+    deadline_s: float | None = None
+
+    def resumed_with(self, resume: Resume) -> Request:
+        """The same request, to be continued after `resume`."""
+        return replace(self, resume=resume)
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """A completion: its stop token, when it has one, is the last of `tokens`. `request` is what was asked."""
+
+    request: Request
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T]: behaviour logprobs
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    started_s: float
+    finished_s: float
+    kept: KeptSets | None = None
+
+    @property
+    def ordinal(self) -> int:
+        return self.request.ordinal
+
+    @property
+    def sample(self) -> int:
+        return self.request.sample
+
+
+class GenerationEngine(Protocol):
+    """Requests in, completions out, as the generator's executor drives it: our own engine, or vLLM in its process."""
+
+    version: int
+
+    @property
+    def num_live(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue `requests` in this order; resumed ones go before everything that has not started."""
+        ...
+
+    def pause_admission(self, is_paused: bool) -> None:
+        """While paused no waiting request starts; live ones go on."""
+        ...
+
+    def step(self) -> list[Finished]:
+        """One bounded piece of work without waiting; what finished."""
+        ...
+
+    def set_version(self, version: int, *, kv_on_update: KvOnUpdate = "keep", max_kv_age: int = 0) -> None:
+        """The weights are `version` from here on; called between two steps, after they were replaced."""
+        ...
+
+    def export_live(self) -> list[Request]:
+        """Take every live completion out, resumable by `submit` here or elsewhere; oldest first."""
+        ...

@@ -1,0 +1,104 @@
+"""What the engine asks of whatever runs the model: room for keys and values, prefill by chunks, one decode step.
+
+The engine (`engine.py`) decides who runs where; a runner owns the device memory and the per-row state of decoding. Two
+runners stand behind this interface: `slot_runner.SlotRunner`, dense slots on a CPU, the reference; and
+`paged_runner.PagedRunner`, pages with reference counts, its decode step captured on CUDA.
+
+Words: a *row* is one sequence being decoded, at a fixed index. A *prefix* is the stored keys and values of the first
+tokens of a sequence; rows are opened on it, any number of them, and it may be closed while they live on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+class Prefix(Protocol):
+    """Room for the keys and values of `num_tokens` tokens; filled by `Runner.prefill`, chunk by chunk."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Tokens `start` to `start + n` of a prefix, to be prefilled; the ones before `start` are stored already."""
+
+    prefix: Prefix
+    tokens: np.ndarray  # int32 [n], n >= 1
+    start: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowStates:
+    """Where decoding begins in N rows. Numpy arrays of length N."""
+
+    input_tokens: np.ndarray  # int64: the first token to decode
+    positions: np.ndarray  # int64: its position = number of tokens with stored keys
+    num_new: np.ndarray  # int64: completion tokens known so far; the noise of the next one is drawn at this index
+    noise_keys: np.ndarray  # uint64
+    temperatures: np.ndarray  # float32, 0: greedy
+    top_k: np.ndarray  # int64, 0: off
+    top_p: np.ndarray  # float32, 1: off
+    min_p: np.ndarray  # float32, 0: off
+    keep_sets: np.ndarray  # bool: report the kept set of every token
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """One token for each of the rows 0 .. R-1; entries of rows that are not open mean nothing.
+
+    `kept` int32 [R, K], filled up with -1, is there when some open row has `keep_sets`: the tokens it was drawn from.
+    """
+
+    tokens: np.ndarray  # int64 [R]
+    logprobs: np.ndarray  # float32 [R]: under the distribution the token was drawn from
+    kept: np.ndarray | None = None
+
+
+class Runner(Protocol):
+    """Runs one model for one engine. Called from one thread, between two decode steps."""
+
+    num_rows: int
+    """Rows that may be open at once."""
+    max_len: int
+    """Tokens of the longest sequence."""
+
+    def open_prefix(self, num_tokens: int) -> Prefix | None:
+        """Room for a prefix; None when memory is short now (the engine tries again when something was closed)."""
+        ...
+
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Compute and store the chunks' keys and values under the present weights; no prefix occurs twice."""
+        ...
+
+    def close_prefix(self, prefix: Prefix) -> None:
+        """The engine opens no further row on it. Rows that are open on it keep what they share."""
+        ...
+
+    def open_rows(self, rows: Sequence[int], prefix: Prefix | None, states: RowStates) -> bool:
+        """Start the closed `rows` behind `prefix` (None: behind nothing). False, changing nothing, without memory."""
+        ...
+
+    def close_rows(self, rows: Sequence[int]) -> None:
+        """Forget these rows; their memory is free."""
+        ...
+
+    def move_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Rename open rows; destinations are closed, and the two sets are disjoint."""
+        ...
+
+    def rows_without_room(self) -> list[int]:
+        """Open rows, that cannot store another token now, after giving room to those that can, lowest row first.
+
+        The engine preempts until this is empty; always empty where rows have their full length from the start.
+        """
+        ...
+
+    def decode(self, num_rows: int) -> Decoded:
+        """One token for every open row; all of them lie below `num_rows`. Advances the rows by that token."""
+        ...
