@@ -9,7 +9,7 @@ import pytest
 
 import slipstream
 from slipstream.core.config import RunConfig, TaskConfig
-from slipstream.generator import executor
+from slipstream.generator import native
 from slipstream.generator.executor import training_seed
 from slipstream.observe.recorder import read_rollouts
 
@@ -53,12 +53,12 @@ def test_a_replicas_own_seed_changes_what_it_samples_and_no_evaluation(
 ) -> None:
     seeds: list[tuple[str | None, int]] = []
 
-    class Recorded(executor.Engine):
+    class Recorded(native.Engine):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             seeds.append((kwargs["spans"].state, kwargs["seed"]))
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(executor, "Engine", Recorded)
+    monkeypatch.setattr(native, "Engine", Recorded)
     one = sampled(tmp_path / "one")
     shared = sampled(tmp_path / "shared", replicas=2)
     assert {key: text for key, (_, text) in shared.items()} == {key: text for key, (_, text) in one.items()}
