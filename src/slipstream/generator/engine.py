@@ -35,7 +35,7 @@ from slipstream.generator.kv_cache import (
     round_up,
 )
 from slipstream.generator.noise import noise_keys, uniform
-from slipstream.generator.requests import Finished, Request, Resume
+from slipstream.generator.requests import Finished, Request, Resume, check_request, extended_spans
 from slipstream.generator.sampler import sample_tokens
 from slipstream.models.transformer import Transformer
 
@@ -66,29 +66,6 @@ class _Live:
     request: Request
     version_spans: list[VersionSpan]
     started_s: float
-
-
-def check_request(request: Request, *, max_len: int) -> None:
-    """Raise ConfigError when `request` cannot be served in sequences of `max_len` tokens."""
-    num_prompt = len(request.prompt_tokens)
-    if num_prompt == 0:
-        raise ConfigError("a prompt needs at least one token", got=f"ordinal {request.ordinal} with an empty prompt")
-    if request.max_new_tokens < 1:
-        raise ConfigError("max_new_tokens must be positive", got=request.max_new_tokens)
-    if request.temperature < 0:
-        raise ConfigError("temperature must not be negative", got=request.temperature, hint="0 means greedy")
-    if num_prompt + request.max_new_tokens > max_len:
-        raise ConfigError(
-            f"prompt and completion of ordinal {request.ordinal} do not fit into a slot",
-            got=f"{num_prompt} prompt tokens + {request.max_new_tokens} new tokens",
-            allowed=f"{max_len} tokens",
-            hint="raise the engine's max_len, lower max_new_tokens or drop long prompts",
-        )
-    if request.resume is not None and len(request.resume.tokens) >= request.max_new_tokens:
-        raise ConfigError(
-            f"ordinal {request.ordinal} sample {request.sample} is already complete",
-            got=f"{len(request.resume.tokens)} tokens of at most {request.max_new_tokens}",
-        )
 
 
 class Engine:
@@ -430,11 +407,3 @@ class Engine:
         )
         self._free(slot)
         return finished
-
-
-def extended_spans(spans: list[VersionSpan], *, start: int, version: int) -> list[VersionSpan]:
-    """`spans` with tokens from `start` on sampled by `version`; a span that got no token is replaced."""
-    kept = [span for span in spans if span.start < start]
-    if kept and kept[-1].version == version:
-        return kept
-    return [*kept, VersionSpan(start=start, version=version)]

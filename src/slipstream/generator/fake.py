@@ -10,8 +10,7 @@ import numpy as np
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.types import VersionSpan
-from slipstream.generator.engine import check_request, extended_spans
-from slipstream.generator.requests import Finished, Request, Resume
+from slipstream.generator.requests import Finished, Request, Resume, check_request, extended_spans
 
 Script = Callable[[Request], Sequence[int]]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
+from slipstream.core.errors import ConfigError
 from slipstream.core.types import FinishReason, VersionSpan
 
 KvOnUpdate = Literal["keep", "recompute", "recompute_if_older_than"]
@@ -43,7 +45,8 @@ class Request:
     ordinals on their own, so that their noise differs: 0 is training. Sampling is from softmax(logits / temperature),
     cut to the `top_k` likeliest tokens, then to the fewest that hold `top_p` of the mass, then to those with at least
     `min_p` of the likeliest one's probability; 0, 1 and 0 cut nothing. `keep_sets` reports what was left.
-    At `deadline_s` on the engine's clock the completion ends as it is, with reason "deadline".
+    A completion that takes longer than `time_limit_s` seconds from its start ends as it is, with reason "deadline", but
+    never before its first token.
     """
 
     ordinal: int
@@ -57,7 +60,7 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     keep_sets: bool = False
-    deadline_s: float | None = None
+    time_limit_s: float | None = None
 
     def resumed_with(self, resume: Resume) -> Request:
         """The same request, to be continued after `resume`."""
@@ -119,3 +122,42 @@ class GenerationEngine(Protocol):
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; oldest first."""
         ...
+
+
+def check_request(request: Request, *, max_len: int) -> None:
+    """Raise ConfigError when `request` cannot be served in sequences of `max_len` tokens."""
+    num_prompt = len(request.prompt_tokens)
+    if num_prompt == 0:
+        raise ConfigError("a prompt needs at least one token", got=f"ordinal {request.ordinal} with an empty prompt")
+    if request.max_new_tokens < 1:
+        raise ConfigError("max_new_tokens must be positive", got=request.max_new_tokens)
+    if not (0 <= request.temperature < math.inf):
+        raise ConfigError("temperature must not be negative", got=request.temperature, hint="0 means greedy")
+    if request.top_k < 0 or not 0 < request.top_p <= 1 or not 0 <= request.min_p <= 1:
+        raise ConfigError(
+            "sampling cannot be cut like this",
+            got=f"top_k = {request.top_k}, top_p = {request.top_p}, min_p = {request.min_p}",
+            allowed="top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
+        )
+    if request.time_limit_s is not None and not request.time_limit_s > 0:
+        raise ConfigError("a time limit must be positive", got=f"{request.time_limit_s} s")
+    if num_prompt + request.max_new_tokens > max_len:
+        raise ConfigError(
+            f"prompt and completion of ordinal {request.ordinal} do not fit into a slot",
+            got=f"{num_prompt} prompt tokens + {request.max_new_tokens} new tokens",
+            allowed=f"{max_len} tokens",
+            hint="raise the engine's max_len, lower max_new_tokens or drop long prompts",
+        )
+    if request.resume is not None and len(request.resume.tokens) >= request.max_new_tokens:
+        raise ConfigError(
+            f"ordinal {request.ordinal} sample {request.sample} is already complete",
+            got=f"{len(request.resume.tokens)} tokens of at most {request.max_new_tokens}",
+        )
+
+
+def extended_spans(spans: list[VersionSpan], *, start: int, version: int) -> list[VersionSpan]:
+    """`spans` with tokens from `start` on sampled by `version`; a span that got no token is replaced."""
+    kept = [span for span in spans if span.start < start]
+    if kept and kept[-1].version == version:
+        return kept
+    return [*kept, VersionSpan(start=start, version=version)]
