@@ -34,7 +34,7 @@ def child(threads: int) -> None:
     from generator import GROUP_SIZE, PROMPT_TOKENS, VOCAB, random_llama
 
     from slipstream.algorithms.logprobs import token_logprobs
-    from slipstream.generator.engine import Engine
+    from slipstream.generator.native import native_engine
     from slipstream.generator.requests import Request
     from slipstream.models.attention import PackedAttention
 
@@ -52,7 +52,7 @@ def child(threads: int) -> None:
     attention = PackedAttention([24] * 64)
 
     def decode() -> None:
-        engine = Engine(model, num_slots=64, max_len=PROMPT_TOKENS + 16, seed=0, stop_token_ids=[])
+        engine = native_engine(model, num_slots=64, max_len=PROMPT_TOKENS + 16, seed=0, stop_token_ids=[])
         engine.submit(requests)
         while not engine.is_idle:
             engine.step()

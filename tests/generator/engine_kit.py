@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from slipstream.generator.engine import Engine
+from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
 from slipstream.models.config import TransformerConfig
 from slipstream.models.transformer import Transformer
@@ -62,7 +63,7 @@ def requests(
 
 def new_engine(model: Transformer, **options: object) -> Engine:
     defaults: dict[str, object] = {"num_slots": 16, "max_len": 128, "seed": 7, "stop_token_ids": [STOP]}
-    return Engine(model, **(defaults | options))  # type: ignore[arg-type]
+    return native_engine(model, **(defaults | options))  # type: ignore[arg-type]
 
 
 def run(engine: Engine, batch: list[Request]) -> dict[tuple[int, int], Finished]:

@@ -61,7 +61,7 @@ def test_recompute_equals_a_fresh_prefill_under_the_new_weights() -> None:
     before = {(r.ordinal, r.sample): r.resume for r in twin.export_live()}
     assert engine.num_live == len(before) == len(batch)
     with_weights_of(model, newer)
-    engine.set_version(5, recompute_kv=True)
+    engine.set_version(5, kv_on_update="recompute")
     for key, completion in drain(engine).items():
         old = before[key]
         assert old is not None
@@ -127,7 +127,7 @@ def test_paused_admission_drains() -> None:
     engine.pause_admission(True)
     finished = [f for _ in range(3) for f in engine.step()]
     assert len(finished) == 4
-    assert (engine.num_live, engine.num_waiting, engine.num_free_slots, engine.is_idle) == (0, 2, 4, False)
+    assert (engine.num_live, engine.num_waiting, engine.num_free_rows, engine.is_idle) == (0, 2, 4, False)
     assert engine.step() == []
     engine.set_version(1)
     engine.pause_admission(False)

@@ -16,7 +16,7 @@ from slipstream.controller.placement import num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment
-from slipstream.generator.engine import Engine
+from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Request
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
@@ -66,7 +66,7 @@ def sample_group(
     model: Any, tokenizer: Any, prompt: Prompt, ordinal: int, step: int, config: RunConfig, scorer: Any
 ) -> Group:
     """One group alone in an engine of its own: nobody to share a batch with."""
-    engine = Engine(
+    engine = native_engine(
         model,
         num_slots=8,
         max_len=min(config.model.max_positions, config.prompts.max_prompt_tokens + config.generator.max_new_tokens),

@@ -11,6 +11,7 @@ SlipstreamError
     ChannelClosed      the other side is gone
   WeightSyncError      a version could not be staged, verified or committed
   ExecutorDied         a process of the run ended or reported an error
+  RankError            ranks that run one model together lost each other, or no longer do the same
   NonFiniteError       NaN or inf in a loss or gradient; weights were not changed
   CheckpointError      a checkpoint is missing, torn or of another model
 """
@@ -74,6 +75,10 @@ class WeightSyncError(SlipstreamError):
 
 class ExecutorDied(SlipstreamError):
     """A process of the run ended or reported an error."""
+
+
+class RankError(SlipstreamError):
+    """Ranks that run one model together lost one of them, or no longer do the same."""
 
 
 class NonFiniteError(SlipstreamError, ArithmeticError):

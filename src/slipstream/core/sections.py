@@ -96,10 +96,22 @@ class GeneratorConfig(Section):
         None, description="Export and resume completions every so many tokens when a newer version waits (L6)."
     )
     stop_at_eos: bool = Field(True, description="End completions at EOS; false samples max_new_tokens always (N).")
-    kv_on_update: Literal["keep", "recompute"] = Field(
-        "keep", description="What an in-flight swap does with the KV cache: keep it (Magistral) or rebuild it."
+    kv_on_update: Literal["keep", "recompute", "recompute_if_older_than"] = Field(
+        "keep",
+        description="What an in-flight swap does with the KV cache: keep it (Magistral), rebuild it, or rebuild only "
+        "what holds keys older than max_kv_age versions.",
     )
-    prefill_tokens: Positive = Field(2048, description="Prompt tokens prefilled between two decode steps at most.")
+    max_kv_age: NonNegative = Field(0, description="Versions a key may lag behind with 'recompute_if_older_than'.")
+    prefill_tokens: Positive = Field(512, description="Prompt tokens prefilled between two decode steps at most.")
+    prefill_chunk: Positive = Field(
+        512, description="Longer prompts are prefilled in pieces of so many tokens; a piece is the least a step does."
+    )
+    prefix_cache_tokens: NonNegative = Field(
+        2048, description="Tokens of finished prompts kept for later completions of the same prompt and version."
+    )
+    time_limit_s: PositiveFloat | None = Field(
+        None, description="A completion that takes longer, from its start in seconds, ends with reason 'deadline'."
+    )
     stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens besides the tokenizer's EOS.")
     seeds: Literal["shared", "per_replica"] = Field(
         "shared",

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.types import Completion, Prompt, Segment
-from slipstream.generator.engine import Engine
 from slipstream.generator.executor import EVAL_STREAM, decode_text
+from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Request
 from slipstream.models.build import stop_token_ids
 from slipstream.models.transformer import Transformer
@@ -36,13 +36,14 @@ def sample_completions(
     generator = config.generator
     max_len = min(model.config.max_positions, config.prompts.max_prompt_tokens + generator.max_new_tokens)
     stop_ids = stop_token_ids(tokenizer, generator)
-    engine = Engine(
+    engine = native_engine(
         model,
         num_slots=num_slots,
         max_len=max_len,
         seed=config.seed,
         stop_token_ids=stop_ids,
         prefill_tokens=generator.prefill_tokens,
+        prefill_chunk=generator.prefill_chunk,
     )
     engine.submit(
         [

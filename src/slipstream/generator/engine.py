@@ -1,49 +1,51 @@
-"""Continuous batching over fixed decode slots: prompts in, completions out, weights replaced between two steps.
+"""Continuous batching: prompts in, completions out, weights replaced between two steps.
 
-One step admits waiting requests into free slots, prefills their prompts (once per prompt, shared by its group), decodes
-ONE token for every live slot, samples, and retires what finished. The engine knows nothing of processes, channels or
-configuration; whoever drives it flips the model's weights between two steps and says so with `set_version`.
+One step admits waiting requests into free rows, prefills prompts within a token budget (once per prompt, shared by its
+group), decodes ONE token for every live row, samples, and retires what finished. The engine knows nothing of processes,
+channels or configuration, and leaves the model to a `Runner`; whoever drives it replaces the weights between two steps
+and says so with `set_version`.
 
-The prefill covers all tokens but the last; that one is the first the slot decodes. So every sampled token comes out of
+The prefill covers all tokens but the last; that one is the first the row decodes. So every sampled token comes out of
 the same decode path, a completion's first one and a resumed one's included, and a prefix is keys and values only.
 
-A completion's tokens and logprobs depend, bit for bit, on nothing but its request and the weights: not on its
-neighbours, slot, or the number of slots (conditions and evidence: `kv_cache.py`, `noise.py`). A resumed completion
-continues with the same noise; its prefilled keys differ from decoded ones in rounding only.
+A sequence may leave its row unfinished: exported, preempted for want of memory, or because its cache is to be made anew
+under new weights. In all three cases it becomes a request that carries what it has generated, goes before everything
+that has not started, and continues with the same noise. Its prefilled keys differ from decoded ones in rounding only,
+and are made by the present weights.
+
+On a CPU a completion's tokens and logprobs depend, bit for bit, on nothing but its request and the weights: not on its
+neighbours, row, the number of rows or the budget (conditions and evidence: `kv_cache.py`, `noise.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import itertools
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, NonFiniteError
-from slipstream.core.types import VersionSpan
-from slipstream.generator.kv_cache import (
-    ROW_MULTIPLE,
-    DecodeAttention,
-    PrefillAttention,
-    PrefixKV,
-    SlotKV,
-    round_up,
+from slipstream.core.types import FinishReason, VersionSpan
+from slipstream.generator.kept import KeptRecorder
+from slipstream.generator.noise import noise_keys
+from slipstream.generator.requests import (
+    Finished,
+    KvOnUpdate,
+    Request,
+    Resume,
+    StateSpans,
+    check_request,
+    extended_spans,
 )
-from slipstream.generator.noise import noise_keys, uniform
-from slipstream.generator.requests import Finished, Request, Resume, check_request, extended_spans
-from slipstream.generator.sampler import sample_tokens
-from slipstream.models.transformer import Transformer
+from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
 
-
-class StateSpans(Protocol):
-    """The part of `core.executor.Spans` the engine uses, to tell prefill from decode time."""
-
-    def span(self, state: str) -> AbstractContextManager[None]: ...
+PREFILL_CHUNK = 512
+"""Prompts longer than this are prefilled in pieces, whose places do not depend on the step's budget: so bits do not."""
 
 
 class _NoSpans:
@@ -51,110 +53,150 @@ class _NoSpans:
         return nullcontext()
 
 
+@dataclass
+class EngineStats:
+    """Cumulative. `prefilled_tokens` are those that were computed; `preemptions` were for want of memory."""
+
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    prefix_hits: int = 0  # prompts found in the table of an earlier request
+    preemptions: int = 0
+    recomputed_caches: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     request: Request
     context: np.ndarray  # int32: the tokens to prefill, all known ones but the last
     last_token: int
-    prefix_key: bytes
+    key: bytes
+    was_live: bool  # left its row unfinished in this engine; goes on even while admission is paused
+
+
+@dataclass(eq=False)
+class _Prefix:
+    """An entry of the prefix table: its storage, and how much of it is filled (or will be when this step's work is)."""
+
+    context: np.ndarray
+    storage: Prefix
+    num_done: int = 0
+    is_used: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_done == len(self.context)
 
 
 @dataclass(eq=False)
 class _Live:
-    """The part of a slot's state that no step touches."""
+    """The part of a row's state that no step touches."""
 
     request: Request
     version_spans: list[VersionSpan]
     started_s: float
+    kv_version: int  # that of its oldest key
+    kept: KeptRecorder | None
+
+
+@dataclass(eq=False)
+class _Rows:
+    """What the engine remembers of every row. Numpy arrays, so that a step costs few small operations."""
+
+    is_live: np.ndarray  # bool [rows]
+    num_new: np.ndarray  # int64 [rows]
+    max_new: np.ndarray  # int64 [rows]
+    ends_s: np.ndarray  # float64 [rows]: when its time is over
+    starts: np.ndarray  # int64 [rows]: counts up with every start; the largest is the youngest
+    tokens: np.ndarray  # int32 [rows, max_len]
+    logprobs: np.ndarray  # float32 [rows, max_len]
+    live: list[_Live | None] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, num_rows: int, max_len: int) -> _Rows:
+        return cls(
+            is_live=np.zeros(num_rows, dtype=bool),
+            num_new=np.zeros(num_rows, dtype=np.int64),
+            max_new=np.ones(num_rows, dtype=np.int64),
+            ends_s=np.full(num_rows, np.inf),
+            starts=np.zeros(num_rows, dtype=np.int64),
+            tokens=np.zeros((num_rows, max_len), dtype=np.int32),
+            logprobs=np.zeros((num_rows, max_len), dtype=np.float32),
+            live=[None] * num_rows,
+        )
+
+    def move(self, sources: list[int], destinations: list[int]) -> None:
+        for each in fields(self):
+            values = getattr(self, each.name)
+            if isinstance(values, np.ndarray):
+                values[destinations] = values[sources]
+        for source, destination in zip(sources, destinations, strict=True):
+            self.live[destination], self.live[source] = self.live[source], None
+        self.is_live[sources] = False
 
 
 class Engine:
-    """Decodes up to `num_slots` completions at a time with `model` (see the module's docstring).
+    """Decodes up to `runner.num_rows` completions at a time (see the module's docstring).
 
-    `max_len` bounds prompt + completion in tokens; `prefill_tokens` bounds the padded prompt tokens of one step, so
-    that admission never stalls decoding for long (a longer prompt is prefilled alone). `seed` is the run's.
+    `prefill_tokens` bounds the prompt tokens of one step, so that admission never stalls decoding for long; one chunk
+    (`PREFILL_CHUNK`) is always made. `prefix_cache_tokens` bounds what is kept of prompts that nobody waits for any
+    more, until the version changes. `seed` is the run's.
 
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
-    `pause_admission` or `export_live`.
+    `pause_admission`, `preempt` or `export_live`.
     """
 
     def __init__(
         self,
-        model: Transformer,
+        runner: Runner,
         *,
-        num_slots: int,
-        max_len: int,
         seed: int,
         stop_token_ids: Sequence[int],
-        prefill_tokens: int = 2048,
+        prefill_tokens: int = 512,
+        prefill_chunk: int = PREFILL_CHUNK,
+        prefix_cache_tokens: int = 0,
         version: int = 0,
         spans: StateSpans | None = None,
         clock: Clock | None = None,
     ) -> None:
-        config = model.config
-        if num_slots < 1:
-            raise ConfigError("the engine needs at least one slot", got=num_slots)
-        if max_len > config.max_positions:
-            raise ConfigError(
-                "max_len exceeds the positions the model was built for", got=max_len, allowed=config.max_positions
-            )
         self.version = version
-        self.max_len = max_len
-        self.num_generated_tokens = 0
-        self._model = model
+        self.stats = EngineStats()
+        self._runner = runner
         self._seed = seed
-        self._num_slots = num_slots
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self._prefill_chunk = prefill_tokens, prefill_chunk
+        self._prefix_cache_tokens = prefix_cache_tokens
         self._spans = spans if spans is not None else _NoSpans()
         self._clock = clock if clock is not None else WallClock()
-        self._is_stop = np.zeros(config.vocab_size, dtype=bool)
-        outside = [token for token in stop_token_ids if not 0 <= token < config.vocab_size]
-        if outside:
-            raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=f"0..{config.vocab_size - 1}")
-        self._is_stop[list(stop_token_ids)] = True
+        self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
         self._is_paused = False
+        self._is_short = False  # of memory: nothing is admitted until a row ends
         self._waiting: deque[_Waiting] = deque()
-        self._num_waiting_for: Counter[bytes] = Counter()
-        self._prefixes: dict[bytes, PrefixKV] = {}
-        self._kv = SlotKV(
-            num_layers=config.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=config.num_kv_heads,
-            max_len=max_len,
-            head_dim=config.head_dim,
-        )
-        self._attention = DecodeAttention(self._kv, num_heads=config.num_heads)
-        # Per slot, numpy so that a step costs few small operations. Slots that are not live decode token 0 at position
-        # 0 as padding; nobody reads what they produce.
-        slots = self._kv.num_slots
-        self._live: list[_Live | None] = [None] * slots
-        self._is_live = np.zeros(slots, dtype=bool)
-        self._input_tokens = np.zeros(slots, dtype=np.int64)
-        self._positions = np.zeros(slots, dtype=np.int64)  # of the input token = number of tokens with stored KV
-        self._num_new = np.zeros(slots, dtype=np.int64)
-        self._max_new = np.ones(slots, dtype=np.int64)
-        self._noise_keys = np.zeros(slots, dtype=np.uint64)
-        self._temperatures = np.ones(slots, dtype=np.float32)
-        self._new_tokens = np.zeros((slots, max_len), dtype=np.int32)
-        self._new_logprobs = np.zeros((slots, max_len), dtype=np.float32)
-        self._input_tokens_tensor = torch.from_numpy(self._input_tokens)
-        self._positions_tensor = torch.from_numpy(self._positions)
+        self._num_left = 0  # waiting requests that were live here
+        self._num_starts = 0
+        self._prefixes: OrderedDict[bytes, _Prefix] = OrderedDict()  # least recently used first
+        self._wanted: Counter[bytes] = Counter()  # waiting requests per prefix
+        self._rows = _Rows.empty(runner.num_rows, runner.max_len)
+
+    @property
+    def max_len(self) -> int:
+        return self._runner.max_len
 
     @property
     def num_live(self) -> int:
-        return int(np.count_nonzero(self._is_live))
+        """Completions that have begun here and are not finished; those that wait to get back into a row included."""
+        return int(np.count_nonzero(self._rows.is_live)) + self._num_left
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Requests that have not begun here."""
+        return len(self._waiting) - self._num_left
 
     @property
-    def num_free_slots(self) -> int:
-        return self._num_slots - self.num_live
+    def num_free_rows(self) -> int:
+        return self._runner.num_rows - int(np.count_nonzero(self._rows.is_live))
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and not self._is_live.any()
+        return not self._waiting and not self._rows.is_live.any()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order; resumed ones go before everything that has not started.
@@ -163,18 +205,7 @@ class Engine:
         """
         for request in requests:
             check_request(request, max_len=self.max_len)
-        resumed: list[_Waiting] = []
-        for request in requests:
-            known = request.prompt_tokens.astype(np.int32)
-            if request.resume is not None:
-                known = np.concatenate([known, request.resume.tokens.astype(np.int32)])
-            entry = _Waiting(request, known[:-1], int(known[-1]), known[:-1].tobytes())
-            self._num_waiting_for[entry.prefix_key] += 1
-            if request.resume is None:
-                self._waiting.append(entry)
-            else:
-                resumed.append(entry)
-        self._waiting.extendleft(reversed(resumed))
+        self._enqueue(requests, was_live=False)
 
     def pause_admission(self, is_paused: bool) -> None:
         """While paused no waiting request starts; live ones go on. Draining before a swap between batches."""
@@ -182,228 +213,337 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Admit and prefill within the budget, decode one token per live slot, return what finished."""
+        """Admit and prefill within the budget, decode one token per live row, return what finished."""
         self._admit()
-        if not self._is_live.any():
+        if not self._rows.is_live.any():
             return []
         with self._spans.span("decode"):
+            self._make_room()
             if not self._waiting or self._is_paused:
                 self._compact()
             return self._decode()
 
-    @torch.inference_mode()
-    def set_version(self, version: int, *, recompute_kv: bool = False) -> None:
+    def set_version(self, version: int, *, kv_on_update: KvOnUpdate = "keep", max_kv_age: int = 0) -> None:
         """The model's weights are `version` from here on; call between two steps, after they were replaced.
 
-        Live sequences keep the keys and values the old weights made, unless `recompute_kv` prefills them again (their
-        tokens and behaviour logprobs stay). Shared prefixes that no slot holds yet are forgotten in both cases.
+        Tokens and behaviour logprobs stay. Live sequences keep the keys and values that old weights made
+        ("keep"), or those who hold any key older than `max_kv_age` versions ("recompute": 0) leave their rows and are
+        prefilled again within the budget of the next steps, so that the others go on meanwhile. Shared prefixes are
+        forgotten in every case.
         """
         self.version = version
-        self._prefixes.clear()
-        slots = np.flatnonzero(self._is_live).tolist()
-        for slot in slots:
-            live = self._live_at(slot)
-            live.version_spans = extended_spans(live.version_spans, start=int(self._num_new[slot]), version=version)
-        if recompute_kv:
-            with self._spans.span("prefill"):
-                self._recompute(slots)
+        for key in list(self._prefixes):
+            self._forget(key)
+        rows = np.flatnonzero(self._rows.is_live).tolist()
+        for row in rows:
+            live = self._live_at(row)
+            live.version_spans = extended_spans(live.version_spans, start=int(self._rows.num_new[row]), version=version)
+        if kv_on_update != "keep":
+            oldest = version if kv_on_update == "recompute" else version - max_kv_age
+            stale = [row for row in rows if self._live_at(row).kv_version < oldest]
+            self.stats.recomputed_caches += len(stale)
+            self._requeue(stale)
+
+    def preempt(self, count: int) -> None:
+        """Take the `count` youngest live sequences out of their rows; they go on as soon as there is room."""
+        rows = np.flatnonzero(self._rows.is_live)
+        self._requeue(rows[np.argsort(-self._rows.starts[rows])][:count].tolist())
 
     def export_live(self) -> list[Request]:
-        """Take every live completion out of its slot, resumable by `submit` here or elsewhere; oldest first."""
-        exported = []
-        for slot in np.flatnonzero(self._is_live).tolist():
-            live = self._live_at(slot)
-            num_new = int(self._num_new[slot])
-            resume = Resume(
-                tokens=self._new_tokens[slot, :num_new].copy(),
-                logprobs=self._new_logprobs[slot, :num_new].copy(),
-                version_spans=tuple(span for span in live.version_spans if span.start < num_new),
-                started_s=live.started_s,
-            )
-            exported.append(live.request.resumed_with(resume))
-            self._free(slot)
+        """Take every live completion out, resumable by `submit` here or elsewhere; oldest first."""
+        exported = [entry.request for entry in self._waiting if entry.was_live]
+        self._waiting = deque(entry for entry in self._waiting if not entry.was_live)
+        self._wanted = Counter(entry.key for entry in self._waiting)
+        self._num_left = 0
+        self._trim_prefixes()
+        exported.extend(self._leave(np.flatnonzero(self._rows.is_live).tolist()))
         return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
 
-    def _live_at(self, slot: int) -> _Live:
-        live = self._live[slot]
-        assert live is not None, f"slot {slot} is not live"
+    # Rows
+
+    def _live_at(self, row: int) -> _Live:
+        live = self._rows.live[row]
+        assert live is not None, f"row {row} is not live"
         return live
 
-    def _free(self, slot: int) -> None:
-        self._live[slot] = None
-        self._is_live[slot] = False
-        self._input_tokens[slot] = 0
-        self._positions[slot] = 0
-        self._temperatures[slot] = 1.0
+    def _close(self, rows: list[int]) -> None:
+        self._runner.close_rows(rows)
+        self._rows.is_live[rows] = False
+        for row in rows:
+            self._rows.live[row] = None
+
+    def _leave(self, rows: list[int]) -> list[Request]:
+        """Close `rows`; the requests that continue them."""
+        requests = []
+        for row in rows:
+            live = self._live_at(row)
+            num_new = int(self._rows.num_new[row])
+            resume = Resume(
+                tokens=self._rows.tokens[row, :num_new].copy(),
+                logprobs=self._rows.logprobs[row, :num_new].copy(),
+                version_spans=tuple(span for span in live.version_spans if span.start < num_new),
+                started_s=live.started_s,
+                kept=None if live.kept is None else live.kept.taken(),
+            )
+            requests.append(live.request.resumed_with(resume))
+        self._close(rows)
+        return requests
+
+    def _requeue(self, rows: list[int]) -> None:
+        """Let the sequences in `rows` wait, before all others, oldest first."""
+        rows = sorted(rows, key=lambda row: int(self._rows.starts[row]))
+        self._enqueue(self._leave(rows), was_live=True)
+
+    def _enqueue(self, requests: Sequence[Request], *, was_live: bool) -> None:
+        resumed: list[_Waiting] = []
+        for request in requests:
+            known = request.prompt_tokens.astype(np.int32)
+            if request.resume is not None:
+                known = np.concatenate([known, request.resume.tokens.astype(np.int32)])
+            entry = _Waiting(request, known[:-1], int(known[-1]), known[:-1].tobytes(), was_live)
+            self._wanted[entry.key] += 1
+            if request.resume is None and not was_live:
+                self._waiting.append(entry)
+            else:
+                resumed.append(entry)
+        self._waiting.extendleft(reversed(resumed))
+        self._num_left += len(requests) if was_live else 0
+
+    # Admission
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, lowest slot and oldest request first."""
-        if self._is_paused or not self._waiting:
+        """Prefill within the budget and move waiting requests into free rows, oldest first, lowest row first.
+
+        A request whose prompt takes several steps lets those behind it pass, which would idle otherwise; the first in
+        line always gets on by a chunk, so nobody waits for ever.
+        """
+        is_any_live = bool(self._rows.is_live.any())
+        self._is_short &= is_any_live
+        if not self._waiting or self._is_short or (self._is_paused and not self._num_left):
             return
-        placements: list[tuple[int, _Waiting]] = []
-        missing: dict[bytes, np.ndarray] = {}
-        num_tokens = 0
-        for slot in np.flatnonzero(~self._is_live[: self._num_slots]).tolist():
-            if not self._waiting:
-                break
-            entry = self._waiting[0]
-            if len(entry.context) > 0 and entry.prefix_key not in self._prefixes and entry.prefix_key not in missing:
-                cost = round_up(len(entry.context), ROW_MULTIPLE)
-                if missing and num_tokens + cost > self._prefill_tokens:
-                    break
-                num_tokens += cost
-                missing[entry.prefix_key] = entry.context
-            placements.append((slot, self._waiting.popleft()))
-        if not placements:
+        free = np.flatnonzero(~self._rows.is_live).tolist()
+        if not free:
+            return
+        ready, rounds = self._choose(len(free))
+        if not ready and not rounds:
+            if not is_any_live:
+                raise self._no_room()
             return
         with self._spans.span("prefill"):
-            self._prefixes.update(zip(missing, self._prefill(list(missing.values())), strict=True))
-            self._fill(placements)
-            now_s = self._clock.now_s()
-            for slot, entry in placements:
-                self._start(slot, entry, now_s)
+            for chunks in rounds:
+                self._runner.prefill(chunks)
+                self.stats.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
+            if ready:
+                self._place(ready, free)
 
-    def _fill(self, placements: list[tuple[int, _Waiting]]) -> None:
-        """Write the prefixes and numbers of all placements, slots together where they share a value or an array."""
-        slots_of: dict[bytes, list[int]] = {}
-        for slot, entry in placements:
-            slots_of.setdefault(entry.prefix_key, []).append(slot)
-        for key, sharing in slots_of.items():
-            if key:
-                self._kv.write_prefix(sharing, self._prefixes[key])
-            self._num_waiting_for[key] -= len(sharing)
-            if self._num_waiting_for[key] == 0:
-                del self._num_waiting_for[key]
-                self._prefixes.pop(key, None)
-        slots = [slot for slot, _ in placements]
-        requests = [entry.request for _, entry in placements]
-        lengths = [len(entry.context) for _, entry in placements]
-        self._attention.open_slots(slots, lengths)
-        self._positions[slots] = lengths
-        self._input_tokens[slots] = [entry.last_token for _, entry in placements]
-        self._max_new[slots] = [request.max_new_tokens for request in requests]
-        self._temperatures[slots] = [request.temperature for request in requests]
-        self._noise_keys[slots] = noise_keys(self._seed, [(r.stream, r.ordinal, r.sample) for r in requests])
-        self._is_live[slots] = True
+    def _choose(self, num_free: int) -> tuple[list[_Waiting], list[list[Chunk]]]:
+        """Requests that can start in this step, and the chunks to prefill for that: round by round, one per prefix."""
+        ready: list[_Waiting] = []
+        rounds: list[list[Chunk]] = []
+        chosen: set[bytes] = set()
+        budget = self._prefill_tokens
+        for entry in itertools.islice(self._waiting, self._runner.num_rows):
+            if len(ready) == num_free or (self._is_paused and not entry.was_live):
+                break
+            if entry.key:
+                chosen.add(entry.key)
+                prefix = self._prefix_of(entry, chosen)
+                if prefix is None:
+                    break
+                depth = 0
+                while not prefix.is_complete and budget > 0:
+                    tokens = prefix.context[prefix.num_done : prefix.num_done + self._prefill_chunk]
+                    budget -= len(tokens)
+                    if budget < 0 and rounds:
+                        break
+                    if depth == len(rounds):
+                        rounds.append([])
+                    rounds[depth].append(Chunk(prefix.storage, tokens, prefix.num_done))
+                    prefix.num_done += len(tokens)
+                    depth += 1
+                if not prefix.is_complete:
+                    continue
+            ready.append(entry)
+        return ready, rounds
 
-    def _start(self, slot: int, entry: _Waiting, now_s: float) -> None:
-        request, resume = entry.request, entry.request.resume
-        num_new = 0
-        live = _Live(request, [], now_s)
-        if resume is not None:
-            num_new = len(resume.tokens)
-            self._new_tokens[slot, :num_new] = resume.tokens
-            self._new_logprobs[slot, :num_new] = resume.logprobs
-            live = _Live(request, list(resume.version_spans), resume.started_s)
-        live.version_spans = extended_spans(live.version_spans, start=num_new, version=self.version)
-        self._live[slot] = live
-        self._num_new[slot] = num_new
+    def _place(self, ready: list[_Waiting], free: list[int]) -> None:
+        """Start `ready` in the first of the `free` rows, those of one prefix together; without memory they stay."""
+        members_of: dict[bytes, list[int]] = {}
+        for index, entry in enumerate(ready):
+            members_of.setdefault(entry.key, []).append(index)
+        states = self._row_states(ready)
+        started: set[int] = set()
+        now_s = self._clock.now_s()
+        for key, members in members_of.items():
+            prefix = self._prefixes[key] if key else None
+            storage = None if prefix is None else prefix.storage
+            rows = [free[index] for index in members]
+            num_open = self._open_rows(rows, storage, _take(states, members), set(members_of))
+            for row, index in zip(rows[:num_open], members, strict=False):
+                self._start(row, ready[index], now_s)
+            started.update(members[:num_open])
+            self._wanted[key] -= num_open
+            if prefix is not None and num_open:
+                self.stats.prefix_hits += num_open - (not prefix.is_used)
+                prefix.is_used = True
+        if not started and not self._rows.is_live.any():
+            raise self._no_room()
+        gone = {id(ready[index]) for index in started}
+        head = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._runner.num_rows))]
+        self._waiting.extendleft(entry for entry in reversed(head) if id(entry) not in gone)
+        self._trim_prefixes()
 
-    def _prefill(self, contexts: list[np.ndarray]) -> list[PrefixKV]:
-        """Keys and values of every context (int32 [n]) under the present weights, each padded to a multiple of 8."""
-        if not contexts:
-            return []
-        order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
-        padded_lengths = [round_up(len(contexts[i]), ROW_MULTIPLE) for i in order]
-        tokens = np.zeros(sum(padded_lengths), dtype=np.int64)
-        positions = np.zeros(sum(padded_lengths), dtype=np.int64)
-        start = 0
-        for i, padded in zip(order, padded_lengths, strict=True):
-            length = len(contexts[i])
-            tokens[start : start + length] = contexts[i]
-            positions[start : start + length] = np.arange(length)
-            start += padded
-        config = self._model.config
-        attention = PrefillAttention(
-            padded_lengths,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+    def _open_rows(self, rows: list[int], storage: Prefix | None, states: RowStates, in_use: set[bytes]) -> int:
+        """Open `rows` on one prefix, all or the first few; how many."""
+        while not self._runner.open_rows(rows, storage, states):
+            if self._evict(in_use):
+                continue
+            for count in range(len(rows)):
+                if not self._runner.open_rows([rows[count]], storage, _take(states, [count])):
+                    return count
+            break
+        return len(rows)
+
+    def _row_states(self, entries: list[_Waiting]) -> RowStates:
+        requests = [entry.request for entry in entries]
+        resumes = [request.resume for request in requests]
+        return RowStates(
+            input_tokens=np.array([entry.last_token for entry in entries], dtype=np.int64),
+            positions=np.array([len(entry.context) for entry in entries], dtype=np.int64),
+            num_new=np.array([0 if resume is None else len(resume.tokens) for resume in resumes], dtype=np.int64),
+            noise_keys=noise_keys(self._seed, [(r.stream, r.ordinal, r.sample) for r in requests]),
+            temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
+            top_k=np.array([r.top_k for r in requests], dtype=np.int64),
+            top_p=np.array([r.top_p for r in requests], dtype=np.float32),
+            min_p=np.array([r.min_p for r in requests], dtype=np.float32),
+            keep_sets=np.array([r.keep_sets for r in requests], dtype=bool),
         )
-        self._model.prefill(torch.from_numpy(tokens), torch.from_numpy(positions), attention)
-        prefixes = {i: attention.prefix(k, len(contexts[i])) for k, i in enumerate(order)}
-        return [prefixes[i] for i in range(len(contexts))]
 
-    def _recompute(self, slots: list[int]) -> None:
-        """Replace the keys and values of `slots` by what the present weights make of their tokens."""
-        while slots:
-            chunk: list[int] = []
-            contexts: list[np.ndarray] = []
-            num_tokens = 0
-            while slots and (not chunk or num_tokens + int(self._positions[slots[0]]) <= self._prefill_tokens):
-                slot = slots.pop(0)
-                num_known = int(self._positions[slot])
-                known = np.concatenate([self._live_at(slot).request.prompt_tokens, self._new_tokens[slot]])
-                if num_known > 0:
-                    chunk.append(slot)
-                    contexts.append(known[:num_known])
-                    num_tokens += round_up(num_known, ROW_MULTIPLE)
-            for slot, prefix in zip(chunk, self._prefill(contexts), strict=True):
-                self._kv.write_prefix([slot], prefix)
+    def _start(self, row: int, entry: _Waiting, now_s: float) -> None:
+        request, resume, rows = entry.request, entry.request.resume, self._rows
+        num_new, spans, started_s = 0, [], now_s
+        if resume is not None:
+            num_new, spans, started_s = len(resume.tokens), list(resume.version_spans), resume.started_s
+            rows.tokens[row, :num_new] = resume.tokens
+            rows.logprobs[row, :num_new] = resume.logprobs
+        spans = extended_spans(spans, start=num_new, version=self.version)
+        kept = KeptRecorder(resume.kept if resume is not None else None) if request.keep_sets else None
+        rows.live[row] = _Live(request, spans, started_s, self.version, kept)
+        rows.is_live[row] = True
+        rows.num_new[row] = num_new
+        rows.max_new[row] = request.max_new_tokens
+        rows.ends_s[row] = np.inf if request.time_limit_s is None else started_s + request.time_limit_s
+        rows.starts[row] = self._num_starts
+        self._num_starts += 1
+        self._num_left -= entry.was_live
+
+    # Prefixes
+
+    def _prefix_of(self, entry: _Waiting, in_use: set[bytes]) -> _Prefix | None:
+        """The table's entry for a request, made if need be; None without memory."""
+        prefix = self._prefixes.get(entry.key)
+        if prefix is None:
+            while (storage := self._runner.open_prefix(len(entry.context))) is None:
+                if not self._evict(in_use):
+                    return None
+            prefix = self._prefixes[entry.key] = _Prefix(entry.context, storage)
+        self._prefixes.move_to_end(entry.key)
+        return prefix
+
+    def _evict(self, in_use: set[bytes], *, wanted: bool = False) -> bool:
+        """Forget the least recently used prefix nobody waits for, or that somebody does (`wanted`, or no row lives)."""
+        wanted |= not self._rows.is_live.any()
+        for key in self._prefixes:
+            if key not in in_use and (wanted or not self._wanted[key]):
+                self._forget(key)
+                return True
+        return False
+
+    def _trim_prefixes(self) -> None:
+        """Keep no more of the prefixes that nobody waits for than the cache may hold."""
+        self._wanted += Counter()  # drops what is not positive
+        unwanted = [key for key in self._prefixes if key not in self._wanted]
+        num_tokens = sum(len(self._prefixes[key].context) for key in unwanted)
+        for key in unwanted:
+            if num_tokens <= self._prefix_cache_tokens:
+                return
+            num_tokens -= len(self._prefixes[key].context)
+            self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        self._runner.close_prefix(self._prefixes.pop(key).storage)
+
+    # Decoding
+
+    def _make_room(self) -> None:
+        """Give every live row room for one more token: what the prefix table holds first, then the youngest rows."""
+        while self._runner.rows_without_room():
+            num_live = int(np.count_nonzero(self._rows.is_live))
+            if self._evict(set(), wanted=num_live == 1):
+                continue
+            if num_live == 1:
+                raise self._no_room()
+            self.stats.preemptions += 1
+            self._is_short = True
+            self.preempt(1)
+
+    def _no_room(self) -> ConfigError:
+        return ConfigError(
+            "no sequence fits into the memory for keys and values", hint="give the engine more of it or lower max_len"
+        )
 
     def _compact(self) -> None:
-        """Move live slots down so that they fill the smallest multiple of 8; a smaller batch is a faster step."""
-        target = round_up(self.num_live, ROW_MULTIPLE)
-        sources = (target + np.flatnonzero(self._is_live[target:])).tolist()
-        if not sources:
-            return
-        destinations = np.flatnonzero(~self._is_live[:target])[: len(sources)].tolist()
-        self._kv.move(sources, destinations, int(self._positions[sources].max()))
-        for state in (
-            self._is_live,
-            self._input_tokens,
-            self._positions,
-            self._num_new,
-            self._max_new,
-            self._noise_keys,
-            self._temperatures,
-            self._new_tokens,
-            self._new_logprobs,
-        ):
-            state[destinations] = state[sources]
-        self._attention.open_slots(destinations, self._positions[destinations].tolist())
-        for source, destination in zip(sources, destinations, strict=True):
-            self._live[destination] = self._live[source]
-            self._free(source)
+        """Move live rows down so that they fill the smallest number of rows; a smaller batch is a faster step."""
+        num_live = int(np.count_nonzero(self._rows.is_live))
+        sources = (num_live + np.flatnonzero(self._rows.is_live[num_live:])).tolist()
+        if sources:
+            destinations = np.flatnonzero(~self._rows.is_live[:num_live])[: len(sources)].tolist()
+            self._runner.move_rows(sources, destinations)
+            self._rows.move(sources, destinations)
 
     def _decode(self) -> list[Finished]:
-        """One token for every live slot; the others up to the next multiple of 8 are padding."""
-        live_slots = np.flatnonzero(self._is_live)
-        num_rows = round_up(int(live_slots[-1]) + 1, ROW_MULTIPLE)
-        positions = self._positions_tensor[:num_rows]
-        self._attention.prepare(positions, self._attention.bucket(int(self._positions.max()) + 1))
-        hidden = self._model(self._input_tokens_tensor[:num_rows], positions, self._attention)
-        uniforms = uniform(self._noise_keys[:num_rows], self._num_new[:num_rows])
-        sampled = sample_tokens(self._model.logits(hidden), self._temperatures[:num_rows], uniforms)
-        tokens, logprobs = (values.numpy()[live_slots] for values in sampled)
+        """One token for every live row."""
+        rows = self._rows
+        live_rows = np.flatnonzero(rows.is_live)
+        decoded = self._runner.decode(int(live_rows[-1]) + 1)
+        tokens, logprobs = decoded.tokens[live_rows], decoded.logprobs[live_rows]
         if not np.isfinite(logprobs).all():
             raise NonFiniteError(f"the policy of version {self.version} gave a logprob that is not finite")
-
-        num_new = self._num_new[live_slots]
-        self._new_tokens[live_slots, num_new] = tokens
-        self._new_logprobs[live_slots, num_new] = logprobs
-        self._num_new[live_slots] = num_new + 1
-        self._positions[live_slots] += 1
-        self._input_tokens[live_slots] = tokens
-        self.num_generated_tokens += len(live_slots)
-        is_stop = self._is_stop[tokens]
-        done = live_slots[is_stop | (num_new + 1 == self._max_new[live_slots])]
-        if len(done) == 0:
-            return []
+        num_old = rows.num_new[live_rows]
+        rows.tokens[live_rows, num_old] = tokens
+        rows.logprobs[live_rows, num_old] = logprobs
+        rows.num_new[live_rows] = num_old + 1
+        if decoded.kept is not None:
+            for row in live_rows.tolist():
+                if (recorder := self._live_at(row).kept) is not None:
+                    recorder.append(decoded.kept[row])
+        self.stats.generated_tokens += len(live_rows)
         now_s = self._clock.now_s()
-        return [self._retire(slot, now_s) for slot in done.tolist()]
+        is_stop = (tokens[:, None] == self._stop_ids).any(1)
+        is_full = num_old + 1 == rows.max_new[live_rows]
+        is_over = rows.ends_s[live_rows] <= now_s
+        finished = []
+        for index in np.flatnonzero(is_stop | is_full | is_over).tolist():
+            reason: FinishReason = "stop" if is_stop[index] else "length" if is_full[index] else "deadline"
+            finished.append(self._finished(int(live_rows[index]), reason, now_s))
+        if finished:
+            self._close(live_rows[is_stop | is_full | is_over].tolist())
+            self._is_short = False
+        return finished
 
-    def _retire(self, slot: int, now_s: float) -> Finished:
-        live = self._live_at(slot)
-        tokens = self._new_tokens[slot, : self._num_new[slot]].copy()
-        finished = Finished(
+    def _finished(self, row: int, reason: FinishReason, now_s: float) -> Finished:
+        live, num_new = self._live_at(row), self._rows.num_new[row]
+        return Finished(
             request=live.request,
-            tokens=tokens,
-            logprobs=self._new_logprobs[slot, : self._num_new[slot]].copy(),
+            tokens=self._rows.tokens[row, :num_new].copy(),
+            logprobs=self._rows.logprobs[row, :num_new].copy(),
             version_spans=tuple(live.version_spans),
-            finish_reason="stop" if self._is_stop[tokens[-1]] else "length",
+            finish_reason=reason,
             started_s=live.started_s,
             finished_s=now_s,
+            kept=None if live.kept is None else live.kept.taken(),
         )
-        self._free(slot)
-        return finished
+
+
+def _take(states: RowStates, index: list[int]) -> RowStates:
+    return RowStates(**{name: values[index] for name, values in vars(states).items()})

@@ -167,6 +167,7 @@ class Generator(Executor):
             max_new_tokens=min(self.config.generator.max_new_tokens, room),
             temperature=temperature,
             stream=stream,
+            time_limit_s=self.config.generator.time_limit_s if stream == TRAIN_STREAM else None,
         )
 
     # Weights
@@ -188,7 +189,9 @@ class Generator(Executor):
             swap = self.weights.commit()  # a version that fails its probe ends the run, the old one still in place
             if swap is not None:
                 self.engine.set_version(
-                    swap.version, recompute_kv=self.config.generator.kv_on_update == "recompute" and swap.version > 0
+                    swap.version,
+                    kv_on_update=self.config.generator.kv_on_update,
+                    max_kv_age=self.config.generator.max_kv_age,
                 )
         self._resume(resumed)
         if swap is None:

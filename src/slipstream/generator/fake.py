@@ -63,7 +63,7 @@ class ScriptedGenerator:
         return len(self._waiting)
 
     @property
-    def num_free_slots(self) -> int:
+    def num_free_rows(self) -> int:
         return self._num_slots - len(self._playing)
 
     @property

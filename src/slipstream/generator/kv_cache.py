@@ -34,15 +34,15 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefixKV:
-    """Keys and values of the first `length` tokens of a sequence: each [L, Hkv, length, D], views of one prefill."""
+    """Keys and values of the first `num_tokens` tokens of a sequence: each [L, Hkv, num_tokens, D]."""
 
     keys: Tensor
     values: Tensor
 
     @property
-    def length(self) -> int:
+    def num_tokens(self) -> int:
         return self.keys.shape[2]
 
 
@@ -70,7 +70,7 @@ class SlotKV:
         """Copy `prefix` to the start of every slot in `slots`."""
         index = torch.tensor(slots)
         for stored, given in ((self.keys, prefix.keys), (self.values, prefix.values)):
-            stored[:, :, :, : prefix.length].index_copy_(
+            stored[:, :, :, : prefix.num_tokens].index_copy_(
                 1, index, given.unsqueeze(1).expand(-1, len(slots), -1, -1, -1)
             )
 
@@ -149,26 +149,29 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Causal attention inside each of several packed sequences, keeping their keys and values.
+    """Causal attention of several chunks, each behind the part of its own sequence that is stored already.
 
-    Every sequence is padded to a multiple of 8 tokens (`padded_lengths`); the padding comes last, so no real token sees
-    it. Sequences of equal padded length are attended in one call (`padded_lengths` must be sorted for that to pay),
-    whose kernel works on each (sequence, head) alone. The last layer is not attended: only its keys and values are
-    wanted (`Transformer.prefill`).
+    The chunks lie end to end, each padded to a multiple of 8 tokens (`num_tokens` are the real ones); the padding comes
+    last, so no real token sees it. Chunks that begin a sequence and have equal padded lengths are attended in one call
+    (they must be neighbours for that), whose kernel works on each (sequence, head) alone. The last layer is not
+    attended: only its keys and values are wanted (`Transformer.prefill`).
     """
 
-    def __init__(self, padded_lengths: Sequence[int], *, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, prefixes: Sequence[PrefixKV], starts: Sequence[int], num_tokens: Sequence[int]) -> None:
+        self._prefixes, self._starts, self._num_tokens = prefixes, starts, num_tokens
+        padded_lengths = [round_up(count, ROW_MULTIPLE) for count in num_tokens]
+        num_layers, num_kv_heads, _, head_dim = prefixes[0].keys.shape
         shape = (num_layers, num_kv_heads, sum(padded_lengths), head_dim)
         self._keys = torch.empty(shape)
         self._values = torch.empty(shape)
-        self._starts = np.concatenate([[0], np.cumsum(padded_lengths)]).tolist()
-        self._runs: list[tuple[int, int, int]] = []  # (first token, number of sequences, padded length)
-        for start, length in zip(self._starts, padded_lengths, strict=False):
-            if self._runs and self._runs[-1][2] == length:
+        self._rows = np.concatenate([[0], np.cumsum(padded_lengths)]).tolist()
+        self._runs: list[tuple[int, int, int]] = []  # (first chunk, number of chunks, padded length)
+        for index, (start, length) in enumerate(zip(starts, padded_lengths, strict=True)):
+            if self._runs and start == 0 and self._runs[-1][2] == length and starts[self._runs[-1][0]] == 0:
                 first, count, _ = self._runs[-1]
                 self._runs[-1] = (first, count + 1, length)
             else:
-                self._runs.append((start, 1, length))
+                self._runs.append((index, 1, length))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._keys[layer].copy_(k.transpose(0, 1))
@@ -176,16 +179,30 @@ class PrefillAttention:
         if layer == len(self._keys) - 1:
             return q
         out = torch.empty(q.shape)
-        for start, count, length in self._runs:
-            rows = slice(start, start + count * length)
+        for first, count, length in self._runs:
+            rows = slice(self._rows[first], self._rows[first] + count * length)
             queries, keys, values = (x[rows].view(count, length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
+            mask, start = None, self._starts[first]
+            if start > 0:
+                prefix = self._prefixes[first]
+                keys = torch.cat((prefix.keys[None, layer, :, :start], keys), 2)
+                values = torch.cat((prefix.values[None, layer, :, :start], values), 2)
+                mask = torch.ones(length, start + length, dtype=torch.bool).tril(start)
             attended = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=queries.shape[1] != keys.shape[1]
+                queries,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=queries.shape[1] != keys.shape[1],
             )
             out[rows] = attended.transpose(1, 2).reshape(count * length, *q.shape[1:])
         return out
 
-    def prefix(self, index: int, length: int) -> PrefixKV:
-        """Keys and values of the first `length` tokens of sequence `index`."""
-        span = slice(self._starts[index], self._starts[index] + length)
-        return PrefixKV(self._keys[:, :, span], self._values[:, :, span])
+    def store(self) -> None:
+        """Write the chunks' keys and values to their prefixes; after the model's last layer."""
+        for prefix, start, row, count in zip(
+            self._prefixes, self._starts, self._rows[:-1], self._num_tokens, strict=True
+        ):
+            prefix.keys[:, :, start : start + count] = self._keys[:, :, row : row + count]
+            prefix.values[:, :, start : start + count] = self._values[:, :, row : row + count]

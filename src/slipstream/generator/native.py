@@ -11,10 +11,45 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
-from slipstream.generator.engine import Engine, StateSpans
+from slipstream.core.errors import ConfigError
+from slipstream.generator.engine import PREFILL_CHUNK, Engine
+from slipstream.generator.requests import StateSpans
+from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.transformer import Transformer
+
+
+def native_engine(
+    model: Transformer,
+    *,
+    num_slots: int,
+    max_len: int,
+    seed: int,
+    stop_token_ids: Sequence[int],
+    prefill_tokens: int = 512,
+    prefill_chunk: int = PREFILL_CHUNK,
+    prefix_cache_tokens: int = 2048,
+    version: int = 0,
+    spans: StateSpans | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens."""
+    outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
+    if outside:
+        allowed = f"0..{model.config.vocab_size - 1}"
+        raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=allowed)
+    return Engine(
+        SlotRunner(model, num_rows=num_slots, max_len=max_len),
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+        prefill_tokens=prefill_tokens,
+        prefill_chunk=prefill_chunk,
+        prefix_cache_tokens=prefix_cache_tokens,
+        version=version,
+        spans=spans,
+        clock=clock,
+    )
 
 
 class NativeBackend:
@@ -63,13 +98,15 @@ class NativeBackend:
     def close(self) -> None: ...
 
     def _new_engine(self, model: Transformer, num_slots: int, spans: StateSpans, seed: int) -> Engine:
-        return Engine(
+        return native_engine(
             model,
             num_slots=num_slots,
             max_len=self._max_len,
             seed=seed,
             stop_token_ids=self._stop_token_ids,
             prefill_tokens=self._config.generator.prefill_tokens,
+            prefill_chunk=self._config.generator.prefill_chunk,
+            prefix_cache_tokens=self._config.generator.prefix_cache_tokens,
             spans=spans,
             clock=self._clock,
         )

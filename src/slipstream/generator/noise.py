@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MUL_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -52,3 +53,28 @@ def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """
     bits = _mix(keys + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))) >> _SHIFT_12
     return (bits.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def uniform_tensor(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """float64 [N]: `uniform` in torch operations, for rows that live on a device; the same bits.
+
+    `keys` int64 [N] holds the bits of the uint64 keys (`keys.view(np.int64)`), `positions` int64 [N].
+    """
+    bits = _shifted(_mix_tensor(keys + _signed(_GOLDEN) * (positions + 1)), 12)
+    return (bits.double() + 0.5) * 2.0**-52
+
+
+def _mix_tensor(x: torch.Tensor) -> torch.Tensor:
+    """`_mix` on int64, whose sums and products are those of uint64 modulo 2^64."""
+    x = (x ^ _shifted(x, 30)) * _signed(_MUL_1)
+    x = (x ^ _shifted(x, 27)) * _signed(_MUL_2)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """int64 shifted right as if it were uint64: zeros come in from the left."""
+    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
+def _signed(word: np.uint64) -> int:
+    return int(word.view(np.int64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -87,6 +88,12 @@ class Finished:
     @property
     def sample(self) -> int:
         return self.request.sample
+
+
+class StateSpans(Protocol):
+    """The part of `core.executor.Spans` that engines use, to tell prefill from decode time."""
+
+    def span(self, state: str) -> AbstractContextManager[None]: ...
 
 
 class GenerationEngine(Protocol):

@@ -1,40 +1,284 @@
-"""From logits to tokens and the behaviour logprobs of exactly the distribution they were drawn from."""
+"""From logits to tokens and the behaviour logprobs of exactly the distribution they were drawn from.
+
+Torch operations only, with shapes that depend on the plan and the batch alone and no look at a value from the host: the
+same code runs on a CPU and inside a captured CUDA graph. What the host knows beforehand is in a `SamplingPlan`.
+All operations are per row, so a row's bits depend on that row alone, whatever its neighbours ask for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.core.errors import ConfigError
 
-def sample_tokens(logits: Tensor, temperatures: np.ndarray, uniforms: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: (tokens int64 [B], behaviour logprobs float32 [B]).
+BLOCK = 128
+"""Tokens of a block of the vocabulary."""
+MIN_BLOCKS = 8
+"""With fewer blocks than this, reading all of them at once takes less time than choosing one."""
 
-        mu = softmax(logits / temperature);   token = min { i : sum_{j <= i} mu_j >= u * sum_j mu_j }
 
-    Inverse CDF with a float64 running sum (float32 would lose the tail of a large vocabulary). `u` lies strictly inside
-    (0, 1), so a token of probability 0 is never drawn. The logprob is log_softmax(logits / temperature)[token] in
-    float32. Temperature 0 means the argmax, reported with its logprob at temperature 1.
+class Sampled(NamedTuple):
+    """One token per row, and its logprob under the distribution it was drawn from.
 
-    `logits` float32 [B, V]; `temperatures` float32 [B]; `uniforms` float64 [B] from `noise.uniform`. All operations are
-    per row, so a row's bits depend on that row alone.
+    `kept` has the tokens it was drawn from, ascending and filled up with -1; None where nobody asked for them. It
+    holds for rows that are drawn from at most K tokens, which is at least 1 for a row with `keep_sets`.
     """
-    is_greedy = temperatures == 0.0
-    scales = np.where(is_greedy, np.float32(1.0), temperatures)
-    if np.any(scales != 1.0):  # dividing by 1 changes no bit, so a batch may skip it as a whole
-        scaled = logits / torch.from_numpy(scales.astype(np.float32)).unsqueeze(1)
+
+    tokens: Tensor  # int64 [B]
+    logprobs: Tensor  # float32 [B]
+    kept: Tensor | None  # int32 [B, K]
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingRows:
+    """How each of B rows is sampled (`requests.Request` says what it means); all on the logits' device."""
+
+    temperatures: Tensor  # float32 [B], 0: greedy
+    top_k: Tensor  # int64 [B], 0: off
+    top_p: Tensor  # float32 [B], 1: off
+    min_p: Tensor  # float32 [B], 0: off
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What the host knows of the rows beforehand: it decides which operations run, and no bit of any row.
+
+    `num_candidates` is the largest top_k, rounded up to a power of 2; 0 where a row that is cut has none, so that the
+    whole vocabulary has to be sorted. `num_kept` = K is the number of columns of `Sampled.kept`, 0: not reported.
+    """
+
+    has_greedy: bool = False
+    all_greedy: bool = False
+    has_temperature: bool = False  # some temperature is neither 0 nor 1
+    truncates: bool = False  # some row is cut
+    has_whole: bool = True  # some row is not greedy and not cut
+    num_candidates: int = 0
+    num_kept: int = 0
+
+    @staticmethod
+    def of(
+        temperatures: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        keep_sets: np.ndarray,
+        is_open: np.ndarray | None = None,
+    ) -> SamplingPlan:
+        """The plan for rows with these settings (the arrays of `runner.RowStates`), [B] each.
+
+        Rows where `is_open` bool [B] is False are somebody's padding: they get tokens and logprobs that mean nothing.
+        ConfigError where the set of a row is to be kept that `top_k` does not bound.
+        """
+        if is_open is not None:
+            temperatures, top_k, top_p, min_p, keep_sets = (
+                values[is_open] for values in (temperatures, top_k, top_p, min_p, keep_sets)
+            )
+        is_greedy = temperatures == 0.0
+        is_cut = ~is_greedy & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+        if np.any(keep_sets & ((top_k < 1) | is_greedy)):
+            raise ConfigError(
+                "the tokens that a token was drawn from are kept only where top_k bounds them",
+                got="keep_sets with top_k = 0 or temperature 0",
+                allowed="top_k >= 1 and temperature > 0",
+            )
+        bounds = top_k[is_cut]
+        return SamplingPlan(
+            has_greedy=bool(is_greedy.any()),
+            all_greedy=bool(is_greedy.all()) and len(is_greedy) > 0,
+            has_temperature=bool(np.any((temperatures != 1.0) & ~is_greedy)),
+            truncates=bool(is_cut.any()),
+            has_whole=bool(np.any(~is_greedy & ~is_cut)),
+            num_candidates=_power_of_two(int(bounds.max())) if len(bounds) and bounds.min() > 0 else 0,
+            num_kept=_power_of_two(int(top_k[keep_sets].max())) if keep_sets.any() else 0,
+        )
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of 2 that is at least `number`: few plans then serve many settings."""
+    return 1 << (number - 1).bit_length()
+
+
+def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor, plan: SamplingPlan) -> Sampled:
+    """Draw one token per row by inverse CDF.
+
+        mu = softmax(logits / temperature) cut to the row's set;   token = min { i : sum_{j <= i} mu_j >= u }
+
+    `logits` float32 [B, V]; `uniforms` float64 [B] strictly inside (0, 1), from `noise`, so that a token of probability
+    0 is never drawn. The logprob is that of mu. Temperature 0 means the argmax, reported with its logprob at
+    temperature 1 over the whole vocabulary.
+
+    The cuts come in the order top_k, top_p, min_p, each on what the one before has left. One order of the tokens
+    decides all ties: likelier ones first, then those with the lower id. So at most top_k tokens are kept, and of equals
+    at a boundary the ones with the lower ids. The likeliest token always stays, tokens of probability 0 never.
+
+    Rows that are not cut are drawn in two steps, a block of the vocabulary and a token in it, because a running sum over
+    all of it takes longer than everything else here. Sums that decide are float64: float32 would lose the tail.
+    Logits that are not finite numbers (-inf excepted) give a logprob that is not finite.
+    """
+    scaled = logits
+    is_greedy = rows.temperatures == 0.0 if plan.has_greedy else None
+    if plan.has_temperature:  # dividing by 1 changes no bit, so a batch may skip it as a whole
+        temperatures = rows.temperatures
+        if is_greedy is not None:
+            temperatures = torch.where(is_greedy, 1.0, temperatures)
+        scaled = logits / temperatures.unsqueeze(1)
+    if not plan.truncates:
+        return Sampled(*_sample_whole(scaled, uniforms, is_greedy, plan), None)
+    tokens, logprobs, kept = _sample_cut(scaled, rows, uniforms, plan)
+    if plan.has_whole or is_greedy is not None:
+        is_cut = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+        if is_greedy is not None:
+            is_cut &= ~is_greedy
+        whole_tokens, whole_logprobs = _sample_whole(scaled, uniforms, is_greedy, plan)
+        tokens = torch.where(is_cut, tokens, whole_tokens)
+        logprobs = torch.where(is_cut, logprobs, whole_logprobs)
+        if kept is not None:
+            kept = kept.masked_fill(~is_cut.unsqueeze(1), -1)
+    return Sampled(tokens, logprobs, kept)
+
+
+def _sample_whole(
+    scaled: Tensor, uniforms: Tensor, is_greedy: Tensor | None, plan: SamplingPlan
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B] and logprobs float32 [B] of rows that are not cut."""
+    if scaled.shape[1] < MIN_BLOCKS * BLOCK:
+        logs = torch.log_softmax(scaled, dim=-1)
+        draw: Callable[[], Tensor] = lambda: _inverse_cdf(logs.exp(), uniforms.unsqueeze(1))  # noqa: E731
+        tokens = _with_greedy(draw, scaled, is_greedy, plan)
+        return tokens.squeeze(1), logs.gather(1, tokens).squeeze(1)
+    probs = torch.softmax(scaled, dim=-1)
+    cumulative = F.pad(_per_block(probs, torch.sum).cumsum(-1, dtype=torch.float64), (1, 0))  # of the blocks before
+    draw = lambda: _two_step_inverse_cdf(probs, cumulative, uniforms.unsqueeze(1))  # noqa: E731
+    tokens = _with_greedy(draw, scaled, is_greedy, plan)
+    logprobs = probs.gather(1, tokens).double().log() - cumulative[:, -1:].log()
+    return tokens.squeeze(1), logprobs.squeeze(1).float()
+
+
+def _with_greedy(draw: Callable[[], Tensor], scaled: Tensor, is_greedy: Tensor | None, plan: SamplingPlan) -> Tensor:
+    """int64 [B, 1]: what is drawn, and the argmax in greedy rows."""
+    if is_greedy is None:
+        return draw()
+    largest = _argmax(scaled)
+    return largest if plan.all_greedy else torch.where(is_greedy.unsqueeze(1), largest, draw())
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """int64 [B, 1]: the first token whose running sum reaches u of the total, never one of weight 0."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, cumulative[:, -1:] * uniforms)
+    return tokens.clamp_(max=weights.shape[1] - 1)  # NaN counts past the end; the logprob tells
+
+
+def _two_step_inverse_cdf(probs: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """int64 [B, 1]: a block by its share of the total, then a token of it by what is left of u."""
+    targets = cumulative[:, -1:] * uniforms
+    after = torch.searchsorted(cumulative, targets).clamp_(1, cumulative.shape[1] - 1)
+    before = after - 1
+    below = cumulative.gather(1, before)
+    share = (targets - below) / (cumulative.gather(1, after) - below)  # in (0, 1]
+    ids = _ids_of_blocks(before, probs)
+    inside = probs.gather(1, ids.clamp(max=probs.shape[1] - 1))
+    if probs.shape[1] % BLOCK:
+        inside = inside.masked_fill(ids >= probs.shape[1], 0.0)
+    return (before * BLOCK + _inverse_cdf(inside, share)).clamp_(max=probs.shape[1] - 1)
+
+
+def _argmax(values: Tensor) -> Tensor:
+    """int64 [B, 1]: the first largest of each row, or one that is not a number."""
+    if values.shape[1] < MIN_BLOCKS * BLOCK:
+        return values.argmax(dim=-1, keepdim=True)
+    block = _per_block(values, torch.amax).argmax(dim=-1, keepdim=True)
+    ids = _ids_of_blocks(block, values).clamp_(max=values.shape[1] - 1)
+    return ids.gather(1, values.gather(1, ids).argmax(dim=-1, keepdim=True))
+
+
+def _per_block(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+    """[B, V] -> [B, ceil(V / BLOCK)]: `reduce` over the tokens of each block; the last one may be shorter."""
+    whole = values.shape[1] // BLOCK * BLOCK
+    reduced = reduce(values[:, :whole].unflatten(1, (-1, BLOCK)), dim=-1)
+    if whole == values.shape[1]:
+        return reduced
+    return torch.cat([reduced, reduce(values[:, whole:], dim=-1, keepdim=True)], dim=1)
+
+
+def _ids_of_blocks(blocks: Tensor, values: Tensor) -> Tensor:
+    """int64 [B, n] -> [B, n * BLOCK]: the tokens of these blocks, past the vocabulary at the end of a short last one."""
+    return (blocks.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
+
+
+def _sample_cut(
+    scaled: Tensor, rows: SamplingRows, uniforms: Tensor, plan: SamplingPlan
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens int64 [B], logprobs float32 [B] and kept int32 [B, K] of rows that are cut.
+
+    In the order of the tokens every cut keeps a first part of what it gets, so they come down to one number per row.
+    """
+    vocab_size = scaled.shape[1]
+    values, ids = _likeliest(scaled, plan.num_candidates or vocab_size)
+    # The largest logit of the whole row, not of the candidates: what is not a number spreads from it to all weights.
+    weights = (values.double() - scaled.amax(dim=-1, keepdim=True).double()).exp()
+    ranks = torch.arange(values.shape[1], device=values.device)
+    top_k = rows.top_k.unsqueeze(1)
+    weights = weights.masked_fill((ranks >= top_k) & (top_k > 0), 0.0)
+    cumulative = weights.cumsum(-1)
+    top_p = rows.top_p.unsqueeze(1).double()
+    is_kept = (cumulative - weights < top_p * cumulative[:, -1:]) | (top_p >= 1.0)
+    is_kept &= (weights > 0.0) & (weights >= rows.min_p.unsqueeze(1).double())
+    is_kept |= ranks == 0
+    num_kept = is_kept.sum(-1, keepdim=True)
+    total = cumulative.gather(1, num_kept - 1)
+    places = torch.searchsorted(cumulative, total * uniforms.unsqueeze(1)).clamp_(max=values.shape[1] - 1)
+    logprobs = weights.gather(1, places).log() - total.log()
+    tokens = ids.gather(1, places).clamp_(max=vocab_size - 1)
+    kept = None
+    if plan.num_kept:
+        ids = torch.where(is_kept, ids, vocab_size)[:, : plan.num_kept]
+        ids = F.pad(ids, (0, plan.num_kept - ids.shape[1]), value=vocab_size).sort(dim=-1).values
+        kept = ids.masked_fill(ids == vocab_size, -1).to(torch.int32)
+    return tokens.squeeze(1), logprobs.squeeze(1).float(), kept
+
+
+def _likeliest(scaled: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Logits float32 and tokens int64 [B, min(num, V)]: the likeliest first, of equals the one with the lower id.
+
+    The first `num` tokens lie in the first `num` blocks, ordered by their largest logit and then by place: each block
+    before a token's own has a token before it.
+    """
+    num_rows, vocab_size = scaled.shape
+    if 2 * num * BLOCK >= vocab_size:
+        ids = torch.arange(vocab_size, device=scaled.device)
+        return _first(scaled, ids.expand(num_rows, -1), min(num, vocab_size))
+    maxima = _per_block(scaled, torch.amax)
+    places = torch.arange(maxima.shape[1], device=scaled.device).expand(num_rows, -1)
+    ids = _ids_of_blocks(_first(maxima, places, num)[1], scaled)
+    values = scaled.gather(1, ids.clamp(max=vocab_size - 1))
+    if vocab_size % BLOCK:
+        values = values.masked_fill(ids >= vocab_size, -torch.inf)
+    return _first(values, ids, num)
+
+
+_LOW_WORD = 2**32 - 1
+
+
+def _first(values: Tensor, ids: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The first `num` of values float32 and ids int64 [B, n], by value descending, then by id ascending.
+
+    Both go into one integer, the value's bits in the upper word such that integers compare as the floats do, so that
+    no two are equal and the order is the same on every device. The ids of -inf may lie past the vocabulary.
+    """
+    bits = (values + 0.0).view(torch.int32)  # -0 and 0 are equals
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (bits.long() << 32) | (_LOW_WORD - ids)
+    if num == values.shape[1]:
+        keys = keys.sort(dim=-1, descending=True).values
     else:
-        scaled = logits
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    if is_greedy.all():
-        tokens = logits.argmax(dim=-1, keepdim=True)
-    else:
-        cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
-        targets = cumulative[:, -1:] * torch.from_numpy(uniforms).unsqueeze(1)
-        tokens = torch.searchsorted(cumulative, targets)
-        if is_greedy.any():
-            tokens = torch.where(torch.from_numpy(is_greedy).unsqueeze(1), logits.argmax(dim=-1, keepdim=True), tokens)
-    tokens = tokens.clamp_(
-        max=logits.shape[-1] - 1
-    )  # logits that are not numbers count past the end; the logprob tells
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+        keys = keys.topk(num, dim=-1).values
+    bits = (keys >> 32).int()
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), _LOW_WORD - (keys & _LOW_WORD)
