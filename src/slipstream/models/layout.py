@@ -8,7 +8,7 @@ checkpoint, and publishing single tensors, need no special cases.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,17 @@ from slipstream.models.transformer import Transformer
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One tensor of a checkpoint: its name, a view of our storage, and the shape the file gives it."""
+    """One tensor of a checkpoint: its name, a view of our storage, and the shape the file gives it.
+
+    `stacked` equal tensors lie behind one another in its last dimension (GPT-2's q, k and v). A division over ranks
+    (`tensor_parallel.py`) never cuts inside of `unit` indices: one head's.
+    """
 
     name: str
     view: Tensor
     shape: tuple[int, ...]
+    stacked: int = 1
+    unit: int = 1
 
     def read(self) -> Tensor:
         """The tensor in the file's shape: a view where strides allow, else a copy."""
@@ -50,11 +56,11 @@ def _affine(name: str, module: nn.Module) -> Iterator[LogicalTensor]:
         yield _whole(f"{name}.{suffix}", parameter)
 
 
-def _rows(prefix: str, names: list[str], sizes: list[int], linear: nn.Module) -> Iterator[LogicalTensor]:
+def _rows(prefix: str, names: list[str], sizes: list[int], linear: nn.Module, unit: int = 1) -> Iterator[LogicalTensor]:
     """Several linear layers stacked in one: each is a range of rows."""
     for suffix, parameter in linear.named_parameters(recurse=False):
         for name, piece in zip(names, torch.split(parameter.detach(), sizes), strict=True):
-            yield _whole(f"{prefix}.{name}.{suffix}", piece)
+            yield LogicalTensor(f"{prefix}.{name}.{suffix}", piece, tuple(piece.shape), unit=unit)
 
 
 def _llama(model: Transformer) -> Iterator[LogicalTensor]:
@@ -65,7 +71,7 @@ def _llama(model: Transformer) -> Iterator[LogicalTensor]:
         prefix = f"model.layers.{i}"
         yield from _affine(f"{prefix}.input_layernorm", layer.attention_norm)
         sizes = [c.query_size, c.kv_size, c.kv_size]
-        yield from _rows(f"{prefix}.self_attn", ["q_proj", "k_proj", "v_proj"], sizes, layer.qkv)
+        yield from _rows(f"{prefix}.self_attn", ["q_proj", "k_proj", "v_proj"], sizes, layer.qkv, unit=c.head_dim)
         if c.qk_norm:
             yield from _affine(f"{prefix}.self_attn.q_norm", layer.q_norm)
             yield from _affine(f"{prefix}.self_attn.k_norm", layer.k_norm)
@@ -103,7 +109,7 @@ def _gpt2(model: Transformer) -> Iterator[LogicalTensor]:
     for i, layer in enumerate(model.layers):
         prefix = f"transformer.h.{i}"
         yield from _affine(f"{prefix}.ln_1", layer.attention_norm)
-        yield from _conv1d(f"{prefix}.attn.c_attn", layer.qkv)
+        yield from _conv1d(f"{prefix}.attn.c_attn", layer.qkv, stacked=3)
         yield from _conv1d(f"{prefix}.attn.c_proj", layer.output)
         yield from _affine(f"{prefix}.ln_2", layer.mlp_norm)
         yield from _conv1d(f"{prefix}.mlp.c_fc", layer.up)
@@ -113,7 +119,7 @@ def _gpt2(model: Transformer) -> Iterator[LogicalTensor]:
         yield from _affine("lm_head", model.head)
 
 
-def _conv1d(name: str, linear: nn.Linear) -> Iterator[LogicalTensor]:
-    yield _whole(f"{name}.weight", linear.weight.T)
+def _conv1d(name: str, linear: nn.Linear, stacked: int = 1) -> Iterator[LogicalTensor]:
+    yield replace(_whole(f"{name}.weight", linear.weight.T), stacked=stacked)
     if linear.bias is not None:
-        yield _whole(f"{name}.bias", linear.bias)
+        yield replace(_whole(f"{name}.bias", linear.bias), stacked=stacked)

@@ -1,7 +1,8 @@
 """One decoder for every family, shared by trainer and generator: the same code, so the same log-probabilities.
 
 Tokens of all sequences lie end to end in one dimension [N]; which of them may look at which is the business of the
-`Attention` that the caller hands in (`PackedAttention` in the trainer, the key-value slots in the engine).
+`Attention` that the caller hands in (`PackedAttention` in the trainer, the key-value slots in the engine). How the
+model is divided over processes is the business of its `Ranks`: `OneRank` here, or `tensor_parallel.TensorParallel`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,49 @@ class Attention(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, D], k and v [N, Hkv, D], both rotated already -> [N, H, D]; the scale is D ** -0.5."""
         ...
+
+
+class Ranks(Protocol):
+    """How a model lies on several ranks, each with a share of the heads, the MLP's inner width and the vocabulary."""
+
+    has_sum_biases: bool
+    """Whether this rank holds the biases of the products that are summed over ranks; one rank does."""
+
+    def vocab_rows(self, vocab_size: int) -> range:
+        """The rows of the head that this rank multiplies by."""
+        ...
+
+    def join(self, x: Tensor, *branches: Tensor) -> Tensor:
+        """x [N, hidden] plus all branches [N, hidden], each of which is a share of a sum over ranks."""
+        ...
+
+    def local_vocab(self, weight: Tensor) -> Tensor:
+        """`vocab_rows` of a weight [V, hidden] that this rank holds whole."""
+        ...
+
+    def gather_vocab(self, logits: Tensor) -> Tensor:
+        """All logits [..., V] from this rank's [..., number of `vocab_rows`]; the same bits on every rank."""
+        ...
+
+
+class OneRank:
+    """The whole model in one process: there is nothing to sum and nothing to gather."""
+
+    has_sum_biases = True
+
+    def vocab_rows(self, vocab_size: int) -> range:
+        return range(vocab_size)
+
+    def join(self, x: Tensor, *branches: Tensor) -> Tensor:
+        for branch in branches:
+            x = x + branch
+        return x
+
+    def local_vocab(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def gather_vocab(self, logits: Tensor) -> Tensor:
+        return logits
 
 
 def rope_frequencies(config: TransformerConfig) -> Tensor:
@@ -87,29 +131,33 @@ def _norm(config: TransformerConfig, size: int) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Attention and MLP around the residual stream. `qkv` stacks the rows of q, k, v; `up` those of gate and up."""
+    """Attention and MLP around the residual stream. `qkv` stacks the rows of q, k, v; `up` those of gate and up.
 
-    def __init__(self, config: TransformerConfig, index: int) -> None:
+    `config` counts the heads and the inner width of this rank; `attend` and `mlp` give its share of a sum over ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, index: int, ranks: Ranks) -> None:
         super().__init__()
-        self.config, self.index = config, index
+        self.config, self.index, self.ranks = config, index, ranks
         hidden, inner = config.hidden_size, config.intermediate_size
         self.attention_norm = _norm(config, hidden)
         self.qkv = _linear(hidden, config.query_size + 2 * config.kv_size, config.qkv_bias)
-        self.output = _linear(config.query_size, hidden, config.output_bias)
+        self.output = _linear(config.query_size, hidden, config.output_bias and ranks.has_sum_biases)
         if config.qk_norm:
             self.q_norm = _norm(config, config.head_dim)
             self.k_norm = _norm(config, config.head_dim)
         self.mlp_norm = _norm(config, hidden)
         self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
-        self.down = _linear(inner, hidden, config.mlp_bias)
+        self.down = _linear(inner, hidden, config.mlp_bias and ranks.has_sum_biases)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         """x [N, hidden] -> [N, hidden]; rope is (cos, signed sin), each [N, 1, rotary_dim], or None."""
+        join = self.ranks.join
         if self.config.parallel_residual:
-            return x + self.attend(self.attention_norm(x), rope, attention) + self.mlp(self.mlp_norm(x))
-        x = x + self.attend(self.attention_norm(x), rope, attention)
-        return x + self.mlp(self.mlp_norm(x))
+            return join(x, self.attend(self.attention_norm(x), rope, attention), self.mlp(self.mlp_norm(x)))
+        x = join(x, self.attend(self.attention_norm(x), rope, attention))
+        return join(x, self.mlp(self.mlp_norm(x)))
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         """Self-attention of normalised x [N, hidden] -> [N, hidden]."""
@@ -142,23 +190,24 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A causal decoder: embedding, layers, final norm; `logits` is the head, tied to the embedding or not.
 
-    A tied head has no parameter of its own, so `parameters()` lists every weight exactly once.
+    A tied head has no parameter of its own, so `parameters()` lists every weight exactly once. `config` counts the
+    heads and inner width of this rank, and the whole vocabulary.
     """
 
     cos: Tensor
     signed_sin: Tensor
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ranks: Ranks = OneRank()) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.embedding = _embedding(config.vocab_size, config.hidden_size)
         if config.rotary_dim == 0:
             self.position_embedding = _embedding(config.max_positions, config.hidden_size)
-        layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        layers = nn.ModuleList(Layer(config, index, ranks) for index in range(config.num_layers))
         self.layers = cast("list[Layer]", layers)
         self.final_norm = _norm(config, config.hidden_size)
         if not config.tie_embeddings:
-            self.head = _linear(config.hidden_size, config.vocab_size, bias=False)
+            self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)
@@ -189,5 +238,6 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 whatever the model's precision."""
-        weight = self.embedding.weight if self.config.tie_embeddings else self.head.weight
-        return linear(hidden.float(), weight.float())
+        tied = self.config.tie_embeddings
+        weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
+        return self.ranks.gather_vocab(linear(hidden.float(), weight.float()))
