@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slipstream.generator.noise import noise_key, uniform
+from slipstream.generator.noise import noise_key, uniform, uniform_tensor
 
 MASK = 2**64 - 1
 
@@ -65,3 +68,11 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 def test_coordinates_are_not_interchangeable() -> None:
     keys = {noise_key(a, b, c, d) for a in range(4) for b in range(4) for c in range(4) for d in range(4)}
     assert len(keys) == 256
+
+
+@given(st.lists(st.tuples(st.integers(0, MASK), st.integers(0, 2**62)), min_size=1, max_size=20))
+def test_torch_draws_the_bits_of_numpy(pairs: list[tuple[int, int]]) -> None:
+    keys = np.array([key for key, _ in pairs], dtype=np.uint64)
+    positions = np.array([position for _, position in pairs], dtype=np.int64)
+    drawn = uniform_tensor(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(positions))
+    assert np.array_equal(drawn.numpy().view(np.uint64), uniform(keys, positions).view(np.uint64))

@@ -118,8 +118,8 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor, plan: Sa
     decides all ties: likelier ones first, then those with the lower id. So at most top_k tokens are kept, and of equals
     at a boundary the ones with the lower ids. The likeliest token always stays, tokens of probability 0 never.
 
-    Rows that are not cut are drawn in two steps, a block of the vocabulary and a token in it, because a running sum over
-    all of it takes longer than everything else here. Sums that decide are float64: float32 would lose the tail.
+    Rows that are not cut are drawn in two steps, a block of the vocabulary and a token in it, because a running sum
+    over all of it takes longer than everything else here. Running sums are float64: float32 would lose the tail.
     Logits that are not finite numbers (-inf excepted) give a logprob that is not finite.
     """
     scaled = logits
@@ -150,13 +150,13 @@ def _sample_whole(
     """Tokens int64 [B] and logprobs float32 [B] of rows that are not cut."""
     if scaled.shape[1] < MIN_BLOCKS * BLOCK:
         logs = torch.log_softmax(scaled, dim=-1)
-        draw: Callable[[], Tensor] = lambda: _inverse_cdf(logs.exp(), uniforms.unsqueeze(1))  # noqa: E731
-        tokens = _with_greedy(draw, scaled, is_greedy, plan)
+        tokens = _with_greedy(lambda: _inverse_cdf(logs.exp(), uniforms.unsqueeze(1)), scaled, is_greedy, plan)
         return tokens.squeeze(1), logs.gather(1, tokens).squeeze(1)
     probs = torch.softmax(scaled, dim=-1)
     cumulative = F.pad(_per_block(probs, torch.sum).cumsum(-1, dtype=torch.float64), (1, 0))  # of the blocks before
-    draw = lambda: _two_step_inverse_cdf(probs, cumulative, uniforms.unsqueeze(1))  # noqa: E731
-    tokens = _with_greedy(draw, scaled, is_greedy, plan)
+    tokens = _with_greedy(
+        lambda: _two_step_inverse_cdf(probs, cumulative, uniforms.unsqueeze(1)), scaled, is_greedy, plan
+    )
     logprobs = probs.gather(1, tokens).double().log() - cumulative[:, -1:].log()
     return tokens.squeeze(1), logprobs.squeeze(1).float()
 
@@ -202,14 +202,14 @@ def _argmax(values: Tensor) -> Tensor:
 def _per_block(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
     """[B, V] -> [B, ceil(V / BLOCK)]: `reduce` over the tokens of each block; the last one may be shorter."""
     whole = values.shape[1] // BLOCK * BLOCK
-    reduced = reduce(values[:, :whole].unflatten(1, (-1, BLOCK)), dim=-1)
+    reduced = reduce(torch.unflatten(values[:, :whole], 1, (-1, BLOCK)), dim=-1)
     if whole == values.shape[1]:
         return reduced
     return torch.cat([reduced, reduce(values[:, whole:], dim=-1, keepdim=True)], dim=1)
 
 
 def _ids_of_blocks(blocks: Tensor, values: Tensor) -> Tensor:
-    """int64 [B, n] -> [B, n * BLOCK]: the tokens of these blocks, past the vocabulary at the end of a short last one."""
+    """int64 [B, n] -> [B, n * BLOCK]: the tokens of these blocks; those of a short last one go past the vocabulary."""
     return (blocks.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
 
 
