@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import VOCAB, drain, new_engine, random_prompt, run
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from slipstream.generator.requests import Request
 from slipstream.models.hf import load_model
@@ -30,19 +38,27 @@ SIZES: dict[str, object] = {
 
 def hf_model(family: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)) if family == "llama" else Qwen2ForCausalLM(Qwen2Config(**SIZES))
-    return model.float().eval()
+    classes: dict[str, tuple[type, type]] = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }
+    config_class, model_class = classes[family]
+    extra = {"head_dim": 8} if family == "qwen3" else {}
+    model: PreTrainedModel = model_class(config_class(**SIZES, **extra)).float().eval()
+    return model
 
 
 def prompts_of(num: int) -> list[np.ndarray]:
     return [random_prompt(4 + 7 * i % 23, seed=i) for i in range(num)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_greedy_ids_and_logprobs(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefill_chunk", [512, 8])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_greedy_ids_and_logprobs(family: str, prefill_chunk: int, tmp_path: Path) -> None:
     reference = hf_model(family)
     reference.save_pretrained(tmp_path)
-    engine = new_engine(load_model(tmp_path), num_slots=5)
+    engine = new_engine(load_model(tmp_path), num_slots=5, prefill_chunk=prefill_chunk)
     batch = [Request(i, 0, prompt, max_new_tokens=30, temperature=0.0) for i, prompt in enumerate(prompts_of(8))]
     for completion in run(engine, batch).values():
         ids = torch.from_numpy(completion.request.prompt_tokens.astype(np.int64))[None]

@@ -337,34 +337,41 @@ class Engine:
                 self._place(ready, free)
 
     def _choose(self, num_free: int) -> tuple[list[_Waiting], list[list[Chunk]]]:
-        """Requests that can start in this step, and the chunks to prefill for that: round by round, one per prefix."""
-        ready: list[_Waiting] = []
-        rounds: list[list[Chunk]] = []
-        chosen: set[bytes] = set()
+        """Requests that can start in this step, and the chunks to prefill for that: round by round, one per prompt."""
+        candidates: list[_Waiting] = []
+        prefixes: dict[bytes, _Prefix] = {}
+        rounds: list[list[Chunk]] = [[]]
         budget = self._prefill_tokens
+        num_ready = 0
         for entry in itertools.islice(self._waiting, self._runner.num_rows):
-            if len(ready) == num_free or (self._is_paused and not entry.was_live):
+            if num_ready == num_free or (self._is_paused and not entry.was_live):
                 break
-            if entry.key:
-                chosen.add(entry.key)
-                prefix = self._prefix_of(entry, chosen)
+            if entry.key and entry.key not in prefixes:
+                prefix = self._prefix_of(entry, set(prefixes))
                 if prefix is None:
                     break
-                depth = 0
-                while not prefix.is_complete and budget > 0:
-                    tokens = prefix.context[prefix.num_done : prefix.num_done + self._prefill_chunk]
-                    budget -= len(tokens)
-                    if budget < 0 and rounds:
-                        break
-                    if depth == len(rounds):
-                        rounds.append([])
-                    rounds[depth].append(Chunk(prefix.storage, tokens, prefix.num_done))
-                    prefix.num_done += len(tokens)
-                    depth += 1
-                if not prefix.is_complete:
-                    continue
-            ready.append(entry)
-        return ready, rounds
+                prefixes[entry.key] = prefix
+                budget = self._next_chunk(prefix, rounds[0], budget, is_first=not rounds[0])
+            num_ready += self._is_ready(entry)
+            candidates.append(entry)
+        while rounds[-1] and budget > 0:
+            rounds.append([])
+            for prefix in prefixes.values():
+                budget = self._next_chunk(prefix, rounds[-1], budget)
+        return [entry for entry in candidates if self._is_ready(entry)][:num_free], [
+            chunks for chunks in rounds if chunks
+        ]
+
+    def _next_chunk(self, prefix: _Prefix, chunks: list[Chunk], budget: int, *, is_first: bool = False) -> int:
+        """Add the next chunk of `prefix` if the budget allows; what is left of it. One too long ends the budget."""
+        tokens = prefix.context[prefix.num_done : prefix.num_done + self._prefill_chunk]
+        if len(tokens) and (is_first or len(tokens) <= budget):
+            chunks.append(Chunk(prefix.storage, tokens, prefix.num_done))
+            prefix.num_done += len(tokens)
+        return budget - len(tokens)
+
+    def _is_ready(self, entry: _Waiting) -> bool:
+        return not entry.key or self._prefixes[entry.key].is_complete
 
     def _place(self, ready: list[_Waiting], free: list[int]) -> None:
         """Start `ready` in the first of the `free` rows, those of one prefix together; without memory they stay."""

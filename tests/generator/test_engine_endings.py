@@ -1,0 +1,206 @@
+"""How completions leave their rows: preempted, stale, out of time; and that none of it changes what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from engine_kit import drain, new_engine, random_model, random_prompt, requests, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.clock import VirtualClock
+from slipstream.core.errors import ConfigError
+from slipstream.core.types import VersionSpan
+from slipstream.generator.requests import Finished, Request
+
+
+def assert_same_text(left: Finished, right: Finished) -> None:
+    """Tokens exactly; logprobs up to the rounding between decoded and prefilled keys."""
+    assert np.array_equal(left.tokens, right.tokens)
+    assert np.abs(left.logprobs - right.logprobs).max() < 1e-5
+    assert left.finish_reason == right.finish_reason
+
+
+def test_preemption_changes_no_text() -> None:
+    model, batch = random_model(), requests(4, 3)
+    undisturbed = run(new_engine(model), batch)
+    engine = new_engine(model, num_slots=8)
+    engine.submit(batch)
+    finished = {}
+    for count in (0, 3, 0, 8, 1, 0, 0, 2):
+        finished.update({(f.ordinal, f.sample): f for f in engine.step()})
+        engine.preempt(count)
+    finished.update(drain(engine))
+    assert finished.keys() == undisturbed.keys()
+    for key, completion in undisturbed.items():
+        assert_same_text(finished[key], completion)
+        assert finished[key].version_spans == (VersionSpan(start=0, version=0),)
+
+
+def test_the_youngest_are_preempted_and_go_before_what_has_not_started() -> None:
+    engine = new_engine(random_model(), num_slots=3, stop_token_ids=[])
+    engine.submit([Request(i, 0, random_prompt(5, seed=i), max_new_tokens=4 + i) for i in range(5)])
+    engine.step()
+    engine.preempt(2)
+    assert (engine.num_live, engine.num_waiting, engine.num_free_rows) == (3, 2, 2)
+    assert engine.step() == []
+    assert [r.ordinal for r in engine.export_live()] == [0, 1, 2]
+    assert (engine.num_live, engine.num_waiting) == (0, 2)
+
+
+def test_what_was_preempted_drains_while_admission_is_paused() -> None:
+    engine = new_engine(random_model(), num_slots=4, stop_token_ids=[])
+    engine.submit(requests(6, max_new_tokens=5))
+    engine.step()
+    engine.pause_admission(True)
+    engine.preempt(4)
+    assert engine.num_live == 4
+    finished = [f for _ in range(4) for f in engine.step()]
+    assert sorted(f.ordinal for f in finished) == [0, 1, 2, 3]
+    assert (engine.num_live, engine.num_waiting) == (0, 2)
+
+
+def test_export_takes_what_waits_to_get_back_as_well() -> None:
+    model, batch = random_model(), requests(4, 2)
+    undisturbed = run(new_engine(model), batch)
+    engine = new_engine(model)
+    engine.submit(batch)
+    for _ in range(3):
+        engine.step()
+    engine.preempt(5)
+    exported = engine.export_live()
+    assert engine.is_idle
+    assert [(r.ordinal, r.sample) for r in exported] == [(r.ordinal, r.sample) for r in batch]
+    for key, completion in run(new_engine(model), exported).items():
+        assert_same_text(completion, undisturbed[key])
+
+
+def test_only_caches_beyond_the_age_are_made_again() -> None:
+    model = random_model()
+    engine = new_engine(model, num_slots=8, stop_token_ids=[])
+    engine.submit([Request(0, 0, random_prompt(9), max_new_tokens=40)])
+    engine.step()
+    engine.set_version(1, kv_on_update="recompute_if_older_than", max_kv_age=2)
+    engine.submit([Request(1, 0, random_prompt(9, seed=1), max_new_tokens=40)])
+    engine.step()
+    recomputed = []
+    for version in (2, 3, 4, 5, 6, 7):
+        engine.set_version(version, kv_on_update="recompute_if_older_than", max_kv_age=2)
+        recomputed.append(engine.stats.recomputed_caches)
+        engine.step()
+    # The first holds keys of version 0 until 3, of 3 until 6; the second those of 1 until 4, of 4 until 7.
+    assert recomputed == [0, 1, 2, 2, 3, 4]
+    engine.set_version(8, kv_on_update="recompute")
+    assert engine.stats.recomputed_caches == 6
+    assert all(len(f.tokens) == 40 for f in drain(engine).values())
+
+
+def test_recomputing_goes_on_within_the_budget_of_the_steps() -> None:
+    engine = new_engine(random_model(), num_slots=8, stop_token_ids=[], prefill_tokens=16, prefill_chunk=16)
+    engine.submit([Request(i, 0, random_prompt(17, seed=i), max_new_tokens=60) for i in range(4)])
+    while engine.num_waiting:
+        engine.step()
+    before, generated = engine.stats.prefilled_tokens, engine.stats.generated_tokens
+    engine.set_version(1, kv_on_update="recompute")
+    steps = []
+    for _ in range(8):
+        engine.step()
+        steps.append((engine.stats.prefilled_tokens - before, engine.stats.generated_tokens - generated))
+    assert all(after[0] - now[0] <= 16 for now, after in itertools.pairwise(steps))
+    assert steps[-1][1] > 4  # those whose cache is ready go on meanwhile
+
+
+def test_time_limits_count_from_the_start_and_leave_a_token() -> None:
+    clock = VirtualClock()
+    engine = new_engine(random_model(), num_slots=2, stop_token_ids=[], clock=clock)
+    limits = [3.0, None, 0.5, 100.0]
+    engine.submit(
+        [
+            Request(i, 0, random_prompt(4, seed=i), max_new_tokens=7, time_limit_s=limit)
+            for i, limit in enumerate(limits)
+        ]
+    )
+    finished: dict[int, Finished] = {}
+    while not engine.is_idle:
+        clock.advance(1.0)
+        finished.update({f.ordinal: f for f in engine.step()})
+    assert {i: (len(f.tokens), f.finish_reason) for i, f in finished.items()} == {
+        0: (4, "deadline"),
+        1: (7, "length"),
+        2: (2, "deadline"),
+        3: (7, "length"),
+    }
+
+
+def test_time_passes_while_a_completion_waits_to_get_back() -> None:
+    clock = VirtualClock()
+    engine = new_engine(random_model(), stop_token_ids=[], clock=clock)
+    engine.submit([Request(0, 0, random_prompt(4), max_new_tokens=50, time_limit_s=5.0)])
+    engine.step()
+    [exported] = engine.export_live()
+    clock.advance(10.0)
+    [finished] = run(engine, [exported]).values()
+    assert (len(finished.tokens), finished.finish_reason, finished.started_s) == (2, "deadline", 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.5}, {"time_limit_s": 0.0}]
+)
+def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
+    request = dataclasses.replace(Request(0, 0, random_prompt(4), max_new_tokens=4), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        new_engine(random_model()).submit([request])
+
+
+MODEL = random_model()
+BATCH = requests(5, 2, max_new_tokens=20)
+ALONE = {(r.ordinal, r.sample): run(new_engine(MODEL), [r])[r.ordinal, r.sample] for r in BATCH}
+ACTIONS = st.one_of(
+    st.just(("step", 0)),
+    st.just(("step", 0)),
+    st.tuples(st.just("submit"), st.integers(1, 4)),
+    st.tuples(st.just("preempt"), st.integers(1, 4)),
+    st.tuples(st.just("move"), st.just(0)),
+    st.tuples(st.sampled_from(["keep", "recompute", "recompute_if_older_than"]), st.integers(0, 2)),
+    st.tuples(st.just("pause"), st.integers(0, 1)),
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(ACTIONS, max_size=40), st.integers(1, 9), st.sampled_from([8, 64]), st.sampled_from([8, 512]))
+def test_any_order_of_events_finishes_every_request_once_with_its_own_text(
+    actions: list[tuple[str, int]], num_slots: int, prefill_tokens: int, prefill_chunk: int
+) -> None:
+    engine = new_engine(
+        MODEL, num_slots=num_slots, prefill_tokens=prefill_tokens, prefill_chunk=prefill_chunk, prefix_cache_tokens=30
+    )
+    waiting, finished, version = list(BATCH), [], 0
+    for action, number in actions:
+        match action:
+            case "step":
+                finished.extend(engine.step())
+            case "submit":
+                engine.submit(waiting[:number])
+                del waiting[:number]
+            case "preempt":
+                engine.preempt(number)
+            case "move":  # everything goes on elsewhere
+                engine.submit(engine.export_live())
+            case "pause":
+                engine.pause_admission(bool(number))
+            case _:
+                version += 1
+                engine.set_version(version, kv_on_update=action, max_kv_age=number)  # type: ignore[arg-type]
+    engine.pause_admission(False)
+    engine.submit(waiting)
+    finished.extend(drain(engine).values())
+    assert sorted((f.ordinal, f.sample) for f in finished) == sorted(ALONE)
+    for completion in finished:
+        assert_same_text(completion, ALONE[completion.ordinal, completion.sample])
+        starts = [span.start for span in completion.version_spans]
+        assert starts[0] == 0
+        assert starts == sorted(set(starts))
+        assert starts[-1] < len(completion.tokens)

@@ -1,0 +1,104 @@
+"""Prefill: in chunks, within a budget, once per prompt and version, without stalling anybody."""
+
+from __future__ import annotations
+
+import numpy as np
+from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, run
+
+from slipstream.generator.engine import Engine
+from slipstream.generator.requests import Request
+
+
+def long_prompts(num: int = 4) -> list[Request]:
+    return [Request(i, 0, random_prompt(30 + 17 * i, seed=i), max_new_tokens=12) for i in range(num)]
+
+
+def test_chunks_give_what_one_piece_gives() -> None:
+    model = random_model()
+    whole = run(new_engine(model), long_prompts())
+    for prefill_chunk in (8, 24, 37):
+        chunked = run(new_engine(model, prefill_chunk=prefill_chunk), long_prompts())
+        for key, completion in whole.items():
+            assert np.array_equal(chunked[key].tokens, completion.tokens)
+            assert np.abs(chunked[key].logprobs - completion.logprobs).max() < 1e-5
+
+
+def test_the_budget_and_the_company_change_no_bit_of_a_chunked_prefill() -> None:
+    model = random_model()
+    crowd = run(new_engine(model, prefill_chunk=16, prefill_tokens=512), long_prompts())
+    for prefill_tokens in (1, 40, 100):
+        other = run(new_engine(model, prefill_chunk=16, prefill_tokens=prefill_tokens), long_prompts())
+        for key, completion in crowd.items():
+            assert_same_bits(other[key], completion)
+    for request in long_prompts():
+        alone = run(new_engine(model, prefill_chunk=16), [request])
+        assert_same_bits(alone[request.ordinal, 0], crowd[request.ordinal, 0])
+
+
+def prefilled_in_a_step(engine: Engine) -> int:
+    before = engine.stats.prefilled_tokens
+    engine.step()
+    return engine.stats.prefilled_tokens - before
+
+
+def test_a_long_prompt_does_not_stall_decoding() -> None:
+    engine = new_engine(random_model(), stop_token_ids=[], prefill_chunk=16, prefill_tokens=32)
+    engine.submit([Request(0, 0, random_prompt(5), max_new_tokens=60)])
+    engine.step()
+    engine.submit([Request(1, 0, random_prompt(101, seed=1), max_new_tokens=5)])
+    prefilled, generated = [], []
+    while engine.num_waiting:
+        before = engine.stats.generated_tokens
+        prefilled.append(prefilled_in_a_step(engine))
+        generated.append(engine.stats.generated_tokens - before)
+    assert prefilled == [32, 32, 32, 4]
+    assert generated == [1, 1, 1, 2]
+
+
+def test_one_chunk_is_made_however_small_the_budget() -> None:
+    engine = new_engine(random_model(), stop_token_ids=[], prefill_chunk=16, prefill_tokens=1)
+    engine.submit([Request(0, 0, random_prompt(41), max_new_tokens=2)])
+    assert [prefilled_in_a_step(engine) for _ in range(3)] == [16, 16, 8]
+    assert engine.num_live == 1
+
+
+def test_short_prompts_pass_a_long_one_which_gets_on_all_the_same() -> None:
+    engine = new_engine(random_model(), num_slots=2, stop_token_ids=[], prefill_chunk=8, prefill_tokens=24)
+    long = Request(0, 0, random_prompt(101), max_new_tokens=2)
+    short = [Request(i, 0, random_prompt(6, seed=i), max_new_tokens=3) for i in range(1, 30)]
+    engine.submit([short[0], long, *short[1:]])
+    order: list[int] = []
+    num_steps = 0
+    while 0 not in order:
+        order.extend(f.ordinal for f in engine.step())
+        num_steps += 1
+    assert order[0] == 1
+    assert 2 in order[: order.index(0)]  # it would have idled behind the long one
+    assert num_steps <= 16  # 100 tokens, at least 8 a step, and a few steps for a row to come free
+    assert sorted([*order, *(ordinal for ordinal, _ in drain(engine))]) == list(range(30))
+
+
+def test_a_prompt_that_comes_again_is_not_prefilled_again_until_the_version_changes() -> None:
+    model = random_model()
+    engine = new_engine(model, prefix_cache_tokens=64)
+    request = [Request(0, sample, random_prompt(21), max_new_tokens=6) for sample in range(2)]
+    first = run(engine, request[:1])
+    assert (engine.stats.prefilled_tokens, engine.stats.prefix_hits) == (20, 0)
+    again = run(engine, request)
+    assert (engine.stats.prefilled_tokens, engine.stats.prefix_hits) == (20, 2)
+    assert_same_bits(again[0, 0], first[0, 0])
+    engine.set_version(1)
+    run(engine, request)
+    assert (engine.stats.prefilled_tokens, engine.stats.prefix_hits) == (40, 3)
+
+
+def test_the_prefix_cache_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
+    engine = new_engine(random_model(), prefix_cache_tokens=45)
+    requests = [Request(i, 0, random_prompt(21, seed=i), max_new_tokens=2) for i in range(3)]
+    for index, prefilled in ((0, 20), (1, 40), (0, 40), (2, 60), (0, 60), (1, 80)):
+        run(engine, [requests[index]])
+        assert engine.stats.prefilled_tokens == prefilled, index
+    uncached = new_engine(random_model(), prefix_cache_tokens=0)
+    run(uncached, requests[:1])
+    run(uncached, requests[:1])
+    assert uncached.stats.prefilled_tokens == 40
