@@ -1,0 +1,62 @@
+"""Keys and values in pages: two tensors, on any device and in any precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PAGE_SIZE = 16
+"""Tokens per page. Small: at most this much minus one is wasted per row; a page is still contiguous enough to read."""
+
+
+class PagedKV:
+    """Keys and values [L, 1 + pages, page_size, Hkv, D]; page 0 is the trash page (`pages.py`).
+
+    They start as zeros: kernels may read what nobody wrote, multiplied by a weight of 0, and 0 times NaN is NaN.
+    A *slot* is the place of one token: page * page_size + place in the page.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int = PAGE_SIZE,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        shape = (num_layers, 1 + num_pages, page_size, num_kv_heads, head_dim)
+        self.page_size = page_size
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._key_slots = self.keys.flatten(1, 2)
+        self._value_slots = self.values.flatten(1, 2)
+
+    @staticmethod
+    def bytes_per_page(
+        *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int = PAGE_SIZE
+    ) -> int:
+        """Bytes that one page takes, keys and values of all layers."""
+        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store `keys` and `values` [N, Hkv, D], which may be strided, at `slots` int64 [N].
+
+        Slots of the trash page may occur more than once; what they hold then is one of the given values.
+        """
+        self._key_slots[layer].index_copy_(0, slots, keys.to(self.keys.dtype))
+        self._value_slots[layer].index_copy_(0, slots, values.to(self.values.dtype))
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, Hkv, D] at `slots` int64 [N]."""
+        return self._key_slots[layer].index_select(0, slots), self._value_slots[layer].index_select(0, slots)
+
+    def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy page `sources[i]` to `destinations[i]` in every layer; no destination is a source."""
+        taken, given = torch.tensor([sources, destinations], device=self.keys.device)
+        for stored in (self.keys, self.values):
+            stored.index_copy_(1, given, stored.index_select(1, taken))

@@ -1,0 +1,330 @@
+"""The runner for CUDA: keys and values in pages, and the whole decode step as one function of device memory.
+
+    input tokens, positions -> model -> head -> sampling with noise made on the device -> tokens, logprobs
+    and: position and index + 1, the sampled token is the next input
+
+The host decides before a step which rows take part, how many blocks of their tables are looked at and how they are
+sampled, copies block tables when they changed, and reads one packed tensor after it. Between two steps nothing else
+crosses. On CUDA the step is captured in graphs, one per shape (`step_graphs.py`); on a CPU the same function runs as it
+is, which is how the tests reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import ConfigError
+from slipstream.generator.noise import uniform_tensor
+from slipstream.generator.paged_attention import (
+    AttendPages,
+    PagedDecodeAttention,
+    PagedPrefillAttention,
+    default_attend,
+)
+from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
+from slipstream.generator.pages import PagedPrefix, PageTable, pages_of
+from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
+from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
+from slipstream.generator.step_graphs import StepGraphs
+from slipstream.models.transformer import Transformer
+
+SMALLEST_CONTEXT = 256
+"""Tokens of the smallest context bucket; the others are its doubles. A bucket bounds the blocks a step looks at."""
+
+
+def row_buckets(num_rows: int) -> list[int]:
+    """Rows that a step may have: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ..., `num_rows`."""
+    buckets = [count for power in range(4, 20) for count in (2**power, 3 * 2 ** (power - 1))]
+    return [*(count for count in [1, 2, 4, 8, *buckets] if count < num_rows), num_rows]
+
+
+def context_buckets(max_len: int) -> list[int]:
+    """Tokens that the longest row of a step may have: 256, 512, 1024, ..., `max_len`."""
+    doubles = (SMALLEST_CONTEXT << power for power in range(32))
+    return [*(tokens for tokens in doubles if tokens < max_len), max_len]
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a captured step is made for: its rows, the blocks of each that it looks at, and how it samples."""
+
+    num_rows: int
+    num_blocks: int
+    plan: SamplingPlan
+
+
+class _DeviceRows:
+    """The state of all rows on the device, in two tensors that never move; every name is a view of one number per row.
+
+    Closed rows decode token 0 at position 0 as padding; `advance` is 1 for open rows, 0 for them.
+    """
+
+    INTEGERS = ("input_tokens", "positions", "num_new", "noise_keys", "top_k", "advance")  # int64
+    REALS = ("temperatures", "top_p", "min_p")  # float32
+    CLOSED = ((0, 0, 0, 0, 0, 0), (1.0, 1.0, 0.0))
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        closed_integers, closed_reals = (torch.tensor(column).unsqueeze(1) for column in self.CLOSED)
+        self._integers = closed_integers.repeat(1, num_rows).to(device)
+        self._reals = closed_reals.repeat(1, num_rows).to(device)
+        self.input_tokens, self.positions, self.num_new, self.noise_keys, self.top_k, self.advance = self._integers
+        self.temperatures, self.top_p, self.min_p = self._reals
+
+    def open(self, rows: Sequence[int], states: RowStates) -> None:
+        values = vars(states) | {
+            "noise_keys": states.noise_keys.view(np.int64),
+            "advance": np.ones(len(rows), dtype=np.int64),
+        }
+        self._write(rows, *(np.stack([values[name] for name in names]) for names in (self.INTEGERS, self.REALS)))
+
+    def close(self, rows: Sequence[int]) -> None:
+        integers, reals = (np.repeat(np.array(column)[:, None], len(rows), 1) for column in self.CLOSED)
+        self._write(rows, integers.astype(np.int64), reals.astype(np.float32))
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        taken, given = torch.tensor([sources, destinations], device=self._integers.device)
+        for values in (self._integers, self._reals):
+            values.index_copy_(1, given, values.index_select(1, taken))
+        self.close(sources)
+
+    def _write(self, rows: Sequence[int], integers: np.ndarray, reals: np.ndarray) -> None:
+        """One copy for the rows' indices and integers, and one for their real numbers."""
+        device = self._integers.device
+        index, *packed = torch.from_numpy(np.concatenate([np.array(rows)[None], integers])).to(device)
+        self._integers.index_copy_(1, index, torch.stack(packed))
+        self._reals.index_copy_(1, index, torch.from_numpy(reals).to(device))
+
+
+class PagedRunner:
+    """Implements `runner.Runner` with pages (`pages.py`) and captured steps, for a model on any device and precision.
+
+    `num_pages` or `kv_bytes` bounds the memory for keys and values; without either every row has room for `max_len`
+    tokens. New weights must be copied into the tensors that the model has: on CUDA captured steps read those, and
+    a model whose tensors have moved raises WeightSyncError. Nothing here is derived from weights.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_rows: int,
+        max_len: int,
+        num_pages: int | None = None,
+        kv_bytes: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+        attend: AttendPages | None = None,
+    ) -> None:
+        config, weight = model.config, model.embedding.weight
+        if num_rows < 1:
+            raise ConfigError("the engine needs at least one row", got=num_rows)
+        if max_len > config.max_positions:
+            raise ConfigError(
+                "max_len exceeds the positions the model was built for", got=max_len, allowed=config.max_positions
+            )
+        if num_pages is not None and kv_bytes is not None:
+            raise ConfigError("the memory for keys and values is given twice", got="num_pages and kv_bytes")
+        self.num_rows, self.max_len = num_rows, max_len
+        self._model, self._device = model, weight.device
+        kv_dtype = weight.dtype if kv_dtype is None else kv_dtype
+        if kv_bytes is not None:
+            page_bytes = PagedKV.bytes_per_page(
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=kv_dtype,
+            )
+            num_pages = kv_bytes // page_bytes - 1
+        elif num_pages is None:
+            num_pages = (num_rows + 1) * (pages_of(max_len, PAGE_SIZE) + 1)
+        self._pages = PageTable(num_pages=num_pages, page_size=PAGE_SIZE, num_rows=num_rows, max_len=max_len)
+        self._kv = PagedKV(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=kv_dtype,
+            device=self._device,
+        )
+        self._attend = default_attend(self._device) if attend is None else attend
+        self._graphs = StepGraphs(model, self._device)
+        self._rows = _DeviceRows(num_rows, self._device)
+        # The host's block tables lie in memory that the device reads by itself, where there is one.
+        self._host_blocks = torch.from_numpy(self._pages.blocks)
+        if self._device.type == "cuda":
+            self._host_blocks = self._host_blocks.pin_memory()
+            self._pages.blocks = self._host_blocks.numpy()
+        self._blocks = torch.zeros(self._host_blocks.shape, dtype=torch.int32, device=self._device)
+        self._host_outputs: dict[torch.Size, Tensor] = {}
+        self._row_buckets = np.array(row_buckets(num_rows))
+        self._context_buckets = np.array(context_buckets(max_len))
+        # How open rows are sampled, for the plan.
+        self._settings: dict[str, np.ndarray] = {
+            "temperatures": np.ones(num_rows, dtype=np.float32),
+            "top_k": np.zeros(num_rows, dtype=np.int64),
+            "top_p": np.ones(num_rows, dtype=np.float32),
+            "min_p": np.zeros(num_rows, dtype=np.float32),
+            "keep_sets": np.zeros(num_rows, dtype=bool),
+        }
+        self._plan: SamplingPlan | None = None
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pages.num_free
+
+    @property
+    def num_graphs(self) -> int:
+        """Steps captured so far; 0 where there is no CUDA."""
+        return len(self._graphs)
+
+    # Prefixes
+
+    def open_prefix(self, num_tokens: int) -> PagedPrefix | None:
+        return self._pages.open_prefix(num_tokens)
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        self._graphs.check_addresses()
+        chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
+        fresh = [len(chunk.tokens) for chunk in chunks if chunk.start == 0]
+        stops = [chunk.start + len(chunk.tokens) for chunk in chunks]
+        slots = [self._pages.slots(_own(chunk.prefix), 0, stop) for chunk, stop in zip(chunks, stops, strict=True)]
+        packed = np.stack(
+            [
+                np.concatenate([chunk.tokens for chunk in chunks]).astype(np.int64),
+                np.concatenate([np.arange(chunk.start, stop) for chunk, stop in zip(chunks, stops, strict=True)]),
+                np.concatenate([seen[chunk.start :] for chunk, seen in zip(chunks, slots, strict=True)]),
+            ]
+        )
+        tokens, positions, own_slots = torch.from_numpy(packed).to(self._device)
+        continued = [
+            (len(chunk.tokens), torch.from_numpy(seen).to(self._device))
+            for chunk, seen in zip(chunks[len(fresh) :], slots[len(fresh) :], strict=True)
+        ]
+        attention = PagedPrefillAttention(self._kv, slots=own_slots, fresh=fresh, continued=continued)
+        self._model.prefill(tokens, positions, attention)
+
+    def close_prefix(self, prefix: Prefix) -> None:
+        self._pages.close_prefix(_own(prefix))
+
+    # Rows
+
+    @torch.inference_mode()
+    def open_rows(self, rows: Sequence[int], prefix: Prefix | None, states: RowStates) -> bool:
+        copies = self._pages.open_rows(rows, None if prefix is None else _own(prefix))
+        if copies is None:
+            return False
+        assert (self._pages.lengths[rows] == states.positions).all(), "rows begin where their prefix ends"
+        if copies.sources:
+            self._kv.copy_pages(*copies)
+        self._rows.open(rows, states)
+        for name, values in self._settings.items():
+            values[rows] = getattr(states, name)
+        self._plan = None
+        return True
+
+    @torch.inference_mode()
+    def close_rows(self, rows: Sequence[int]) -> None:
+        if not rows:
+            return
+        self._pages.close_rows(rows)
+        self._rows.close(rows)
+        self._plan = None
+
+    @torch.inference_mode()
+    def move_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        if not sources:
+            return
+        self._pages.move_rows(sources, destinations)
+        self._rows.move(sources, destinations)
+        for values in self._settings.values():
+            values[destinations] = values[sources]
+
+    def rows_without_room(self) -> list[int]:
+        return self._pages.grow()
+
+    # Decoding
+
+    @torch.inference_mode()
+    def decode(self, num_rows: int) -> Decoded:
+        pages = self._pages
+        assert not pages.is_open[num_rows:].any(), f"a row from {num_rows} on is open"
+        pages.advance()
+        if self._plan is None:
+            self._plan = SamplingPlan.of(**self._settings, is_open=pages.is_open)
+        output = self._read(self._run(self._shape(num_rows, int(pages.lengths.max()), self._plan)))
+        return Decoded(
+            tokens=output[:, 0].astype(np.int64),
+            logprobs=output[:, 1].copy().view(np.float32),
+            kept=output[:, 2:].copy() if output.shape[1] > 2 else None,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self, plans: Sequence[SamplingPlan] = (SamplingPlan(),)) -> None:
+        """Capture the steps of all shapes for these plans, while no row is open; else each is when first needed."""
+        assert not self._pages.is_open.any(), "rows are open"
+        for plan in plans:
+            for num_rows in self._row_buckets[::-1].tolist():
+                for num_tokens in self._context_buckets[::-1].tolist():
+                    self._run(self._shape(num_rows, num_tokens, plan))
+
+    def _shape(self, num_rows: int, num_tokens: int, plan: SamplingPlan) -> StepShape:
+        """The smallest shape for `num_rows` rows, the longest of `num_tokens`."""
+        rows, tokens = (
+            int(buckets[np.searchsorted(buckets, needed)])
+            for buckets, needed in ((self._row_buckets, num_rows), (self._context_buckets, num_tokens))
+        )
+        return StepShape(rows, pages_of(tokens, PAGE_SIZE), plan)
+
+    def _run(self, shape: StepShape) -> Tensor:
+        if self._pages.is_changed:
+            self._blocks.copy_(self._host_blocks, non_blocking=True)
+            self._pages.is_changed = False
+        return self._graphs.run(shape, partial(self._step, shape))
+
+    def _step(self, shape: StepShape) -> Tensor:
+        """One token for each of the first rows: int32 [B, 2 + K], the token, the bits of its logprob, the kept set.
+
+        Reads and writes device memory at fixed addresses, and nothing of the host's: this is what is captured.
+        """
+        state, rows = self._rows, slice(0, shape.num_rows)
+        positions, advance = state.positions[rows], state.advance[rows]
+        blocks = self._blocks[rows, : shape.num_blocks]
+        pages = blocks.gather(1, (positions // PAGE_SIZE).unsqueeze(1)).squeeze(1).long()
+        slots = pages * PAGE_SIZE + positions % PAGE_SIZE
+        attention = PagedDecodeAttention(self._kv, self._attend, slots=slots, blocks=blocks, lengths=positions + 1)
+        hidden = self._model(state.input_tokens[rows], positions, attention)
+        sampled = sample_tokens(
+            self._model.logits(hidden),
+            SamplingRows(state.temperatures[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows]),
+            uniform_tensor(state.noise_keys[rows], state.num_new[rows]),
+            shape.plan,
+        )
+        torch.mul(sampled.tokens, advance, out=state.input_tokens[rows])
+        positions.add_(advance)
+        state.num_new[rows].add_(advance)
+        columns = [sampled.tokens.int().unsqueeze(1), sampled.logprobs.view(torch.int32).unsqueeze(1)]
+        return torch.cat(columns if sampled.kept is None else [*columns, sampled.kept], 1)
+
+    def _read(self, output: Tensor) -> np.ndarray:
+        """A step's output on the host, when the step is done."""
+        if self._device.type != "cuda":
+            return output.numpy()
+        host = self._host_outputs.get(output.shape)
+        if host is None:
+            host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+            self._host_outputs[output.shape] = host
+        host.copy_(output, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        return host.numpy()
+
+
+def _own(prefix: Prefix) -> PagedPrefix:
+    if not isinstance(prefix, PagedPrefix):
+        raise TypeError(f"a prefix of another runner: {type(prefix).__name__}")
+    return prefix
