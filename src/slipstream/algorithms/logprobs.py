@@ -94,6 +94,28 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
     return token_logprobs_and_entropy(logits, targets, temperature)[0]
 
 
+def kept_token_logprobs(logits: Tensor, targets: Tensor, kept: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each target among the tokens it was drawn from, float32 [N], in nats and differentiable.
+
+        logp_t = z_{y_t} - log sum_{j in S_t} exp(z_j),   z = logits / temperature
+
+    `logits` [N, V] of any float type, `targets` int64 [N], `kept` int64 [N, K]: the set S_t of each row, which has its
+    target, filled up with -1. DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, "Keep Sampling Mask": where sampling was
+    cut, all policies are compared over the sets it left, so that the ratio to the behaviour policy is 1 at staleness 0.
+    Identity: equals `token_logprobs` where S_t is the whole vocabulary.
+    """
+    if not logits.shape[:1] == targets.shape == kept.shape[:1]:
+        raise ShapeError(
+            "one target and one kept set are needed per row of logits",
+            got=f"{tuple(logits.shape)}, {tuple(targets.shape)} and {tuple(kept.shape)}",
+        )
+    chosen = torch.cat([targets.unsqueeze(1), kept.clamp(min=0)], dim=1)  # one gather: one gradient of [N, V]
+    scaled = logits.gather(1, chosen).float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    return scaled[:, 0] - scaled[:, 1:].masked_fill(kept < 0, -torch.inf).logsumexp(dim=1)
+
+
 @torch.no_grad()
 def probe_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     """float32 [T - 1]: the model's logprob of each token of one sequence given those before it, at temperature 1.

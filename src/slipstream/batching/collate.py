@@ -149,16 +149,25 @@ def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
         versions=of_targets("versions", np.int64),
         segment_ids=np.repeat(np.arange(len(sequences), dtype=np.int64), [len(index) for index in trained]),
         keys=tuple(sequence.key for sequence in sequences),
+        kept_tokens=_joined_sets(sequences),
+        kept_counts=None if sequences[0].kept_counts is None else of_targets("kept_counts", np.int64),
         **{name: of_targets(name, np.float32) for name in _columns_of(sequences)},
     )
 
 
+def _joined_sets(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
+    """int64: the kept sets of all sequences, one behind the other; each has sets on its targets alone."""
+    sets = [sequence.kept_tokens for sequence in sequences if sequence.kept_tokens is not None]
+    return np.concatenate(sets).astype(np.int64) if sets else None
+
+
 def _columns_of(sequences: Sequence[TrainSequence]) -> list[str]:
-    """The optional columns that the sequences carry: all of them the same ones."""
-    carried = {tuple(name for name in OPTIONAL_COLUMNS if vars(sequence)[name] is not None) for sequence in sequences}
+    """The optional columns that the sequences carry: all of them the same ones, kept sets included."""
+    names = (*OPTIONAL_COLUMNS, "kept_tokens", "kept_counts")
+    carried = {tuple(name for name in names if vars(sequence)[name] is not None) for sequence in sequences}
     if len(carried) > 1:
         raise ShapeError("sequences of a batch carry different columns", got=" and ".join(map(str, sorted(carried))))
-    return list(carried.pop())
+    return [name for name in carried.pop() if name in OPTIONAL_COLUMNS]
 
 
 def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:

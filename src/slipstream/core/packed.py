@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from slipstream.core.errors import ShapeError
 from slipstream.core.types import Group, Rollout
 
 OPTIONAL_COLUMNS = ("reference_logprobs", "proximal_logprobs", "values", "returns")
@@ -25,7 +26,8 @@ class TrainSequence:
     or a demonstration's. `behaviour_logprobs` and `advantages` float32 [T] and `versions` int32 [T] hold on these
     tokens; elsewhere they are 0, 0 and -1. `key` is (ordinal, sample): the canonical order, and the tie-breaker.
     `OPTIONAL_COLUMNS`, float32 [T] on the same tokens, are there when the loss or the critic needs them: a batch's
-    sequences carry the same ones.
+    sequences carry the same ones. So it is with the kept sets: `kept_counts` int32 [T] says of how many tokens the set
+    was that each token was drawn from, 0 where nothing is trained on; the sets follow one another in `kept_tokens`.
     """
 
     key: tuple[int, int]
@@ -38,6 +40,8 @@ class TrainSequence:
     proximal_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None  # the critic's, at the state before each token
     returns: np.ndarray | None = None  # the critic's targets
+    kept_tokens: np.ndarray | None = None  # int32 [sum of counts]
+    kept_counts: np.ndarray | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -65,7 +69,8 @@ class PackedMicrobatch:
     Row `target_index[m]` predicts `targets[m]`; everything below `targets` is int64 / float32 [M] and aligned with it:
     a sampled token t is predicted from the row of token t - 1, so logits are needed at `target_index` only, and the
     last row of a prompt predicts the first token of each of its completions. `segment_ids` counts the sequences from
-    0 within the microbatch; `keys` names them.
+    0 within the microbatch; `keys` names them. `kept_counts` are the sizes of the targets' kept sets, which follow one
+    another in `kept_tokens` int64; a logprob of such a target is taken over its set.
     """
 
     tokens: np.ndarray
@@ -83,6 +88,18 @@ class PackedMicrobatch:
     proximal_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    kept_tokens: np.ndarray | None = None
+    kept_counts: np.ndarray | None = None
+
+    @property
+    def kept_sets(self) -> np.ndarray | None:
+        """int64 [M, largest count]: the kept set of each target, filled up with -1; None where none is kept."""
+        if self.kept_tokens is None or self.kept_counts is None:
+            return None
+        is_kept = np.arange(self.kept_counts.max(initial=0)) < self.kept_counts[:, None]
+        sets = np.full(is_kept.shape, -1, dtype=np.int64)
+        sets[is_kept] = self.kept_tokens
+        return sets
 
     @property
     def num_tokens(self) -> int:
@@ -123,3 +140,19 @@ class GroupCollector(Protocol):
     def add(self, rollout: Rollout) -> Group | None: ...
 
     def take(self, ordinals: Iterable[int]) -> list[Group]: ...
+
+
+def check_kept_sets(tokens: np.ndarray, kept_tokens: np.ndarray, kept_counts: np.ndarray) -> None:
+    """ShapeError unless each of `tokens` int [T] is one of its set; sets lie one behind the other."""
+    if len(kept_counts) != len(tokens) or int(kept_counts.sum()) != len(kept_tokens):
+        raise ShapeError(
+            "kept sets do not fit their tokens",
+            got=f"{len(kept_counts)} sets with {int(kept_counts.sum())} tokens in all, {len(kept_tokens)} given",
+            allowed=f"{len(tokens)} sets",
+        )
+    owners = np.repeat(np.arange(len(tokens)), kept_counts)
+    num_found = np.bincount(owners[kept_tokens == tokens[owners]], minlength=len(tokens))
+    if np.any(num_found != 1):
+        place = int(np.argmax(num_found != 1))
+        kept = kept_tokens[owners == place].tolist()
+        raise ShapeError("a token was not drawn from its set", got=f"token {tokens[place]} at {place} from {kept}")

@@ -46,11 +46,15 @@ class Segment(Message):
     """A run of completion tokens that were either all sampled or all given (a tool's answer, a user's turn).
 
     Sampled segments carry one behaviour logprob per token and the versions that sampled them; given ones neither.
+    Where sampling was cut to a part of the vocabulary and `generator.keep_sets` asks for it, `kept_tokens` are the
+    tokens that each token was drawn from, ascending, one set behind the other, and `kept_counts` the sizes of the sets.
     """
 
     tokens: np.ndarray  # int32 [T]
     behaviour_logprobs: np.ndarray | None = None  # float32 [T]
     version_spans: tuple[VersionSpan, ...] = ()
+    kept_tokens: np.ndarray | None = None  # int32 [sum of counts]
+    kept_counts: np.ndarray | None = None  # int32 [T], each at least 1
 
     @property
     def is_sampled(self) -> bool:

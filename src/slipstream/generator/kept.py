@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.core.errors import ShapeError
+from slipstream.core.packed import check_kept_sets
 from slipstream.generator.requests import KeptSets
 
 
@@ -53,13 +53,5 @@ def joined(parts: Sequence[KeptSets]) -> KeptSets:
 
 
 def check_kept(kept: KeptSets, tokens: np.ndarray) -> None:
-    """ShapeError unless every one of `tokens` int [T] was drawn from its set, ascending and without repeats."""
-    if len(kept.counts) != len(tokens) or int(kept.counts.sum()) != len(kept.tokens):
-        raise ShapeError(
-            "kept sets do not fit their tokens",
-            got=f"{len(kept.counts)} sets with {int(kept.counts.sum())} tokens, {len(kept.tokens)} given",
-            allowed=f"{len(tokens)} sets",
-        )
-    for place, (row, token) in enumerate(zip(as_rows(kept), tokens.tolist(), strict=True)):
-        if token not in row or np.any(np.diff(row) <= 0):
-            raise ShapeError("a token was not drawn from its set", got=f"token {token} at {place} from {row.tolist()}")
+    """ShapeError unless every one of `tokens` int [T] is in its set."""
+    check_kept_sets(tokens, kept.tokens, kept.counts)

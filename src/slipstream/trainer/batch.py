@@ -10,7 +10,7 @@ import numpy as np
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
-from slipstream.core.packed import TrainSequence
+from slipstream.core.packed import TrainSequence, check_kept_sets
 from slipstream.core.staleness import check_bound, staleness_of, token_versions
 from slipstream.core.types import Completion, Group, Rollout
 from slipstream.trainer.measure import Columns, Key, with_columns
@@ -30,7 +30,11 @@ Measure = Callable[[Sequence[TrainSequence]], Mapping[str, Columns]]
 
 
 def train_sequence(completion: Completion) -> TrainSequence:
-    """Prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on."""
+    """Prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on.
+
+    ShapeError for an empty prompt, and for kept sets that some sampled tokens have and others lack, or that do not
+    contain their token.
+    """
     prompt = completion.prompt.tokens
     if not len(prompt):
         raise ShapeError(
@@ -54,7 +58,31 @@ def train_sequence(completion: Completion) -> TrainSequence:
         behaviour_logprobs=np.where(mask, np.concatenate(behaviour), 0).astype(np.float32),
         advantages=np.zeros(len(mask), dtype=np.float32),
         versions=np.where(mask, versions, np.int32(-1)),
+        **_kept_sets(completion),
     )
+
+
+def _kept_sets(completion: Completion) -> dict[str, np.ndarray]:
+    """`kept_tokens` and `kept_counts` of the sequence: all sampled segments have them, or none."""
+    sampled = [segment for segment in completion.segments if segment.is_sampled]
+    carrying = [segment for segment in sampled if segment.kept_tokens is not None and segment.kept_counts is not None]
+    if not carrying:
+        return {}
+    if len(carrying) < len(sampled):
+        raise ShapeError(
+            "some sampled tokens of a completion have kept sets and others have none",
+            got=f"{len(carrying)} of {len(sampled)} segments (ordinal {completion.ordinal})",
+        )
+    tokens: list[np.ndarray] = []
+    counts = [np.zeros(len(completion.prompt.tokens), dtype=np.int32)]
+    for segment in completion.segments:
+        if segment.kept_tokens is None or segment.kept_counts is None:
+            counts.append(np.zeros(len(segment.tokens), dtype=np.int32))
+        else:
+            check_kept_sets(segment.tokens, segment.kept_tokens, segment.kept_counts)
+            tokens.append(segment.kept_tokens)
+            counts.append(segment.kept_counts)
+    return {"kept_tokens": np.concatenate(tokens), "kept_counts": np.concatenate(counts)}
 
 
 def without_targets(sequence: TrainSequence) -> TrainSequence:
@@ -66,6 +94,8 @@ def without_targets(sequence: TrainSequence) -> TrainSequence:
         behaviour_logprobs=nothing,
         advantages=nothing,
         versions=np.full(len(sequence.tokens), -1, dtype=np.int32),
+        kept_tokens=None if sequence.kept_tokens is None else sequence.kept_tokens[:0],
+        kept_counts=None if sequence.kept_counts is None else np.zeros_like(sequence.kept_counts),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.algorithms.kl import KL_ESTIMATORS
-from slipstream.algorithms.logprobs import token_logprobs_and_entropy
+from slipstream.algorithms.logprobs import kept_token_logprobs, token_logprobs_and_entropy
 from slipstream.algorithms.losses import Loss, LossInputs, loss_named
 from slipstream.algorithms.reduce import (
     Mean,
@@ -48,22 +48,24 @@ def microbatch_logprobs(
     """Policy logprobs of the microbatch's targets and the entropies they were drawn with, float32 [M] each.
 
     `states` are the final ones at those targets, for a caller who has them. Logits are computed only where a target
-    is predicted.
+    is predicted. Where the microbatch has kept sets, logprobs are those over the sets; entropies never are.
     """
     predicting = at_targets(model, microbatch) if states is None else states
-    targets = torch.from_numpy(microbatch.targets).to(predicting.device)
+    columns = [predicting, torch.from_numpy(microbatch.targets).to(predicting.device)]
+    if (kept_sets := microbatch.kept_sets) is not None:
+        columns.append(torch.from_numpy(kept_sets).to(predicting.device))
 
-    def head(rows: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs_and_entropy(model.logits(rows), chunk_targets, temperature)
+    def head(rows: Tensor, targets: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = model.logits(rows)
+        logprobs, entropies = token_logprobs_and_entropy(logits, targets, temperature)
+        return logprobs if kept is None else kept_token_logprobs(logits, targets, kept, temperature), entropies
 
     rows_at_once = max(1, MAX_LOGITS // model.config.vocab_size)
-    if len(targets) <= rows_at_once:
-        return head(predicting, targets)
+    if microbatch.num_targets <= rows_at_once:
+        return head(*columns)
     chunks = [
-        checkpoint(head, rows, chunk_targets, use_reentrant=False)
-        for rows, chunk_targets in zip(
-            torch.split(predicting, rows_at_once), torch.split(targets, rows_at_once), strict=True
-        )
+        checkpoint(head, *chunk, use_reentrant=False)
+        for chunk in zip(*(torch.split(column, rows_at_once) for column in columns), strict=True)
     ]
     return torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks])
 
