@@ -20,8 +20,8 @@ neighbours, row, the number of rows or the budget (conditions and evidence: `kv_
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 
@@ -33,6 +33,7 @@ from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.types import FinishReason, VersionSpan
 from slipstream.generator.kept import KeptRecorder
 from slipstream.generator.noise import noise_keys
+from slipstream.generator.prefixes import PrefixTable, StoredPrefix
 from slipstream.generator.requests import (
     Finished,
     KvOnUpdate,
@@ -71,20 +72,6 @@ class _Waiting:
     last_token: int
     key: bytes
     was_live: bool  # left its row unfinished in this engine; goes on even while admission is paused
-
-
-@dataclass(eq=False)
-class _Prefix:
-    """An entry of the prefix table: its storage, and how much of it is filled (or will be when this step's work is)."""
-
-    context: np.ndarray
-    storage: Prefix
-    num_done: int = 0
-    is_used: bool = False
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_done == len(self.context)
 
 
 @dataclass(eq=False)
@@ -163,7 +150,6 @@ class Engine:
         self._runner = runner
         self._seed = seed
         self._prefill_tokens, self._prefill_chunk = prefill_tokens, prefill_chunk
-        self._prefix_cache_tokens = prefix_cache_tokens
         self._spans = spans if spans is not None else _NoSpans()
         self._clock = clock if clock is not None else WallClock()
         self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
@@ -172,8 +158,7 @@ class Engine:
         self._waiting: deque[_Waiting] = deque()
         self._num_left = 0  # waiting requests that were live here
         self._num_starts = 0
-        self._prefixes: OrderedDict[bytes, _Prefix] = OrderedDict()  # least recently used first
-        self._wanted: Counter[bytes] = Counter()  # waiting requests per prefix
+        self._prefixes = PrefixTable(runner, prefix_cache_tokens)
         self._rows = _Rows.empty(runner.num_rows, runner.max_len)
 
     @property
@@ -232,8 +217,7 @@ class Engine:
         forgotten in every case.
         """
         self.version = version
-        for key in list(self._prefixes):
-            self._forget(key)
+        self._prefixes.clear()
         rows = np.flatnonzero(self._rows.is_live).tolist()
         for row in rows:
             live = self._live_at(row)
@@ -251,11 +235,13 @@ class Engine:
 
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; oldest first."""
-        exported = [entry.request for entry in self._waiting if entry.was_live]
+        left = [entry for entry in self._waiting if entry.was_live]
         self._waiting = deque(entry for entry in self._waiting if not entry.was_live)
-        self._wanted = Counter(entry.key for entry in self._waiting)
         self._num_left = 0
-        self._trim_prefixes()
+        for entry in left:
+            self._prefixes.unwant(entry.key)
+        self._prefixes.trim()
+        exported = [entry.request for entry in left]
         exported.extend(self._leave(np.flatnonzero(self._rows.is_live).tolist()))
         return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
 
@@ -301,7 +287,7 @@ class Engine:
             if request.resume is not None:
                 known = np.concatenate([known, request.resume.tokens.astype(np.int32)])
             entry = _Waiting(request, known[:-1], int(known[-1]), known[:-1].tobytes(), was_live)
-            self._wanted[entry.key] += 1
+            self._prefixes.want(entry.key)
             if request.resume is None and not was_live:
                 self._waiting.append(entry)
             else:
@@ -339,36 +325,38 @@ class Engine:
     def _choose(self, num_free: int) -> tuple[list[_Waiting], list[list[Chunk]]]:
         """Requests that can start in this step, and the chunks to prefill for that: round by round, one per prompt."""
         candidates: list[_Waiting] = []
-        prefixes: dict[bytes, _Prefix] = {}
+        prefixes: dict[bytes, StoredPrefix] = {}
         rounds: list[list[Chunk]] = [[]]
         budget = self._prefill_tokens
         num_ready = 0
+        is_alone = not self._rows.is_live.any()
         for entry in itertools.islice(self._waiting, self._runner.num_rows):
             if num_ready == num_free or (self._is_paused and not entry.was_live):
                 break
             if entry.key and entry.key not in prefixes:
-                prefix = self._prefix_of(entry, set(prefixes))
+                prefix = self._prefixes.get_or_open(entry.key, entry.context, prefixes, even_wanted=is_alone)
                 if prefix is None:
                     break
                 prefixes[entry.key] = prefix
-                budget = self._next_chunk(prefix, rounds[0], budget, is_first=not rounds[0])
+                budget = self._take_chunk(prefix, rounds[0], budget, is_first=not rounds[0])
             num_ready += self._is_ready(entry)
             candidates.append(entry)
         while rounds[-1] and budget > 0:
             rounds.append([])
             for prefix in prefixes.values():
-                budget = self._next_chunk(prefix, rounds[-1], budget)
-        return [entry for entry in candidates if self._is_ready(entry)][:num_free], [
-            chunks for chunks in rounds if chunks
-        ]
+                budget = self._take_chunk(prefix, rounds[-1], budget)
+        ready = [entry for entry in candidates if self._is_ready(entry)]
+        return ready[:num_free], [chunks for chunks in rounds if chunks]
 
-    def _next_chunk(self, prefix: _Prefix, chunks: list[Chunk], budget: int, *, is_first: bool = False) -> int:
+    def _take_chunk(self, prefix: StoredPrefix, chunks: list[Chunk], budget: int, *, is_first: bool = False) -> int:
         """Add the next chunk of `prefix` if the budget allows; what is left of it. One too long ends the budget."""
-        tokens = prefix.context[prefix.num_done : prefix.num_done + self._prefill_chunk]
-        if len(tokens) and (is_first or len(tokens) <= budget):
-            chunks.append(Chunk(prefix.storage, tokens, prefix.num_done))
-            prefix.num_done += len(tokens)
-        return budget - len(tokens)
+        chunk = prefix.next_chunk(self._prefill_chunk)
+        if chunk is None:
+            return budget
+        if is_first or len(chunk.tokens) <= budget:
+            chunks.append(chunk)
+            prefix.num_done += len(chunk.tokens)
+        return budget - len(chunk.tokens)
 
     def _is_ready(self, entry: _Waiting) -> bool:
         return not entry.key or self._prefixes[entry.key].is_complete
@@ -385,11 +373,11 @@ class Engine:
             prefix = self._prefixes[key] if key else None
             storage = None if prefix is None else prefix.storage
             rows = [free[index] for index in members]
-            num_open = self._open_rows(rows, storage, _take(states, members), set(members_of))
+            num_open = self._open_rows(rows, storage, _take(states, members), members_of)
             for row, index in zip(rows[:num_open], members, strict=False):
                 self._start(row, ready[index], now_s)
             started.update(members[:num_open])
-            self._wanted[key] -= num_open
+            self._prefixes.unwant(key, num_open)
             if prefix is not None and num_open:
                 self.stats.prefix_hits += num_open - (not prefix.is_used)
                 prefix.is_used = True
@@ -398,12 +386,12 @@ class Engine:
         gone = {id(ready[index]) for index in started}
         head = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._runner.num_rows))]
         self._waiting.extendleft(entry for entry in reversed(head) if id(entry) not in gone)
-        self._trim_prefixes()
+        self._prefixes.trim()
 
-    def _open_rows(self, rows: list[int], storage: Prefix | None, states: RowStates, in_use: set[bytes]) -> int:
+    def _open_rows(self, rows: list[int], storage: Prefix | None, states: RowStates, in_use: Collection[bytes]) -> int:
         """Open `rows` on one prefix, all or the first few; how many."""
         while not self._runner.open_rows(rows, storage, states):
-            if self._evict(in_use):
+            if self._prefixes.evict(in_use, even_wanted=not self._rows.is_live.any()):
                 continue
             for count in range(len(rows)):
                 if not self._runner.open_rows([rows[count]], storage, _take(states, [count])):
@@ -444,49 +432,13 @@ class Engine:
         self._num_starts += 1
         self._num_left -= entry.was_live
 
-    # Prefixes
-
-    def _prefix_of(self, entry: _Waiting, in_use: set[bytes]) -> _Prefix | None:
-        """The table's entry for a request, made if need be; None without memory."""
-        prefix = self._prefixes.get(entry.key)
-        if prefix is None:
-            while (storage := self._runner.open_prefix(len(entry.context))) is None:
-                if not self._evict(in_use):
-                    return None
-            prefix = self._prefixes[entry.key] = _Prefix(entry.context, storage)
-        self._prefixes.move_to_end(entry.key)
-        return prefix
-
-    def _evict(self, in_use: set[bytes], *, wanted: bool = False) -> bool:
-        """Forget the least recently used prefix nobody waits for, or that somebody does (`wanted`, or no row lives)."""
-        wanted |= not self._rows.is_live.any()
-        for key in self._prefixes:
-            if key not in in_use and (wanted or not self._wanted[key]):
-                self._forget(key)
-                return True
-        return False
-
-    def _trim_prefixes(self) -> None:
-        """Keep no more of the prefixes that nobody waits for than the cache may hold."""
-        self._wanted += Counter()  # drops what is not positive
-        unwanted = [key for key in self._prefixes if key not in self._wanted]
-        num_tokens = sum(len(self._prefixes[key].context) for key in unwanted)
-        for key in unwanted:
-            if num_tokens <= self._prefix_cache_tokens:
-                return
-            num_tokens -= len(self._prefixes[key].context)
-            self._forget(key)
-
-    def _forget(self, key: bytes) -> None:
-        self._runner.close_prefix(self._prefixes.pop(key).storage)
-
     # Decoding
 
     def _make_room(self) -> None:
         """Give every live row room for one more token: what the prefix table holds first, then the youngest rows."""
         while self._runner.rows_without_room():
             num_live = int(np.count_nonzero(self._rows.is_live))
-            if self._evict(set(), wanted=num_live == 1):
+            if self._prefixes.evict((), even_wanted=num_live == 1):
                 continue
             if num_live == 1:
                 raise self._no_room()
