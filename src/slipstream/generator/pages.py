@@ -75,11 +75,16 @@ class PageTable:
         return len(self._free)
 
     def open_prefix(self, num_tokens: int) -> PagedPrefix | None:
-        """Pages for `num_tokens` >= 1 tokens, owned by nobody else; None when there are too few."""
-        assert 1 <= num_tokens <= self.max_len, f"a prefix of {num_tokens} tokens, at most {self.max_len}"
-        pages = self._take(pages_of(num_tokens, self.page_size))
-        if pages is None:
+        """Pages for `num_tokens` >= 1 tokens, owned by nobody else; None when there are too few.
+
+        One page more has to be free and stays so: prefixes alone never take the page that the first row needs.
+        """
+        assert 1 <= num_tokens < self.max_len, f"a prefix of {num_tokens} tokens, one of {self.max_len} is to follow"
+        num_pages = pages_of(num_tokens, self.page_size)
+        if self.num_free < num_pages + 1:
             return None
+        pages = self._take(num_pages)
+        assert pages is not None
         prefix = PagedPrefix(num_tokens, pages)
         self._prefixes.add(prefix)
         return prefix
