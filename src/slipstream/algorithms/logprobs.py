@@ -100,7 +100,7 @@ def kept_token_logprobs(logits: Tensor, targets: Tensor, kept: Tensor, temperatu
         logp_t = z_{y_t} - log sum_{j in S_t} exp(z_j),   z = logits / temperature
 
     `logits` [N, V] of any float type, `targets` int64 [N], `kept` int64 [N, K]: the set S_t of each row, which has its
-    target, filled up with -1. DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, "Keep Sampling Mask": where sampling was
+    target, filled up with -1. DeepSeek-V3.2 (arXiv:2512.02556), "Keep Sampling Mask": where sampling was
     cut, all policies are compared over the sets it left, so that the ratio to the behaviour policy is 1 at staleness 0.
     Identity: equals `token_logprobs` where S_t is the whole vocabulary.
     """
