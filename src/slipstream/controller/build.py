@@ -109,6 +109,15 @@ def check_loss(config: RunConfig) -> None:
             got=f"loss.select = '{config.loss.select}'",
             allowed=" or ".join(f"loss.select = '{select}'" for select in loss.selects),
         )
+    ratios = {"behaviour_logprobs", "proximal_logprobs"} & set(loss.requires)
+    if ratios and config.generator.truncates and not config.generator.keep_sets:
+        raise ConfigError(
+            f"the ratios of loss '{config.loss.name}' would compare a policy over the whole vocabulary with samples "
+            "from a part of it",
+            got="generator.top_k, top_p or min_p without generator.keep_sets",
+            allowed="generator.keep_sets = true (with generator.top_k = 1..512), or no cut",
+            hint="losses without ratios, such as 'reinforce', may be trained on such samples as they are",
+        )
     if loss.atom == "pair" and config.loss.advantages == "greedy_baseline":
         raise ConfigError(
             f"loss '{config.loss.name}' has no use for a baseline: a greedy completion would be sampled for nothing",

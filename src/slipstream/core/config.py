@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import (
     GROUP_RELATIVE,
+    MAX_KEPT,
     MIN_WHITENED,
     CriticConfig,
     DemonstrationConfig,
@@ -204,6 +205,7 @@ class RunConfig(Section):
                 allowed="segment_tokens with weight_update = 'between_batches'",
                 hint="drop segment_tokens, or use the preset 'bounded'",
             )
+        self._check_sets()
         self._check_loss()
         self._check_whitening()
         if self.trainer.minibatches > self.groups_per_step:
@@ -239,6 +241,15 @@ class RunConfig(Section):
             )
         self._check_stages()
         return self
+
+    def _check_sets(self) -> None:
+        if self.generator.keep_sets and not 1 <= self.generator.top_k <= MAX_KEPT:
+            raise ConfigError(
+                "kept sets need a bound on their size",
+                got=f"generator.keep_sets with generator.top_k = {self.generator.top_k}",
+                allowed=f"generator.top_k = 1..{MAX_KEPT}",
+                hint="top_p and min_p cut further within top_k",
+            )
 
     def _check_stages(self) -> None:
         stages = self.stages

@@ -85,6 +85,10 @@ class PromptsConfig(Section):
     num_eval: Positive = Field(500, description="Held-out prompts, disjoint from training ones by normalised text.")
 
 
+MAX_KEPT = 512
+"""Tokens of the largest kept set: four bytes each, for every token sampled."""
+
+
 class GeneratorConfig(Section):
     """Sampling and the decode engine."""
 
@@ -92,6 +96,20 @@ class GeneratorConfig(Section):
     num_slots: Positive = Field(64, description="Completions decoded at once per replica; a multiple of 8 on CPU.")
     max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
+    top_k: NonNegative = Field(0, description="Training samples come from the k likeliest tokens; 0: from all.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="Then from the fewest of them that hold this share of the probability. Without top_k the whole "
+        "vocabulary is sorted for every token.",
+    )
+    min_p: Fraction = Field(
+        0.0, description="Then from those with at least this share of the likeliest one's probability."
+    )
+    keep_sets: bool = Field(
+        False,
+        description="Record the tokens each token was drawn from, and take the trainer's logprobs over them: what "
+        "losses with importance ratios need where top_k, top_p or min_p cut. Takes top_k = 1..512.",
+    )
     segment_tokens: Positive | None = Field(
         None, description="Export and resume completions every so many tokens when a newer version waits (L6)."
     )
@@ -121,6 +139,11 @@ class GeneratorConfig(Section):
     probe_tolerance: PositiveFloat = Field(
         1e-3, description="Largest |logprob difference| on the probe text before a version is refused, in nats."
     )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether training samples come from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class RewardTerm(Section):

@@ -160,14 +160,21 @@ class Generator(Executor):
         self, ordinal: int, sample: int, prompt: Prompt, temperature: float, *, stream: int = TRAIN_STREAM
     ) -> Request:
         room = self.max_len - len(prompt.tokens)
+        generator = self.config.generator
+        # Evaluation and greedy baselines are of the policy itself, never of a part of it.
+        is_cut = stream == TRAIN_STREAM and temperature > 0 and generator.truncates
         return Request(
             ordinal=ordinal,
             sample=sample,
             prompt_tokens=prompt.tokens,
-            max_new_tokens=min(self.config.generator.max_new_tokens, room),
+            max_new_tokens=min(generator.max_new_tokens, room),
             temperature=temperature,
             stream=stream,
-            time_limit_s=self.config.generator.time_limit_s if stream == TRAIN_STREAM else None,
+            top_k=generator.top_k if is_cut else 0,
+            top_p=generator.top_p if is_cut else 1.0,
+            min_p=generator.min_p if is_cut else 0.0,
+            keep_sets=is_cut and generator.keep_sets,
+            time_limit_s=generator.time_limit_s if stream == TRAIN_STREAM else None,
         )
 
     # Weights
@@ -249,7 +256,13 @@ class Generator(Executor):
         )
 
     def _completion(self, item: Finished, prompt: Prompt, purpose: Purpose, eval_id: int = -1) -> Completion:
-        segment = Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans)
+        segment = Segment(
+            tokens=item.tokens,
+            behaviour_logprobs=item.logprobs,
+            version_spans=item.version_spans,
+            kept_tokens=None if item.kept is None else item.kept.tokens,
+            kept_counts=None if item.kept is None else item.kept.counts,
+        )
         return Completion(
             ordinal=item.ordinal,
             sample=item.sample,
