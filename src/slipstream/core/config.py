@@ -38,6 +38,7 @@ from slipstream.core.sections import (
     SftConfig,
     TaskConfig,
     TrainerConfig,
+    VLLMConfig,
     WarmStartConfig,
 )
 
@@ -69,6 +70,7 @@ __all__ = [
     "Stage",
     "TaskConfig",
     "TrainerConfig",
+    "VLLMConfig",
     "WarmStartConfig",
     "stage_of",
 ]
@@ -205,6 +207,7 @@ class RunConfig(Section):
                 allowed="segment_tokens with weight_update = 'between_batches'",
                 hint="drop segment_tokens, or use the preset 'bounded'",
             )
+        self._check_vllm()
         self._check_sets()
         self._check_loss()
         self._check_whitening()
@@ -241,6 +244,23 @@ class RunConfig(Section):
             )
         self._check_stages()
         return self
+
+    def _check_vllm(self) -> None:
+        generator = self.generator
+        if generator.engine != "vllm":
+            return
+        if generator.kv_on_update == "recompute_if_older_than":
+            raise ConfigError(
+                "vLLM keeps all of its cache or none",
+                got="generator.kv_on_update = 'recompute_if_older_than' with generator.engine = 'vllm'",
+                allowed="'keep' or 'recompute'",
+            )
+        if generator.seeds == "per_replica":
+            raise ConfigError(
+                "vLLM draws its own noise: that of the original RLHF code is not to be had from it",
+                got="generator.seeds = 'per_replica' with generator.engine = 'vllm'",
+                allowed="generator.seeds = 'shared', or generator.engine = 'native'",
+            )
 
     def _check_sets(self) -> None:
         if self.generator.keep_sets and not 1 <= self.generator.top_k <= MAX_KEPT:

@@ -5,6 +5,7 @@ What holds between sections is checked by `RunConfig` in `core/config.py`.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -89,6 +90,77 @@ MAX_KEPT = 512
 """Tokens of the largest kept set: four bytes each, for every token sampled."""
 
 
+class VLLMConfig(Section):
+    """vLLM as the generator's engine (`generator.engine = "vllm"`), a process in an environment of its own."""
+
+    python: str = Field(
+        ".venv-vllm/bin/python",
+        description="Interpreter of vLLM's environment, from the working folder; `make vllm-env` makes that one.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Precision vLLM computes in; lower ones need a higher generator.probe_tolerance."
+    )
+    enforce_eager: bool = Field(True, description="Run vLLM without compiling: a faster start, slower decoding.")
+    kv_cache_gb: Positive = Field(1, description="Memory of the KV cache on a CPU, in GiB.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="Share of a GPU's memory for vLLM, weights and cache; the trainer may need the rest."
+    )
+    max_model_len: Positive | None = Field(
+        None, description="Longest sequence in vLLM, in tokens; null: the longest prompt and completion, and the probe."
+    )
+    transfer: Literal["reload", "nccl"] = Field(
+        "reload", description="Weights by a checkpoint in shared memory, or broadcast from a second GPU (not tested)."
+    )
+    start_timeout_s: PositiveFloat = Field(300.0, description="Longest start of the process, in seconds.")
+    answer_timeout_s: PositiveFloat = Field(
+        120.0, description="Longest wait for weights to be loaded, or a probe to be computed, in seconds."
+    )
+    silence_timeout_s: PositiveFloat = Field(
+        60.0, description="Longest time without a token while completions are due, in seconds."
+    )
+    max_restarts: NonNegative = Field(
+        1, description="Processes that may die or fall silent and be replaced, in a run; completions go on behind that."
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size."
+    )
+
+    @model_validator(mode="after")
+    def _check_engine_args(self) -> Self:
+        ours = sorted(VLLM_ARGS & self.engine_args.keys())
+        if ours:
+            raise ConfigError(
+                "some arguments of vLLM are set by Slipstream",
+                got=f"generator.vllm.engine_args with {', '.join(ours)}",
+                hint="[generator], [eval] and [generator.vllm] have fields for them",
+            )
+        try:
+            json.dumps(self.engine_args, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                "generator.vllm.engine_args go to another process", got=error, allowed="JSON's types"
+            ) from error
+        return self
+
+
+VLLM_ARGS = frozenset(
+    {
+        "model",
+        "dtype",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "skip_tokenizer_init",
+        "logprobs_mode",
+        "weight_transfer_config",
+        "disable_log_stats",
+    }
+)
+"""Engine arguments that `generator/vllm/backend.py` and `worker.py` set themselves."""
+
+
 class GeneratorConfig(Section):
     """Sampling and the decode engine."""
 
@@ -139,6 +211,10 @@ class GeneratorConfig(Section):
     probe_tolerance: PositiveFloat = Field(
         1e-3, description="Largest |logprob difference| on the probe text before a version is refused, in nats."
     )
+    engine: Literal["native", "vllm"] = Field(
+        "native", description="What decodes: Slipstream's own engine, or vLLM beside it (docs/vllm.md)."
+    )
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, with engine = 'vllm'.")
 
     @property
     def truncates(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,9 +27,10 @@ from slipstream.core.types import (
     Stop,
     Swapped,
 )
-from slipstream.generator.engine import Engine
+from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.native import NativeBackend
-from slipstream.generator.requests import Finished, Request
+from slipstream.generator.requests import Finished, GenerationEngine, Request
+from slipstream.generator.vllm.backend import VLLMBackend
 from slipstream.models.build import build_tokenizer, stop_token_ids
 
 COUNTERS_EVERY_S = 1.0
@@ -40,11 +41,12 @@ SEEDS_APART = 100_003  # between the seeds of two processes in the original RLHF
 
 @dataclass
 class EvalJob:
-    """One evaluation: its prompts and the weights it is pinned to."""
+    """One evaluation: its prompts, the version it is pinned to, and once it runs, what decodes it."""
 
     request: Evaluate
-    version: int
-    weights: torch.Tensor  # fp32 [num_params], shared by the jobs of one version
+    pin: Pin
+    remaining: int
+    engine: GenerationEngine | None = None
 
 
 class Labelled:
@@ -71,6 +73,7 @@ class Generator(Executor):
     def __init__(self, *, config: RunConfig, replica: int = 0) -> None:
         self.config = config
         self.replica = replica
+        self._ends = ExitStack()
         self._is_finished = False
 
     def init(self, context: Context) -> None:
@@ -80,14 +83,8 @@ class Generator(Executor):
         self.tokenizer = build_tokenizer(config.model)
         self.stop_ids = stop_token_ids(self.tokenizer, config.generator)
         self.spans = Labelled(context.spans)
-        self.backend = NativeBackend(
-            config,
-            tokenizer=self.tokenizer,
-            seed=training_seed(config, self.replica),
-            stop_token_ids=self.stop_ids,
-            spans=self.spans,
-            clock=context.clock,
-        )
+        self.backend = self._build_backend()
+        self._ends.callback(self.backend.close)
         self.engine = self.backend.engine
         self.max_len = self.backend.max_len
         assert context.subscriber is not None, "a generator needs a WEIGHTS channel"
@@ -100,19 +97,38 @@ class Generator(Executor):
         )
         self.prompts: dict[int, tuple[Prompt, int]] = {}  # ordinal -> prompt, completions still to come
         self.jobs: deque[EvalJob] = deque()
-        self.eval_engine: Engine | None = None
         self.drain_steps = 0
         self.generated_tokens = 0
         self.counted_s = context.clock.now_s()
         context.spans.set_idle_state("wait_trainer")
         context.outputs["events"].put(Ready(executor=context.name))
 
+    def _build_backend(self) -> Backend:
+        """What `generator.engine` names."""
+        config, context, seed = self.config, self.context, training_seed(self.config, self.replica)
+        if config.generator.engine == "vllm":
+            return VLLMBackend(config, context, tokenizer=self.tokenizer, seed=seed, stop_token_ids=self.stop_ids)
+        return NativeBackend(
+            config,
+            tokenizer=self.tokenizer,
+            seed=seed,
+            stop_token_ids=self.stop_ids,
+            spans=self.spans,
+            clock=context.clock,
+        )
+
     @property
     def is_finished(self) -> bool:
         return self._is_finished
 
     def wait_fds(self) -> list[int]:
-        return self.weights.wait_fds()
+        return [*self.weights.wait_fds(), *self.backend.wait_fds()]
+
+    def wait_s(self) -> float | None:
+        return self.backend.wait_s()
+
+    def close(self) -> None:
+        self._ends.close()
 
     def step(self) -> bool:
         """Take messages, swap if a version is staged, then one decode step of evaluation and one of training."""
@@ -122,6 +138,7 @@ class Generator(Executor):
         has_evaluated = self._evaluate()
         has_decoded = self._decode()
         self._count()
+        self.context.spans.set_idle_state(self.spans.state or self.backend.idle_state)
         return has_news or has_swapped or has_evaluated or has_decoded
 
     def _receive(self) -> bool:
@@ -142,9 +159,7 @@ class Generator(Executor):
                     ]
                 )
             case Evaluate():
-                same = next((job.weights for job in self.jobs if job.version == self.engine.version), None)
-                weights = self.backend.snapshot() if same is None else same
-                self.jobs.append(EvalJob(message, self.engine.version, weights))
+                self.jobs.append(EvalJob(message, self.backend.pin(), len(message.prompts)))
             case Stop():
                 self._count(is_last=True)
                 self._is_finished = True
@@ -183,6 +198,9 @@ class Generator(Executor):
         """Commit a staged version where the mode allows it: at once in flight, or when no completion would span it."""
         version = self.weights.pending_version
         if version is None:
+            return False
+        if not self.backend.may_swap:
+            self._resume([])  # an evaluation came while completions were being drained: it needs admission
             return False
         resumed: list[Request] = []
         if self.config.weight_update == "between_batches" and self.engine.num_live:
@@ -226,15 +244,20 @@ class Generator(Executor):
 
     def _decode(self) -> bool:
         is_draining = self.spans.state is not None
-        if self.engine.is_idle or (is_draining and not self.engine.num_live):
+        if not self.backend.has_work() or (is_draining and not self.engine.num_live):
             return False
         self.drain_steps += is_draining
-        finished = self.engine.step()
+        self._deliver(self.engine.step())
+        return True
+
+    def _deliver(self, finished: list[Finished]) -> None:
         if finished:
             with self.context.spans.span("send"):
                 for item in finished:
-                    self._send(item)
-        return True
+                    if item.request.stream == EVAL_STREAM:
+                        self._send_evaluated(item)
+                    else:
+                        self._send(item)
 
     def _send(self, item: Finished) -> None:
         """One finished completion to its verifier, at once and alone (M2), and word of it to the controller."""
@@ -285,25 +308,21 @@ class Generator(Executor):
     # Evaluation
 
     def _evaluate(self) -> bool:
-        """One decode step of the oldest evaluation, in slots and on weights of its own."""
+        """Start the oldest evaluation, or do one decode step of it where it has an engine of its own."""
         if not self.jobs:
             return False
         job = self.jobs[0]
-        if self.eval_engine is None:
+        if job.engine is None:
             with self.context.spans.span("evaluate"):
-                self.eval_engine = self._start_evaluation(job)
-        for item in self.eval_engine.step():
-            prompt = job.request.prompts[item.ordinal]
-            completion = self._completion(item, prompt, "eval", job.request.eval_id)
-            self.context.outputs["completions"].put(completion)
-        if self.eval_engine.is_idle:
-            self.jobs.popleft()
-            self.eval_engine = None
+                job.engine = self._start_evaluation(job)
+            return True
+        if job.engine is self.engine:
+            return False  # it shares the steps of training
+        self._deliver(job.engine.step())
         return True
 
-    def _start_evaluation(self, job: EvalJob) -> Engine:
-        spans = Labelled(self.context.spans, "evaluate")
-        engine = self.backend.evaluation_engine(job.weights, job.version, spans)
+    def _start_evaluation(self, job: EvalJob) -> GenerationEngine:
+        engine = self.backend.evaluation_engine(job.pin, Labelled(self.context.spans, "evaluate"))
         engine.submit(
             [
                 self._request(i, 0, prompt, job.request.temperature, stream=EVAL_STREAM)
@@ -311,6 +330,15 @@ class Generator(Executor):
             ]
         )
         return engine
+
+    def _send_evaluated(self, item: Finished) -> None:
+        job = self.jobs[0]  # one evaluation runs at a time
+        completion = self._completion(item, job.request.prompts[item.ordinal], "eval", job.request.eval_id)
+        self.context.outputs["completions"].put(completion)
+        job.remaining -= 1
+        if not job.remaining:
+            self.jobs.popleft()
+            self.backend.unpin(job.pin)
 
     def _count(self, *, is_last: bool = False) -> None:
         now_s = self.context.clock.now_s()

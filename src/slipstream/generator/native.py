@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.generator.backend import Pin
 from slipstream.generator.engine import PREFILL_CHUNK, Engine
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.slot_runner import SlotRunner
@@ -71,22 +71,42 @@ class NativeBackend:
         longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
         self._max_len = min(self._model.config.max_positions, longest)
         self.engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
+        self._pins: list[Pin] = []
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T] under the present weights, outside the live cache."""
         return probe_logprobs(self._model, tokens)
 
-    def snapshot(self) -> torch.Tensor:
-        """A copy of the present weights, for an evaluation pinned to them."""
-        return self.weights.flat.clone()
+    def pin(self) -> Pin:
+        """A copy of the present weights; evaluations of one version share it."""
+        version = self.engine.version
+        weights = next((pin.weights for pin in self._pins if pin.version == version), None)
+        pin = Pin(version, self.weights.flat.clone() if weights is None else weights)
+        self._pins.append(pin)
+        return pin
 
-    def evaluation_engine(self, weights: torch.Tensor, version: int, spans: StateSpans) -> Engine:
-        """An engine of its own, with its own slots, on a snapshot of the weights."""
+    def unpin(self, pin: Pin) -> None:
+        self._pins.remove(pin)
+
+    @property
+    def may_swap(self) -> bool:
+        return True
+
+    def evaluation_engine(self, pin: Pin, spans: StateSpans) -> Engine:
+        """An engine of its own, with its own slots, on the pinned weights."""
+        assert pin.weights is not None, "pinned by another backend"
         model, _ = build_policy(self._config.model, seed=self._config.seed, tokenizer=self._tokenizer)
-        FlatParameters(model).rebind(weights)
+        FlatParameters(model).rebind(pin.weights)
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
-        engine.set_version(version)
+        engine.set_version(pin.version)
         return engine
+
+    def has_work(self) -> bool:
+        return not self.engine.is_idle
+
+    @property
+    def idle_state(self) -> str:
+        return "wait_trainer"
 
     @property
     def max_len(self) -> int:
@@ -94,6 +114,9 @@ class NativeBackend:
 
     def wait_fds(self) -> list[int]:
         return []
+
+    def wait_s(self) -> float | None:
+        return None
 
     def close(self) -> None: ...
 

@@ -1,0 +1,229 @@
+"""vLLM as the generator's backend: the policy's weights here, decoding in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.config import RunConfig, stage_of
+from slipstream.core.errors import ConfigError
+from slipstream.core.executor import Context
+from slipstream.generator.backend import Pin
+from slipstream.generator.requests import StateSpans
+from slipstream.generator.vllm import protocol
+from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
+from slipstream.generator.vllm.folder import WeightFolder
+from slipstream.generator.vllm.process import Launch
+from slipstream.models.build import build_policy
+from slipstream.models.config import config_from_hf
+from slipstream.models.flat import FlatParameters
+from slipstream.models.hf import read_hf_config
+
+WORKER = Path(__file__).with_name("worker.py")
+PROBE_ROOM = 64  # tokens; the trainer's probe text is shorter
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention kernels for CPUs take (`CPUAttentionBackend.get_supported_head_sizes`, 0.32)."""
+
+
+class VLLMWeights:
+    """Flat parameters whose exchange takes effect in vLLM as well. Implements `core.executor.FlatWeights`."""
+
+    def __init__(self, parameters: FlatParameters, engine: VLLMEngine) -> None:
+        self._parameters, self._engine = parameters, engine
+        self.flat = parameters.flat
+
+    def prepare(self, flat: torch.Tensor) -> None:
+        """Nothing is to be done before `rebind`."""
+
+    def rebind(self, flat: torch.Tensor) -> None:
+        """Have vLLM load `flat` [num_params]. When it cannot, that is an error and the old weights stay bound here."""
+        self._parameters.rebind(flat)
+        try:
+            self._engine.push()
+        except Exception:
+            self._parameters.rebind(self.flat)
+            raise
+        self.flat = flat
+
+
+class VLLMBackend:
+    """The policy's flat weights, and an engine in another process that is given them. Implements `backend.Backend`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        context: Context,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        settings = config.generator.vllm
+        model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
+        parameters = FlatParameters(model)
+        longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
+        self._max_len = min(model.config.max_positions, longest)
+        self._pins: list[Pin] = []
+        self._folder = WeightFolder(parameters.flat.nbytes)
+        try:
+            self.engine = VLLMEngine(
+                model,
+                self._folder,
+                Launch(
+                    command=[str(interpreter(config)), str(WORKER)],
+                    environment=environment(config, num_threads=context.num_threads),
+                    log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
+                ),
+                spec_of(config, max_len=self._max_len, stop_token_ids=stop_token_ids),
+                rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
+                max_len=self._max_len,
+                seed=seed,
+                kv_on_update=config.generator.kv_on_update,
+                deadlines=Deadlines(settings.start_timeout_s, settings.answer_timeout_s, settings.silence_timeout_s),
+                max_restarts=settings.max_restarts,
+                probe_tolerance=config.generator.max_probe_error,
+                clock=context.clock,
+            )
+        except BaseException:
+            self._folder.close()
+            raise
+        self.weights = VLLMWeights(parameters, self.engine)
+        try:
+            self.engine.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_len(self) -> int:
+        return self._max_len
+
+    def probe(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: logprobs of `tokens` int32 [T] by vLLM, so that a reload is checked where it counts."""
+        return self.engine.probe(tokens)
+
+    def pin(self) -> Pin:
+        pin = Pin(self.engine.version)
+        self._pins.append(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        self._pins.remove(pin)
+
+    @property
+    def may_swap(self) -> bool:
+        """vLLM holds one set of weights: they stay while an evaluation needs them."""
+        return not self._pins
+
+    def evaluation_engine(self, pin: Pin, spans: StateSpans) -> VLLMEngine:  # noqa: ARG002 - its time is not ours
+        assert pin in self._pins, "an evaluation of a version that was not kept"
+        return self.engine
+
+    def has_work(self) -> bool:
+        return self.engine.has_work()
+
+    @property
+    def idle_state(self) -> str:
+        return "decode" if self.engine.num_live else "wait_trainer"
+
+    def wait_fds(self) -> list[int]:
+        return self.engine.wait_fds()
+
+    def wait_s(self) -> float | None:
+        return 0.0 if self.engine.has_work() else self.engine.wait_s()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -> protocol.Spec:
+    """What the worker is started with; the engine fills in where and which weights."""
+    settings = config.generator.vllm
+    num_seqs = config.generator.num_slots + config.eval.num_slots
+    needed = max(max_len, PROBE_ROOM) + 1
+    if settings.max_model_len is not None and settings.max_model_len < needed:
+        raise ConfigError(
+            "generator.vllm.max_model_len is too short",
+            got=settings.max_model_len,
+            allowed=f"at least {needed} tokens: prompt, completion and one more",
+        )
+    arguments = {
+        "dtype": settings.dtype,
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_model_len": settings.max_model_len or needed,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": max(config.generator.prefill_tokens + num_seqs, needed),
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "logprobs_mode": "processed_logprobs",  # after temperature and truncation: what was really sampled from
+        "disable_log_stats": True,
+    }
+    return protocol.Spec(
+        address="",
+        folder="",
+        model="",
+        push=0,
+        stop_token_ids=list(stop_token_ids),
+        engine_args=arguments | settings.engine_args,
+        transfer=settings.transfer,
+    )
+
+
+def environment(config: RunConfig, *, num_threads: int) -> dict[str, str]:
+    """The variables of the worker: ours without what would let it find our packages."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
+    return kept | {
+        "VLLM_CPU_KVCACHE_SPACE": str(config.generator.vllm.kv_cache_gb),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with the trainer
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more than the model has positions: the probe's unused next token
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def interpreter(config: RunConfig) -> Path:
+    """The Python of vLLM's environment. Raises ConfigError where there is none."""
+    path = Path(config.generator.vllm.python)
+    if not os.access(path, os.X_OK) or path.is_dir():
+        raise ConfigError(
+            "there is no environment with vLLM",
+            got=f"generator.vllm.python = '{path}', from {Path.cwd()}",
+            allowed="a Python interpreter that can import vllm",
+            hint="`make vllm-env` makes .venv-vllm",
+        )
+    return path.absolute()  # not resolved: a link into an environment is what makes it one
+
+
+def check_vllm(config: RunConfig) -> None:
+    """Raise ConfigError, before anything starts, for a missing environment and models vLLM would refuse."""
+    if config.generator.engine != "vllm":
+        return
+    interpreter(config)
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("generator.engine = 'vllm' needs Linux", got=sys.platform)
+    has_gpu = shutil.which("nvidia-smi") is not None
+    if has_gpu or (config.model.path is not None and stage_of(config.model.path) is not None):
+        return
+    model = config.model
+    if model.path is None:
+        head_dim = model.hidden_size // model.num_heads
+    else:
+        head_dim = config_from_hf(read_hf_config(Path(model.path))).head_dim
+    if head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            "vLLM on a CPU has no attention for heads of this size",
+            got=f"{head_dim} dimensions per head",
+            allowed=", ".join(map(str, CPU_HEAD_DIMS)),
+            hint="change model.hidden_size or model.num_heads, or use generator.engine = 'native'",
+        )

@@ -1,0 +1,462 @@
+"""vLLM as a `requests.GenerationEngine`: requests go to a process of its own, tokens stream back.
+
+The client knows all that was ever sampled, token by token with its version. So the process is expendable: a new one is
+started with the present weights, and what was in flight goes on from its last token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from slipstream.core.clock import Clock, WallClock
+from slipstream.core.errors import ChannelError, ChannelTimeout, ConfigError, ExecutorDied, WeightSyncError
+from slipstream.core.types import FinishReason, VersionSpan
+from slipstream.generator.noise import noise_key
+from slipstream.generator.requests import Finished, KvOnUpdate, Request, Resume, check_request
+from slipstream.generator.vllm import protocol
+from slipstream.generator.vllm.folder import WeightFolder
+from slipstream.generator.vllm.process import Launch, WorkerProcess
+from slipstream.models.transformer import Transformer
+
+FrameT = TypeVar("FrameT", bound=protocol.Frame)
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds: for vLLM to start, for an answer to an update or a probe, and between tokens while any are due."""
+
+    start_s: float
+    answer_s: float
+    silence_s: float
+
+
+@dataclass(eq=False)
+class _Live:
+    """A completion in vLLM: what is known of it. `first` is the index of its present job's first token."""
+
+    request: Request
+    started_s: float
+    first: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def resume(self) -> Resume:
+        return Resume(
+            tokens=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            version_spans=spans_of(self.versions),
+            started_s=self.started_s,
+        )
+
+
+class VLLMEngine:
+    """Completions by a vLLM process with the weights of `model`, which it is given as a checkpoint in `folder`.
+
+    `rooms` are the completions in vLLM at once, by stream: whatever waits, waits here, so that a pause of admission is
+    one. `spec` is completed with address and weights. A process that dies or falls silent is replaced, `max_restarts`
+    times in all; after that the error goes to the caller, as does every failure of a first start.
+
+    Within `step` nothing waits. `push` and `probe` wait for vLLM, each at most its deadline.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        folder: WeightFolder,
+        launch: Launch,
+        spec: protocol.Spec,
+        *,
+        rooms: Mapping[int, int],
+        max_len: int,
+        seed: int,
+        kv_on_update: KvOnUpdate,
+        deadlines: Deadlines,
+        max_restarts: int,
+        probe_tolerance: float,
+        clock: Clock | None = None,
+    ) -> None:
+        if kv_on_update == "recompute_if_older_than":
+            raise ConfigError(
+                "vLLM keeps all of its cache or none",
+                got="kv_on_update = 'recompute_if_older_than'",
+                allowed="'keep' or 'recompute'",
+            )
+        self.version = 0
+        self.max_len = max_len
+        self.num_restarts = 0
+        self._model, self._folder, self._launch, self._spec = model, folder, launch, spec
+        self._rooms, self._seed, self._kv_on_update = rooms, seed, kv_on_update
+        self._deadlines, self._max_restarts, self._tolerance = deadlines, max_restarts, probe_tolerance
+        self._clock = clock if clock is not None else WallClock()
+        self._is_paused = False
+        self._waiting: dict[int, deque[Request]] = {}
+        self._live: dict[int, _Live] = {}
+        self._finished: list[Finished] = []
+        self._num_ids = 0
+        self._push = 0
+        self._versions = {0: 0}  # of every push that was accepted
+        self._probed: tuple[np.ndarray, np.ndarray] | None = None
+        self._checkpoint = folder.write(model, 0)
+        self._has_served = False
+        self._worker = self._start()
+
+    # The engine
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(queue) for queue in self._waiting.values())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live and not self.num_waiting and not self._finished
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue `requests` in this order; resumed ones go before everything that has not started."""
+        for request in requests:
+            assert request.stream in self._rooms, f"no room was given to stream {request.stream}"
+            check_request(request, max_len=self.max_len)
+            if request.keep_sets:
+                raise ConfigError("vLLM does not report the sets that tokens are drawn from", got="keep_sets")
+        for request in requests:
+            if request.resume is None:
+                self._queue(request.stream).append(request)
+        for request in reversed(requests):
+            if request.resume is not None:
+                self._queue(request.stream).appendleft(request)
+        self._fill()
+
+    def pause_admission(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        self._fill()
+
+    def step(self) -> list[Finished]:
+        """Take what vLLM has said since, end what is out of time, send what has room. Waits for nothing."""
+        try:
+            self._receive()
+            if self._is_due and self._clock.now_s() >= self._silent_s:
+                raise self._worker.timeout("a token" if self._is_ready else "vLLM to start", self._patience_s)
+        except (ExecutorDied, ChannelTimeout) as error:
+            self._replace(error)
+        self._end_late()
+        self._fill()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def set_version(self, version: int, *, kv_on_update: KvOnUpdate = "keep", max_kv_age: int = 0) -> None:  # noqa: ARG002
+        """The last push is `version`. What happens to the cache was decided with it, by the engine's own setting."""
+        if kv_on_update not in ("keep", self._kv_on_update):
+            raise ConfigError(
+                "vLLM was asked for another treatment of its cache when it was started",
+                got=f"kv_on_update = '{kv_on_update}'",
+                allowed=f"'{self._kv_on_update}'",
+            )
+        self.version = version
+        self._versions[self._push] = version
+
+    def export_live(self) -> list[Request]:
+        """Take every live completion out, resumable by `submit` here or elsewhere; oldest first."""
+        try:
+            self._take_out()
+        except (ExecutorDied, ChannelTimeout) as error:
+            self._replace(error)
+        exported = [live.request.resumed_with(live.resume) for live in self._live.values()]
+        self._live.clear()
+        return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
+
+    # Weights
+
+    def push(self) -> None:
+        """Give vLLM the model's weights, between two of its steps.
+
+        Raises WeightSyncError when they cannot be written, and what ended a process that is not to be replaced.
+
+        Tokens sampled under them are held back until `set_version` says what they are called. Another push instead
+        takes the last one back: what it sampled is dropped and sampled again.
+        """
+        self.wait_ready()
+        is_taken_back = self._push not in self._versions
+        if is_taken_back:
+            self._take_out(refused=self._push)
+        # Written while vLLM decodes: it stands still for the loading alone.
+        checkpoint = self._folder.write(self._model, self._push + 1)
+        self._push, self._checkpoint = self._push + 1, checkpoint
+        clear_cache = self._kv_on_update == "recompute"
+        try:
+            self._worker.send(protocol.Update(push=self._push, path=str(checkpoint), clear_cache=clear_cache))
+            updated = self._wait_for(protocol.Updated, f"weights to be loaded (push {self._push})")
+            if updated.push != self._push:
+                raise ChannelError("vLLM answered for other weights", got=updated.push, allowed=self._push)
+            if is_taken_back:
+                self._resubmit()
+        except (ExecutorDied, ChannelTimeout) as error:
+            self._replace(error)
+            self.wait_ready()
+        self._folder.keep_only(checkpoint)
+
+    def probe(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: logprobs of `tokens` int32 [T] as the vLLM that serves computes them, without its cache."""
+        self.wait_ready()
+        try:
+            logprobs = self._probe(tokens)
+        except (ExecutorDied, ChannelTimeout) as error:
+            self._replace(error)
+            self.wait_ready()
+            logprobs = self._probe(tokens)
+        self._probed = tokens, logprobs
+        return logprobs
+
+    # Around it
+
+    def wait_ready(self) -> None:
+        """Until vLLM serves. Raises ChannelTimeout after the start's deadline, ExecutorDied when it does not start."""
+        while not self._is_ready:
+            try:
+                self._started(self._worker.wait_for(protocol.Started, "vLLM to start", self._deadlines.start_s))
+            except (ExecutorDied, ChannelTimeout) as error:
+                self._replace(error)
+
+    @property
+    def pid(self) -> int:
+        return self._worker.pid
+
+    @property
+    def features(self) -> Mapping[str, bool]:
+        """What the interface of this vLLM offers; see `worker.features_of`."""
+        return self._features
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything now."""
+        return bool(self._finished) or self._worker.has_news() or self.wait_s() == 0.0
+
+    def wait_fds(self) -> list[int]:
+        return self._worker.wait_fds()
+
+    def wait_s(self) -> float | None:
+        """Seconds until a deadline passes; None without one."""
+        ends = [self._silent_s] if self._is_due else []
+        ends += [end_s for live in self._live.values() if (end_s := _end_s(live)) is not None]
+        return max(0.0, min(ends) - self._clock.now_s()) if ends else None
+
+    def close(self) -> None:
+        self._worker.close()
+        self._folder.close()
+
+    # Within
+
+    def _queue(self, stream: int) -> deque[Request]:
+        return self._waiting.setdefault(stream, deque())
+
+    def _fill(self) -> None:
+        """Send waiting requests to vLLM where their stream has room."""
+        if self._is_paused or not self._is_ready:
+            return
+        jobs = []
+        for stream, queue in self._waiting.items():
+            room = self._rooms[stream] - sum(live.request.stream == stream for live in self._live.values())
+            for _ in range(min(room, len(queue))):
+                jobs.append(self._job(self._new_live(queue.popleft())))
+        self._submit(jobs)
+
+    def _new_live(self, request: Request) -> _Live:
+        resume = request.resume
+        if resume is None:
+            return _Live(request, self._clock.now_s(), 0)
+        ends = [*(span.start for span in resume.version_spans[1:]), len(resume.tokens)]
+        versions = [
+            span.version
+            for span, end in zip(resume.version_spans, ends, strict=bool(resume.version_spans))
+            for _ in range(span.start, end)
+        ]
+        tokens, logprobs = resume.tokens.tolist(), resume.logprobs.tolist()
+        return _Live(request, resume.started_s, len(tokens), tokens, logprobs, versions)
+
+    def _job(self, live: _Live) -> protocol.Job:
+        """Register `live` under a new id; its next token is drawn with noise of its own, whatever came before."""
+        request, live.first = live.request, len(live.tokens)
+        key = noise_key(self._seed, request.stream, request.ordinal, request.sample)
+        self._num_ids += 1
+        self._live[self._num_ids] = live
+        return protocol.Job(
+            id=self._num_ids,
+            prompt=[*request.prompt_tokens.tolist(), *live.tokens],
+            max_tokens=request.max_new_tokens - live.first,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            seed=noise_key(key, live.first, 0, 0) >> 1,
+        )
+
+    def _submit(self, jobs: list[protocol.Job]) -> None:
+        if jobs:
+            if len(self._live) == len(jobs):
+                self._heard_s = self._clock.now_s()  # nothing was due before
+            self._worker.send(protocol.Submit(jobs=jobs))
+
+    def _resubmit(self) -> None:
+        lives, self._live = list(self._live.values()), {}
+        self._submit([self._job(live) for live in lives])
+
+    def _take_out(self, refused: int | None = None) -> None:
+        """Have vLLM drop every live job; what it has said of them until then counts, but for the `refused` push."""
+        ids = list(self._live)
+        if self._is_ready and ids:
+            self._worker.send(protocol.Abort(ids=ids))
+            while self._wait_for(protocol.Aborted, "completions to be taken out").ids != ids:
+                pass  # the answer to an earlier one, of completions that were out of time
+            self._receive(refused)
+
+    def _receive(self, refused: int | None = None) -> None:
+        """Take every frame that is there. Raises ExecutorDied behind the last one of a process that has ended."""
+        while (frame := self._worker.receive()) is not None:
+            self._heard_s = self._clock.now_s()
+            match frame:
+                case protocol.Tokens(deltas=deltas):
+                    for delta in deltas:
+                        if delta.push != refused:
+                            self._take(delta)
+                case protocol.Started() if not self._is_ready:
+                    self._started(frame)
+                case protocol.Aborted():
+                    pass
+                case _:
+                    raise ChannelError(f"{self._worker.name} said what nobody asked for", got=type(frame).__name__)
+
+    def _take(self, delta: protocol.Delta) -> None:
+        live = self._live.get(delta.id)
+        if live is None:  # of a job that was dropped
+            return
+        pushes = [delta.push, *(push for push, _, _ in delta.spans or [])]
+        num_tokens = len(live.tokens) + len(delta.tokens)
+        is_valid = (
+            len(delta.tokens) == len(delta.logprobs)
+            and num_tokens <= live.request.max_new_tokens
+            and all(0 <= token < self._model.config.vocab_size for token in delta.tokens)
+            and all(push in self._versions for push in pushes)
+            and all(0 <= start <= end <= num_tokens - live.first for _, start, end in delta.spans or [])
+            and delta.finish in ("", "stop", "length")
+            and not (delta.finish and num_tokens == 0)
+        )
+        if not is_valid:
+            raise ChannelError(f"tokens from {self._worker.name} make no sense", got=msgspec.to_builtins(delta))
+        live.tokens += delta.tokens
+        live.logprobs += delta.logprobs
+        live.versions += [self._versions[delta.push]] * len(delta.tokens)
+        for push, start, end in delta.spans or []:
+            live.versions[live.first + start : live.first + end] = [self._versions[push]] * (end - start)
+        if delta.finish:
+            del self._live[delta.id]
+            self._finish(live, "stop" if delta.finish == "stop" else "length")
+
+    def _finish(self, live: _Live, reason: FinishReason) -> None:
+        known = live.resume
+        self._finished.append(
+            Finished(
+                request=live.request,
+                tokens=known.tokens,
+                logprobs=known.logprobs,
+                version_spans=known.version_spans,
+                finish_reason=reason,
+                started_s=live.started_s,
+                finished_s=self._clock.now_s(),
+            )
+        )
+
+    def _end_late(self) -> None:
+        now_s = self._clock.now_s()
+        late = [i for i, live in self._live.items() if (end_s := _end_s(live)) is not None and end_s <= now_s]
+        if late and self._is_ready:
+            self._worker.send(protocol.Abort(ids=late))
+        for i in late:
+            self._finish(self._live.pop(i), "deadline")
+
+    # The process
+
+    def _start(self) -> WorkerProcess:
+        self._is_ready = False
+        self._features: Mapping[str, bool] = {}
+        self._heard_s = self._clock.now_s()
+        spec = msgspec.structs.replace(
+            self._spec, model=str(self._checkpoint), push=self._push, folder=str(self._folder.path)
+        )
+        return WorkerProcess(self._launch, name="the vLLM process", spec=spec)
+
+    def _started(self, frame: protocol.Started) -> None:
+        """The process serves; one that replaces another must agree with it on the last probe before it goes on."""
+        self._is_ready = self._has_served = True
+        self._features = frame.features
+        if self._probed is not None and self._push in self._versions:
+            tokens, expected = self._probed
+            error = float(np.abs(self._probe(tokens) - expected).max(initial=0.0))
+            if not error <= self._tolerance:
+                raise WeightSyncError(
+                    "a restarted vLLM computes other logprobs than the one before",
+                    got=f"largest difference {error:.3g} nats",
+                    allowed=f"{self._tolerance:.3g} nats",
+                )
+        self._resubmit()
+        self._fill()
+
+    def _replace(self, error: ExecutorDied | ChannelTimeout) -> None:
+        """Start another process for one that died or is stuck; its `error` is raised when there were too many."""
+        refused = None if self._push in self._versions else self._push
+        with contextlib.suppress(ExecutorDied):
+            self._receive(refused)  # the last it said
+        self._worker.close(is_orderly=False)
+        if not self._has_served or self.num_restarts >= self._max_restarts:
+            raise error
+        _LOG.warning("vLLM is started again with version %d: %s", self.version, error)
+        self.num_restarts += 1
+        self._worker = self._start()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether vLLM owes us anything."""
+        return bool(self._live) or not self._is_ready
+
+    @property
+    def _patience_s(self) -> float:
+        return self._deadlines.silence_s if self._is_ready else self._deadlines.start_s
+
+    @property
+    def _silent_s(self) -> float:
+        """When its silence will have lasted too long."""
+        return self._heard_s + self._patience_s
+
+    def _probe(self, tokens: np.ndarray) -> np.ndarray:
+        self._num_ids += 1
+        self._worker.send(protocol.Probe(id=self._num_ids, tokens=tokens.tolist()))
+        probed = self._wait_for(protocol.Probed, "the logprobs of the probe text")
+        if probed.id != self._num_ids:
+            raise ChannelError("vLLM answered another probe", got=probed.id, allowed=self._num_ids)
+        return np.array(probed.logprobs, dtype=np.float32)
+
+    def _wait_for(self, kind: type[FrameT], what: str) -> FrameT:
+        return self._worker.wait_for(kind, what, self._deadlines.answer_s)
+
+
+def _end_s(live: _Live) -> float | None:
+    """When the completion is out of time, on the engine's clock; never before its first token."""
+    limit_s = live.request.time_limit_s
+    return None if limit_s is None or not live.tokens else live.started_s + limit_s
+
+
+def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """The versions [T] of single tokens as spans."""
+    starts = [i for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
+    return tuple(VersionSpan(start=start, version=versions[start]) for start in starts)

@@ -1,0 +1,144 @@
+"""What the client (`engine.py`) and the process that runs vLLM (`worker.py`) say to each other: msgpack over ZeroMQ.
+
+Both sides load this file, so it imports nothing but msgspec. The worker does so by path: Slipstream is not installed in
+its environment, nor is vLLM in ours.
+
+A *job* is one submission of a completion: its id is never used again, so late tokens of a job that was dropped are told
+apart. A *push* is one set of weights, counted from 0, those the worker started with; every token carries the push it
+was sampled under, and the client knows which policy version that is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MAX_FRAME_BYTES = 1 << 28
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of everything on the socket."""
+
+
+# To the worker
+
+
+class Job(Frame):
+    """Sample up to `max_tokens` tokens behind `prompt`; see `requests.Request` for the rest."""
+
+    id: int
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+class Submit(Frame):
+    jobs: list[Job]
+
+
+class Abort(Frame):
+    """Drop these jobs; answered by `Aborted` once none of them will say anything more."""
+
+    ids: list[int]
+
+
+class Update(Frame):
+    """Load the weights in folder `path` between two decode steps; answered by `Updated`.
+
+    `clear_cache` has live jobs compute their keys and values anew, under the new weights.
+    """
+
+    push: int
+    path: str
+    clear_cache: bool
+
+
+class Probe(Frame):
+    """Compute the logprobs of `tokens`, through the engine that serves; answered by `Probed`."""
+
+    id: int
+    tokens: list[int]
+
+
+class Stop(Frame):
+    """End in good order."""
+
+
+# To the client
+
+
+class Started(Frame):
+    """vLLM is loaded and serves push 0. `features`: what its interface offers, for the log."""
+
+    vllm_version: str
+    features: dict[str, bool]
+
+
+class Delta(Frame):
+    """New tokens of a job, sampled under `push`, with their logprobs; `finish` is '', 'stop' or 'length'.
+
+    `spans`, with the last delta, are vLLM's own account of the job: (push, first token, one past the last).
+    """
+
+    id: int
+    tokens: list[int]
+    logprobs: list[float]
+    push: int
+    finish: str = ""
+    spans: list[tuple[int, int, int]] | None = None
+
+
+class Tokens(Frame):
+    deltas: list[Delta]
+
+
+class Aborted(Frame):
+    ids: list[int]
+
+
+class Updated(Frame):
+    """`pause_s`: how long no token was sampled."""
+
+    push: int
+    pause_s: float
+
+
+class Probed(Frame):
+    id: int
+    logprobs: list[float]
+
+
+class Failed(Frame):
+    """The worker ends: what it was doing, and the error."""
+
+    what: str
+    error: str
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker is started with, a JSON file: where to connect, and vLLM's engine arguments.
+
+    `folder` is removed by the worker when its parent is gone. `transfer` is 'reload' or 'nccl'.
+    """
+
+    address: str
+    folder: str
+    model: str
+    push: int
+    stop_token_ids: list[int]
+    engine_args: dict[str, Any]
+    transfer: str
+
+
+ToWorker = Submit | Abort | Update | Probe | Stop
+ToClient = Started | Tokens | Aborted | Updated | Probed | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_to_client = msgspec.msgpack.Decoder(ToClient).decode
+"""Both raise msgspec.DecodeError (ValidationError among them) for whatever is not such a frame."""

@@ -1,0 +1,447 @@
+"""The process that runs vLLM: `python worker.py SPEC`, with the interpreter of vLLM's own environment.
+
+Consumes: frames of `protocol.py` from the client, which binds the socket. Produces: tokens as they are sampled, and the
+answers. Waits for: a frame, or vLLM. Ends when: told to stop, something fails, or its standard input closes, whose
+other end is the client: so no worker outlives its parent, whatever happened to that.
+
+vLLM's interface changes with every release; what it offers is found out by signature (`features_of`), not by version:
+
+    pause with mode "keep"   an update happens between two decode steps, live jobs go on behind it
+    otherwise                live jobs are taken out before the update and submitted again, with what they had, after it
+    weight versions          vLLM labels tokens itself; its account goes along with the last token of each job
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+PROTOCOL = "slipstream_vllm_protocol"
+QUIET_TURNS = 50  # of the event loop without a new token: far more than a token needs from vLLM's socket to us
+HIGH_WATER_FRAMES = 64
+NOISE_STRIDE = 0x9E3779B97F4A7C15
+
+if TYPE_CHECKING:
+    from slipstream.generator.vllm import protocol
+else:
+    location = importlib.util.spec_from_file_location(PROTOCOL, Path(__file__).with_name("protocol.py"))
+    protocol = sys.modules[PROTOCOL] = importlib.util.module_from_spec(location)
+    location.loader.exec_module(protocol)
+
+
+class LLM(Protocol):
+    """What is used of `vllm.v1.engine.async_llm.AsyncLLM`; what only some versions have is called by `Worker` alone."""
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]: ...
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any: ...
+
+
+Sampling = Callable[..., Any]
+"""`vllm.SamplingParams`, by keyword."""
+Transfer = Callable[[str], Any]
+"""Loads the weights in a folder into vLLM; a coroutine function."""
+
+
+def features_of(llm: LLM) -> dict[str, bool]:
+    """What this vLLM offers for reinforcement learning."""
+    pause = inspect.signature(llm.pause_generation).parameters if hasattr(llm, "pause_generation") else {}
+    return {
+        "pause": bool(pause) or hasattr(llm, "pause_generation"),
+        "keep": "mode" in pause and "clear_cache" in pause,
+        "weight_versions": hasattr(llm, "update_weight_version"),
+    }
+
+
+@dataclass(eq=False)
+class Running:
+    """A job in vLLM: the tokens it has so far, and the task that reads them."""
+
+    job: protocol.Job
+    done: list[int] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+
+class Worker:
+    """Carries out frames one by one; tokens stream meanwhile. See the module's docstring."""
+
+    def __init__(
+        self,
+        llm: Any,
+        socket: zmq.asyncio.Socket,
+        *,
+        vllm_version: str,
+        push: int,
+        stop_token_ids: list[int],
+        sampling: Sampling,
+        transfer: Transfer,
+    ) -> None:
+        self.features = features_of(llm)
+        self._llm, self._socket, self._version, self._push = llm, socket, vllm_version, push
+        self._stop_token_ids, self._sampling, self._transfer = stop_token_ids, sampling, transfer
+        self._running: dict[int, Running] = {}
+        self._outbox: list[Any] = []  # frames and deltas, in order; no more deltas than tokens that were asked for
+        self._has_news = asyncio.Event()
+        self._num_outputs = 0
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def serve(self) -> None:
+        """Until `Stop`. Raises what any of its tasks raised."""
+        if self.features["weight_versions"]:
+            await self._llm.update_weight_version(str(self._push))
+        self._put(protocol.Started(vllm_version=self._version, features=self.features))
+        flusher = self._watched(self._flush())
+        obeying = self._watched(self._obey())
+        await asyncio.wait([obeying, self._failure], return_when=asyncio.FIRST_COMPLETED)
+        tasks = [flusher, obeying, *(running.task for running in self._running.values() if running.task is not None)]
+        for task in tasks:
+            task.cancel()
+        if self._failure.done():
+            await self._failure
+
+    async def _obey(self) -> None:
+        while True:
+            match protocol.decode_to_worker(await self._socket.recv()):
+                case protocol.Submit(jobs=jobs):
+                    for job in jobs:
+                        self._start(Running(job))
+                case protocol.Abort(ids=ids):
+                    await self._take_out([self._running[i] for i in ids if i in self._running])
+                    self._put(protocol.Aborted(ids=ids))
+                case protocol.Update() as update:
+                    self._put(protocol.Updated(push=update.push, pause_s=await self._update(update)))
+                case protocol.Probe(id=probe_id, tokens=tokens):
+                    self._put(protocol.Probed(id=probe_id, logprobs=await self._probe(probe_id, tokens)))
+                case protocol.Stop():
+                    return
+
+    # Jobs
+
+    def _start(self, running: Running) -> None:
+        self._running[running.job.id] = running
+        running.task = self._watched(self._stream(running))
+
+    async def _stream(self, running: Running) -> None:
+        job, start = running.job, len(running.done)
+        params = self._sampling(
+            temperature=job.temperature,
+            top_k=job.top_k,
+            top_p=job.top_p,
+            min_p=job.min_p,
+            seed=(job.seed + start * NOISE_STRIDE) % 2**63,  # what was drawn before is not drawn again
+            max_tokens=job.max_tokens - start,
+            logprobs=0,
+            stop_token_ids=self._stop_token_ids,
+        )
+        prompt = {"prompt_token_ids": job.prompt + running.done, "cache_salt": f"push {self._push}"}
+        finish = None
+        async for output in self._llm.generate(prompt, params, f"{job.id}+{start}"):
+            self._num_outputs += 1
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            finish = completion.finish_reason
+            logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs or [], strict=True)]
+            running.done += tokens
+            self._put(
+                protocol.Delta(
+                    id=job.id,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    push=self._push,
+                    finish=finish or "",
+                    spans=self._spans(completion, start) if finish else None,
+                )
+            )
+        if finish not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request with finish reason {finish!r}")
+        del self._running[job.id]
+
+    def _spans(self, completion: Any, start: int) -> list[tuple[int, int, int]] | None:
+        if not self.features["weight_versions"] or completion.weight_versions is None:
+            return None
+        return [(int(span.version), start + span.start, start + span.end) for span in completion.weight_versions]
+
+    async def _take_out(self, running: list[Running]) -> None:
+        """Cancel these jobs; vLLM drops a request whose reader goes away. Nothing more is heard of them then."""
+        for one in running:
+            self._running.pop(one.job.id, None)
+            if one.task is not None:
+                one.task.cancel()
+        await asyncio.gather(*(one.task for one in running if one.task is not None), return_exceptions=True)
+
+    # Weights
+
+    async def _update(self, update: protocol.Update) -> float:
+        """Exchange the weights between two decode steps; seconds without a token."""
+        started_s = time.monotonic()
+        interrupted: list[Running] = []
+        if self.features["keep"]:
+            await self._llm.pause_generation(mode="keep", clear_cache=update.clear_cache)
+        else:
+            interrupted = list(self._running.values())
+            await self._take_out(interrupted)
+            if self.features["pause"]:
+                await self._llm.pause_generation()
+        await self._drain()
+        await self._transfer(update.path)
+        if self.features["weight_versions"]:
+            await self._llm.update_weight_version(str(update.push))
+        self._push = update.push
+        if self.features["pause"]:
+            await self._llm.resume_generation()
+        for running in interrupted:
+            self._start(running)
+        return time.monotonic() - started_s
+
+    async def _drain(self) -> None:
+        """Until every token sampled before the pause has been read, so that it carries the push it was sampled under.
+
+        vLLM answers the pause on the socket its tokens come on, behind them; what remains is between tasks of this
+        event loop, which take turns.
+        """
+        num_quiet = 0
+        while num_quiet < QUIET_TURNS:
+            before = self._num_outputs
+            await asyncio.sleep(0)
+            num_quiet = num_quiet + 1 if self._num_outputs == before else 0
+
+    async def _probe(self, probe_id: int, tokens: list[int]) -> list[float]:
+        """Logprobs of tokens 1 .. T-1, by a prefill that reads no cache."""
+        params = self._sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"probe {probe_id}"}
+        found: list[float] = []
+        async for output in self._llm.generate(prompt, params, f"probe-{probe_id}"):
+            if output.prompt_logprobs:
+                entries = output.prompt_logprobs[1:]
+                found = [entry[token].logprob for token, entry in zip(tokens[1:], entries, strict=True)]
+        return found
+
+    # Sending
+
+    def _put(self, item: Any) -> None:
+        self._outbox.append(item)
+        self._has_news.set()
+
+    async def _flush(self) -> None:
+        """Send what was put, in order; the deltas of one turn, a decode step's, in one frame."""
+        while True:
+            await self._has_news.wait()
+            await asyncio.sleep(0)
+            self._has_news.clear()
+            items, self._outbox = self._outbox, []
+            deltas: list[Any] = []
+            for item in items:
+                if isinstance(item, protocol.Delta):
+                    deltas.append(item)
+                    continue
+                await self._send_tokens(deltas)
+                deltas = []
+                await self._socket.send(protocol.encode(item))
+            await self._send_tokens(deltas)
+
+    async def _send_tokens(self, deltas: list[Any]) -> None:
+        if deltas:
+            await self._socket.send(protocol.encode(protocol.Tokens(deltas=deltas)))
+
+    def _watched(self, work: Any) -> asyncio.Task[None]:
+        """A task whose failure ends the worker."""
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None and not self._failure.done():
+            self._failure.set_exception(task.exception() or RuntimeError("a task ended"))
+
+
+# Ways to load weights
+
+
+def reload_from(llm: LLM) -> Transfer:
+    """vLLM reads the safetensors itself and converts them to its kernels' layout, on a CPU and on CUDA (since 0.16)."""
+
+    async def transfer(path: str) -> None:
+        await llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    return transfer
+
+
+def nccl_from(llm: Any, world_size: int) -> Transfer:
+    """Broadcast from the last visible GPU, this process's own, to those of vLLM (its trainer-side interface, >= 0.29).
+
+    Not tested: it needs two GPUs. After a failure in mid-broadcast the communicator is dead, and so is this process.
+    """
+    import torch
+    from safetensors import safe_open
+    from vllm.distributed.weight_transfer.base import (
+        ParamMeta,
+        WeightSource,
+        WeightTransferInitRequest,
+        WeightTransferUpdateRequest,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from vllm.utils.network_utils import get_open_port
+
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    loop = asyncio.get_running_loop()
+
+    class Folder(WeightSource):  # type: ignore[misc]
+        path = ""
+
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+        def __iter__(self) -> Any:
+            for file in sorted(Path(self.path).glob("*.safetensors")):
+                with safe_open(file, framework="pt", device=str(device)) as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 - not a dict
+                        yield name, tensors.get_tensor(name)
+
+    class Client:
+        """vLLM's four calls, from the thread that broadcasts."""
+
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            self._wait(llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+        def start_weight_update(self) -> None:
+            self._wait(llm.start_weight_update())
+
+        def update_weights(self, update_info: Any) -> None:
+            self._wait(llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002 - we label ourselves
+            self._wait(llm.finish_weight_update())
+
+        def _wait(self, call: Any) -> None:
+            asyncio.run_coroutine_threadsafe(call, loop).result()
+
+    source, client = Folder(), Client()
+    made: list[Any] = []
+
+    def send() -> None:
+        torch.cuda.set_device(device)
+        if not made:
+            info = NCCLTrainerInitInfo(
+                master_address="127.0.0.1", master_port=get_open_port(), world_size=world_size + 1, rank=0
+            )
+            made.append(WeightTransferTrainerFactory.trainer_init(info, client=client, source=source))
+        made[0].send_weights()
+
+    async def transfer(path: str) -> None:
+        source.path = path
+        await asyncio.to_thread(send)
+
+    return transfer
+
+
+# The process
+
+
+def end_with_parent(folder: str) -> None:
+    """Kill this process group when standard input closes, and remove what the client can no longer remove."""
+
+    def wait() -> None:
+        while os.read(0, 1024):
+            pass
+        end_group(folder)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def end_group(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgid(0) == os.getpid():  # started as the leader of a session of its own: vLLM's processes are in it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], tuple[Any, str, Sampling, Transfer]]) -> int:
+    """Connect, start vLLM by `make`, serve; an error is told to the client before the end."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set(zmq.SNDHWM, HIGH_WATER_FRAMES)
+    socket.set(zmq.LINGER, 2000)
+    socket.connect(spec.address)
+    what = "starting vLLM"
+    try:
+        llm, version, sampling, transfer = make(spec)
+        what = "serving"
+        worker = Worker(
+            llm,
+            socket,
+            vllm_version=version,
+            push=spec.push,
+            stop_token_ids=spec.stop_token_ids,
+            sampling=sampling,
+            transfer=transfer,
+        )
+        await worker.serve()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client must hear of it
+        traceback.print_exc()
+        await socket.send(protocol.encode(protocol.Failed(what=what, error=f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        socket.close()
+        context.term()
+    return 0
+
+
+def make_vllm(spec: protocol.Spec) -> tuple[Any, str, Sampling, Transfer]:
+    """AsyncLLM with the arguments of the spec, of which this vLLM must know every one."""
+    import vllm
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments: dict[str, Any] = {"model": spec.model, **spec.engine_args}
+    if spec.transfer == "nccl":
+        arguments["weight_transfer_config"] = {"backend": "nccl"}
+    unknown = arguments.keys() - inspect.signature(AsyncEngineArgs).parameters.keys()
+    if unknown:
+        raise ValueError(f"vLLM {vllm.__version__} does not know the engine arguments {sorted(unknown)}")
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def sampling(**keywords: Any) -> Any:
+        # vLLM would add the checkpoint's end tokens; which tokens end a completion is the client's to say.
+        return SamplingParams(ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **keywords)
+
+    world_size = int(arguments.get("tensor_parallel_size", 1))
+    transfer = nccl_from(llm, world_size) if spec.transfer == "nccl" else reload_from(llm)
+    return llm, str(vllm.__version__), sampling, transfer
+
+
+def main(spec_path: str, make: Callable[[protocol.Spec], tuple[Any, str, Sampling, Transfer]] = make_vllm) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
+    spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=protocol.Spec)
+    end_with_parent(spec.folder)
+    code = asyncio.run(serve(spec, make))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # vLLM's own way out waits seconds for its processes; the client ends the group
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
