@@ -5,7 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.algorithms.logprobs import probe_logprobs, token_logprobs, token_logprobs_and_entropy
+from slipstream.algorithms.logprobs import (
+    kept_token_logprobs,
+    probe_logprobs,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
 from slipstream.core.errors import ShapeError
 
 
@@ -82,3 +87,56 @@ def test_probe_gives_one_logprob_per_predicted_token():
     probe = probe_logprobs(model, tokens)
     assert probe.dtype == np.float32
     np.testing.assert_allclose(probe, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_over_kept_sets_equal_a_loop_in_float64(temperature):
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(9, 17)).astype(np.float32) * 6).requires_grad_()
+    targets = torch.from_numpy(rng.integers(0, 17, 9))
+    sets = [sorted({int(target), *rng.integers(0, 17, rng.integers(0, 6)).tolist()}) for target in targets]
+    kept = torch.tensor([row + [-1] * (7 - len(row)) for row in sets])
+    weights = torch.from_numpy(rng.normal(size=9))
+    logprobs = kept_token_logprobs(logits, targets, kept, temperature)
+    (logprobs * weights).sum().backward()
+
+    exact = logits.detach().double().requires_grad_()
+    expected = torch.stack(
+        [
+            exact[i, target] / temperature - torch.stack([(exact[i, j] / temperature).exp() for j in row]).sum().log()
+            for i, (target, row) in enumerate(zip(targets.tolist(), sets, strict=True))
+        ]
+    )
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_over_kept_sets_by_finite_differences():
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.normal(size=(3, 6))).requires_grad_()
+    targets, kept = torch.tensor([2, 0, 5]), torch.tensor([[1, 2, 4], [0, -1, -1], [3, 5, -1]])
+    kept_token_logprobs(logits, targets, kept, 0.5).sum().backward()
+    for row in range(3):
+        for column in range(6):
+            ends = []
+            for sign in (1, -1):
+                moved = logits.detach().clone()
+                moved[row, column] += sign * 1e-2
+                ends.append(kept_token_logprobs(moved, targets, kept, 0.5).double().sum())
+            assert logits.grad[row, column] == pytest.approx(float(ends[0] - ends[1]) / 2e-2, abs=1e-3)
+    assert logits.grad[1].abs().max() == 0, "of one token there is no choice"
+    assert logits.grad[0, [0, 3, 5]].abs().max() == 0, "tokens outside the set have no part in it"
+
+
+def test_a_set_of_everything_is_the_whole_distribution():
+    logits, targets = torch.randn(4, 11, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 3, 10, 3])
+    everything = torch.arange(11).expand(4, -1)
+    torch.testing.assert_close(
+        kept_token_logprobs(logits, targets, everything, 1.3), token_logprobs(logits, targets, 1.3)
+    )
+
+
+def test_kept_sets_must_fit():
+    with pytest.raises(ShapeError):
+        kept_token_logprobs(torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64))

@@ -45,6 +45,12 @@ GDPO = {"several_rewards": "normalise_then_sum"}
         ({"loss": {"name": "rloo", "advantages": "gae"}}, "a critic's advantages are of tokens"),
         ({"loss": {"name": "online_dpo", "select": "best_and_worst"}, "kl": {"coef": 0.1}}, "change nothing"),
         ({"loss": {"name": "best_of_n", "select": "best"}, "kl": {"coef": 0.1}}, "change nothing"),
+        ({"generator": {"top_k": 8}}, "ratios of loss 'aipo'"),
+        ({"generator": {"top_p": 0.9}, "loss": {"name": "ppo"}}, "ratios of loss 'ppo'"),
+        ({"generator": {"min_p": 0.05}, "loss": {"name": "decoupled_ppo"}}, "ratios of loss"),
+        ({"generator": {"keep_sets": True}}, "bound on their size"),
+        ({"generator": {"keep_sets": True, "top_p": 0.9}}, "bound on their size"),
+        ({"generator": {"keep_sets": True, "top_k": 513}}, "bound on their size"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -71,6 +77,9 @@ def test_conflicts_raise(overrides: dict[str, Any], message: str) -> None:
             "loss": {"truncated": "penalty"},
             "rewards": {"truncate_token": 13, "truncate_after": 16},
         },
+        {"generator": {"keep_sets": True, "top_k": 512, "top_p": 0.95}},
+        {"generator": {"top_p": 0.95}, "loss": {"name": "reinforce"}},
+        {"generator": {"top_k": 8}, "loss": {"name": "online_dpo", "select": "best_and_worst"}},
     ],
 )
 def test_what_goes_together_is_accepted(overrides: dict[str, Any]) -> None:

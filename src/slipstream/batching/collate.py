@@ -111,6 +111,7 @@ def _atom(members: Sequence[TrainSequence]) -> Atom:
 
 
 def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
+    optional = _optional_of(sequences)
     lengths = tuple(sequence.num_inputs for sequence in sequences)
     starts = [0, *itertools.accumulate(lengths)]  # of each sequence in `rows`
     tokens: list[np.ndarray] = []
@@ -150,8 +151,8 @@ def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
         segment_ids=np.repeat(np.arange(len(sequences), dtype=np.int64), [len(index) for index in trained]),
         keys=tuple(sequence.key for sequence in sequences),
         kept_tokens=_joined_sets(sequences),
-        kept_counts=None if sequences[0].kept_counts is None else of_targets("kept_counts", np.int64),
-        **{name: of_targets(name, np.float32) for name in _columns_of(sequences)},
+        kept_counts=of_targets("kept_counts", np.int64) if "kept_counts" in optional else None,
+        **{name: of_targets(name, np.float32) for name in OPTIONAL_COLUMNS if name in optional},
     )
 
 
@@ -161,13 +162,13 @@ def _joined_sets(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
     return np.concatenate(sets).astype(np.int64) if sets else None
 
 
-def _columns_of(sequences: Sequence[TrainSequence]) -> list[str]:
-    """The optional columns that the sequences carry: all of them the same ones, kept sets included."""
+def _optional_of(sequences: Sequence[TrainSequence]) -> tuple[str, ...]:
+    """The optional columns and kept sets that the sequences carry: all of them the same ones."""
     names = (*OPTIONAL_COLUMNS, "kept_tokens", "kept_counts")
     carried = {tuple(name for name in names if vars(sequence)[name] is not None) for sequence in sequences}
     if len(carried) > 1:
         raise ShapeError("sequences of a batch carry different columns", got=" and ".join(map(str, sorted(carried))))
-    return [name for name in carried.pop() if name in OPTIONAL_COLUMNS]
+    return carried.pop()
 
 
 def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
