@@ -28,6 +28,8 @@ class Parameters:
     def __init__(self, num_params: int = NUM_PARAMS) -> None:
         self.flat = torch.zeros(num_params)
 
+    def prepare(self, flat: torch.Tensor) -> None: ...
+
     def rebind(self, flat: torch.Tensor) -> None:
         self.flat = flat
 

@@ -8,7 +8,7 @@ torchrun.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +61,16 @@ class Swap:
 class WeightsPublisher(Protocol):
     """The trainer's end of a WEIGHTS channel."""
 
-    def open(self, flat: torch.Tensor) -> None:
-        """`flat` [num_params] holds the live weights from now on; they are only read inside `publish`."""
+    def open(self, flat: torch.Tensor, packer: WeightsPacker | None = None) -> None:
+        """`flat` [num_params] holds the live weights from now on; they are only read inside `publish`.
+
+        `packer` writes them at the generators' precision; None: a slot holds the bytes of `flat`.
+        """
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one version."""
         ...
 
     def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
@@ -106,12 +114,35 @@ class WeightsSubscriber(Protocol):
     def close(self) -> None: ...
 
 
+class WeightsPacker(Protocol):
+    """Turns the trainer's live weights into the bytes that generators read (`models.quantized.Packer`)."""
+
+    num_bytes: int
+
+    def pack(self, out: torch.Tensor) -> Iterator[slice]:
+        """Write the weights as they are now to `out` uint8 [num_bytes].
+
+        Yields the ranges of bytes that are final, ascending and without gaps, for a checksum on the way.
+        """
+        ...
+
+
 class FlatWeights(Protocol):
-    """Parameters as views into one tensor, which can be exchanged (`models.flat.FlatParameters`)."""
+    """Weights in one CPU tensor that can be exchanged (`models.served.ServedWeights`, `models.flat.FlatParameters`)."""
 
     flat: torch.Tensor
+    """The live version. A tensor like it holds the next; the two change places."""
 
-    def rebind(self, flat: torch.Tensor) -> None: ...
+    def prepare(self, flat: torch.Tensor) -> None:
+        """`flat` holds a whole, verified version that `rebind` may be called with next.
+
+        Whatever can be done before the exchange is done here, beside decoding: this may be another thread's call.
+        """
+        ...
+
+    def rebind(self, flat: torch.Tensor) -> None:
+        """Compute with the weights in `flat` from here on; with the previous tensor, that is undone."""
+        ...
 
 
 @dataclass

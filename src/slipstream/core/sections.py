@@ -19,6 +19,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+Precision = Literal["float32", "bfloat16", "int8", "fp8"]
+"""How a generator's weights are stored and multiplied; the trainer's are float32."""
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, unknown fields are errors."""
 
@@ -84,10 +88,6 @@ class PromptsConfig(Section):
     shorten_column: str | None = Field(None, description="Column of the template to shorten, e.g. 'post'.")
     num_train: Positive = Field(20_000, description="Distinct training prompts; the stream reshuffles when they end.")
     num_eval: Positive = Field(500, description="Held-out prompts, disjoint from training ones by normalised text.")
-
-
-MAX_KEPT = 512
-"""Tokens of the largest kept set: four bytes each, for every token sampled."""
 
 
 class VLLMConfig(Section):
@@ -161,6 +161,14 @@ VLLM_ARGS = frozenset(
 """Engine arguments that `generator/vllm/backend.py` and `worker.py` set themselves."""
 
 
+PROBE_TOLERANCES: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.3, "int8": 0.5, "fp8": 1.0}
+"""Nats; several times the largest seen on the probe text (docs/generator.md). Wrong bytes are off by many nats."""
+
+
+MAX_KEPT = 512
+"""Tokens of the largest kept set: four bytes each, for every token sampled."""
+
+
 class GeneratorConfig(Section):
     """Sampling and the decode engine."""
 
@@ -208,13 +216,25 @@ class GeneratorConfig(Section):
         description="Noise of training samples by the run's seed alone: a completion is the same on any replica. Or by "
         "seed + replica * 100003 (N): who samples it decides the text. Evaluation is always shared.",
     )
-    probe_tolerance: PositiveFloat = Field(
-        1e-3, description="Largest |logprob difference| on the probe text before a version is refused, in nats."
+    precision: Precision = Field(
+        "float32",
+        description="Weights of the generators, quantised where the trainer publishes them: bfloat16 halves the bytes "
+        "of a version, int8 (per output channel, CPU only) and fp8 (per row, NVIDIA Hopper) quarter them.",
+    )
+    probe_tolerance: PositiveFloat | None = Field(
+        None,
+        description="Largest |logprob difference| on the probe text before a version is refused, in nats; null: by "
+        "precision, see docs/generator.md.",
     )
     engine: Literal["native", "vllm"] = Field(
         "native", description="What decodes: Slipstream's own engine, or vLLM beside it (docs/vllm.md)."
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, with engine = 'vllm'.")
+
+    @property
+    def max_probe_error(self) -> float:
+        """`probe_tolerance`, or what suits the precision, in nats."""
+        return PROBE_TOLERANCES[self.precision] if self.probe_tolerance is None else self.probe_tolerance
 
     @property
     def truncates(self) -> bool:

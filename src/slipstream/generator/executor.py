@@ -92,7 +92,7 @@ class Generator(Executor):
         self.weights.open(
             self.backend.weights,
             self.backend.probe,
-            config.generator.probe_tolerance,
+            config.generator.max_probe_error,
             is_threaded=config.host == "process",
         )
         self.prompts: dict[int, tuple[Prompt, int]] = {}  # ordinal -> prompt, completions still to come

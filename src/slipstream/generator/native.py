@@ -16,7 +16,7 @@ from slipstream.generator.engine import PREFILL_CHUNK, Engine
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.build import build_policy
-from slipstream.models.flat import FlatParameters
+from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
 
 
@@ -67,7 +67,7 @@ class NativeBackend:
     ) -> None:
         self._config, self._stop_token_ids, self._clock = config, stop_token_ids, clock
         self._model, self._tokenizer = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
-        self.weights = FlatParameters(self._model)
+        self.weights = ServedWeights(self._model, config.generator.precision)
         longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
         self._max_len = min(self._model.config.max_positions, longest)
         self.engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
@@ -96,7 +96,7 @@ class NativeBackend:
         """An engine of its own, with its own slots, on the pinned weights."""
         assert pin.weights is not None, "pinned by another backend"
         model, _ = build_policy(self._config.model, seed=self._config.seed, tokenizer=self._tokenizer)
-        FlatParameters(model).rebind(pin.weights)
+        ServedWeights(model, self._config.generator.precision, flat=pin.weights)
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)
         return engine

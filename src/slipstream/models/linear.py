@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def _find_onednn() -> Any:
+def find_onednn() -> Any:
     """torch's operator (input, weight, bias, activation, its scalars, its algorithm) -> Tensor, or None without oneDNN.
 
     The one torch.compile emits for linear layers on CPUs; not public, hence the search.
@@ -25,7 +25,18 @@ def _find_onednn() -> Any:
     return None
 
 
-_onednn = _find_onednn()
+def find_onednn_packing() -> Any:
+    """torch's operator (weight [M, K], number of rows) -> the weight in oneDNN's own order, or None without oneDNN.
+
+    What it returns is good for nothing but `find_onednn`'s operator.
+    """
+    namespace = torch.ops.mkldnn
+    if find_onednn() is not None and hasattr(namespace, "_reorder_linear_weight"):
+        return namespace._reorder_linear_weight
+    return None
+
+
+_onednn = find_onednn()
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

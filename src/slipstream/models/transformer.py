@@ -213,6 +213,7 @@ class Transformer(nn.Module):
         self.register_buffer("signed_sin", signed_sin, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        self.served_head: Callable[[Tensor], Tensor] | None = None  # the head's product where `served.py` has set one
         """Tokens [N] int64 at positions [N] int64 of their sequences -> states [N, hidden] after the final norm."""
         x, rope = self._embed(tokens, positions)
         for layer in self.layers:
@@ -241,3 +242,5 @@ class Transformer(nn.Module):
         tied = self.config.tie_embeddings
         weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
         return self.ranks.gather_vocab(linear(hidden.float(), weight.float()))
+        if self.served_head is not None:
+            return self.ranks.gather_vocab(self.served_head(hidden.float()))

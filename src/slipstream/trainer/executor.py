@@ -37,6 +37,7 @@ from slipstream.core.types import (
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
+from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.transformer import Transformer
 from slipstream.observe.recorder import RolloutRecorder
 from slipstream.trainer.checkpoint import Trained, load_checkpoint, save_checkpoint
@@ -86,7 +87,7 @@ class Trainer(Executor):
         self.version = 0
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
-        self.publisher.open(self.parameters.flat)
+        self.publisher.open(self.parameters.flat, self._packer())
         generator = np.random.default_rng(config.seed)
         vocab_size = self.model.config.vocab_size
         num_tokens = min(PROBE_TOKENS, self.model.config.max_positions)
@@ -269,6 +270,13 @@ class Trainer(Executor):
             for group in groups:
                 self.recorder.record_group(group, step=command.step)
 
+    def _packer(self) -> Packer | None:
+        """What quantises a version between two updates; None where generators take float32 as it is."""
+        precision = self.config.generator.precision
+        if precision == "float32":
+            return None
+        return Packer(WeightLayout(self.model, precision), self.parameters.named_views())
+
     def _publish(self) -> None:
         with self.context.spans.span("publish", version=self.version):
             started_s = self.context.clock.now_s()
@@ -278,7 +286,7 @@ class Trainer(Executor):
         self.context.outputs["events"].put(
             Published(
                 version=self.version,
-                payload_bytes=self.parameters.flat.nbytes,
+                payload_bytes=self.publisher.num_bytes,
                 staging_s=staging_s,
                 skipped=not is_offered,
             )

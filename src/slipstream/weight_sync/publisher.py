@@ -9,9 +9,9 @@ import torch
 
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.executor import Receiver, Sender
+from slipstream.core.executor import Receiver, Sender, WeightsPacker
 from slipstream.core.types import WeightsOffered, WeightsReleased
-from slipstream.weight_sync.slots import Commit, Slots, Transport, bytes_of, copy_bytes
+from slipstream.weight_sync.slots import Commit, Slots, Transport, bytes_of, copy_bytes, pack_bytes
 
 _CLOCK = WallClock()
 
@@ -74,24 +74,33 @@ class Publisher:
         self._ledger = SlotLedger(num_slots, set(range(num_readers)))
         self._num_slots = num_slots
         self._live: np.ndarray | None = None
+        self._packer: WeightsPacker | None = None
         self._slots: Slots | None = None
         self._held: np.ndarray | None = None
         self._held_offer: tuple[int, np.ndarray, np.ndarray] | None = None
         self._newest = -1
 
-    def open(self, flat: torch.Tensor) -> None:
-        """`flat` [num_params] holds the live weights from now on; they are only read inside `publish`."""
+    def open(self, flat: torch.Tensor, packer: WeightsPacker | None = None) -> None:
+        """`flat` [num_params] holds the live weights from now on; they are only read inside `publish`.
+
+        With a `packer`, slots hold what it makes of them.
+        """
         if self._slots is not None:
             raise WeightSyncError("this publisher is open already")
-        self._live = bytes_of(flat)
-        self._slots = self._transport.create(len(self._live), self._num_slots)
+        self._live, self._packer = bytes_of(flat), packer
+        self._slots = self._transport.create(self.num_bytes, self._num_slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one version."""
+        return len(self._opened()) if self._packer is None else self._packer.num_bytes
 
     def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
         """Copy the weights to a free slot and offer them; False when every slot is still being read.
 
         Versions ascend. The weights may change again as soon as this returns.
         """
-        live = self._opened()
+        self._opened()
         if version <= self._newest:
             raise WeightSyncError("versions are published in ascending order", got=version, allowed=f"> {self._newest}")
         self._newest = version
@@ -101,11 +110,11 @@ class Publisher:
         if slot is None:
             self.stats.num_skipped += 1
             if self._held is None:
-                self._held = np.empty_like(live)
-            np.copyto(self._held, live)
+                self._held = np.zeros(self.num_bytes, np.uint8)
+            self._write(self._held)
             self._held_offer = (version, probe_tokens, probe_logprobs)
             return False
-        self._offer(slot, live, version, probe_tokens, probe_logprobs)
+        self._offer(slot, None, version, probe_tokens, probe_logprobs)
         return True
 
     def poll(self) -> bool:
@@ -131,11 +140,21 @@ class Publisher:
         if self._slots is not None:
             self._slots.close()
 
-    def _offer(self, slot: int, source: np.ndarray, version: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def _write(self, target: np.ndarray) -> int:
+        """The live weights to `target`; returns the checksum."""
+        if self._packer is None:
+            return copy_bytes(target, self._opened())
+        return pack_bytes(target, self._packer)
+
+    def _offer(
+        self, slot: int, held: np.ndarray | None, version: int, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> None:
+        """Offer the version `held` back, or the live weights where it is None."""
         assert self._slots is not None
         started_s = _CLOCK.now_s()
         self._slots.invalidate(slot)
-        checksum = copy_bytes(self._slots.data(slot), source)
+        target = self._slots.data(slot)
+        checksum = self._write(target) if held is None else copy_bytes(target, held)
         self._slots.commit(slot, Commit(version, checksum))
         self.stats.staging_s = _CLOCK.now_s() - started_s
         self._ledger.offer(slot, version)
@@ -144,14 +163,14 @@ class Publisher:
                 version=version,
                 slot=slot,
                 segment=self._slots.name,
-                num_bytes=len(source),
+                num_bytes=len(target),
                 checksum=checksum,
                 probe_tokens=tokens,
                 probe_logprobs=logprobs,
             )
         )
         self.stats.num_published += 1
-        self.stats.payload_bytes += len(source)
+        self.stats.payload_bytes += len(target)
 
     def _take_releases(self) -> bool:
         took = False

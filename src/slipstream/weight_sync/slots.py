@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.executor import WeightsPacker
 
 # Copying and hashing piece by piece hashes what is still in the cache: one pass over memory instead of two.
 _CHUNK_BYTES = 1 << 20
@@ -119,4 +120,12 @@ def copy_bytes(target: np.ndarray, source: np.ndarray) -> int:
         piece = target[start : start + _CHUNK_BYTES]
         np.copyto(piece, source[start : start + _CHUNK_BYTES])
         digest.update(piece.data)
+    return digest.intdigest()
+
+
+def pack_bytes(target: np.ndarray, packer: WeightsPacker) -> int:
+    """Have `packer` fill `target` uint8 [N] and return the xxh3_64 checksum, computed piece by piece on the way."""
+    digest = xxhash.xxh3_64()
+    for piece in packer.pack(torch.from_numpy(target)):
+        digest.update(target[piece].data)
     return digest.intdigest()

@@ -34,19 +34,22 @@ class SubscribeStats:
 
 
 class Staging:
-    """One transfer: a slot copied to the shadow buffer and verified. `run` may be another thread's work."""
+    """One transfer: a slot copied to the shadow buffer, verified, and prepared. `run` may be another thread's work."""
 
-    def __init__(self, offer: WeightsOffered, shadow: np.ndarray, attach: Callable[[str], Slots]) -> None:
+    def __init__(
+        self, offer: WeightsOffered, shadow: torch.Tensor, weights: FlatWeights, attach: Callable[[str], Slots]
+    ) -> None:
         self.offer = offer
         self.error: WeightSyncError | None = WeightSyncError(f"staging version {offer.version} did not finish")
         self.is_done = threading.Event()
         self.transfer_s = 0.0
-        self._shadow, self._attach = shadow, attach
+        self._shadow, self._weights, self._attach = shadow, weights, attach
 
     def run(self) -> None:
         started_s = _CLOCK.now_s()
         try:
             self._copy()
+            self._weights.prepare(self._shadow)
             self.error = None
         except WeightSyncError as error:
             self.error = error
@@ -55,16 +58,17 @@ class Staging:
     def _copy(self) -> None:
         offer = self.offer
         slots = self._attach(offer.segment)
-        if not offer.num_bytes == slots.num_bytes == len(self._shadow):
+        shadow = bytes_of(self._shadow)
+        if not offer.num_bytes == slots.num_bytes == len(shadow):
             raise WeightSyncError(
                 f"version {offer.version} has the wrong size",
                 got=f"{offer.num_bytes} bytes offered, {slots.num_bytes} in the segment",
-                allowed=f"{len(self._shadow)} bytes",
+                allowed=f"{len(shadow)} bytes",
             )
         commit = slots.committed(offer.slot)
         if commit is None or commit.version != offer.version:
             raise WeightSyncError(f"slot {offer.slot} does not hold version {offer.version}", got=commit)
-        checksum = copy_bytes(self._shadow, slots.data(offer.slot))
+        checksum = copy_bytes(shadow, slots.data(offer.slot))
         if checksum != offer.checksum:
             raise WeightSyncError(
                 f"version {offer.version} is damaged", got=f"checksum {checksum:x}", allowed=f"{offer.checksum:x}"
@@ -103,7 +107,7 @@ class Subscriber:
         if self._parameters is not None:
             raise WeightSyncError("this subscriber is open already")
         self._parameters, self._probe, self._tolerance, self._is_threaded = parameters, probe, tolerance, is_threaded
-        self._shadow = torch.empty_like(parameters.flat, requires_grad=False)
+        self._shadow = torch.empty_like(parameters.flat, requires_grad=False, pin_memory=parameters.flat.is_pinned())
 
     @property
     def version(self) -> int:
@@ -195,13 +199,13 @@ class Subscriber:
         return took
 
     def _start(self) -> bool:
-        if self._waiting is None or self._staging is not None or self._shadow is None:
+        if self._waiting is None or self._staging is not None or self._shadow is None or self._parameters is None:
             return False
         offer, self._waiting = self._waiting, None
         if self._pending is not None:
             self.stats.num_passed_over += 1
             self._pending = None
-        self._staging = Staging(offer, bytes_of(self._shadow), self._attach)
+        self._staging = Staging(offer, self._shadow, self._parameters, self._attach)
         if self._is_threaded:
             self._thread = threading.Thread(target=self._stage, args=(self._staging,), name="weight-staging")
             self._thread.start()

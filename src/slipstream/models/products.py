@@ -1,0 +1,118 @@
+"""Products x W^T with stored weights, for generation: packed once per version, in the arithmetic a machine is best at.
+
+A product takes x [N, K] of any float type and returns [N, M] of that type. On a CPU, oneDNN's products read weights in
+blocks of its own; bringing them into that order once per version instead of once per call saves 10 to 40 % of a decode
+step's products (`benchmarks/precision.py`), and gives the same bits.
+
+int8 and e4m3 numbers are bfloat16 numbers too, so quantised weights are expanded without loss, multiplied in bfloat16
+(AVX512-BF16; float32 on machines without), and scaled behind the product. torch's int8 kernel is slower at every number
+of rows (docs/log.md). A row's bits do not depend on how many rows there are, in multiples of 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.models.linear import find_onednn, find_onednn_packing
+from slipstream.models.quantized import FP8, LARGEST
+
+Product = Callable[[Tensor], Tensor]
+
+_onednn = find_onednn()
+_pack = find_onednn_packing()
+_FP8_MULTIPLE = 16  # of rows and columns, which torch._scaled_mm asks for
+_PACK_FOR_ROWS = 8  # the order of blocks is the same for all numbers of rows that decoding has
+
+
+def cpu_dtype(stored: torch.dtype) -> torch.dtype:
+    """What weights stored so are multiplied in on this CPU."""
+    has_bfloat16 = _onednn is not None and torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if stored != torch.float32 and has_bfloat16 else torch.float32
+
+
+class DenseProduct:
+    """Weights [M, K] in float32 or bfloat16, their products times `scales` [M], plus `bias` [M].
+
+    `packs`: the weights are final, and may be kept in oneDNN's order; otherwise the tensor is read anew at each call.
+    """
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, *, packs: bool = False
+    ) -> None:
+        self._dtype = weight.dtype
+        self._is_onednn = _onednn is not None and weight.device.type == "cpu"
+        self._weight = _pack(weight, _PACK_FOR_ROWS) if packs and self._is_onednn and _pack is not None else weight
+        self._scales, self._bias = scales, bias
+        self._fused_bias = bias if bias is not None and scales is None and bias.dtype == weight.dtype else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        narrow = x.to(self._dtype)
+        if self._is_onednn:
+            out: Tensor = _onednn(narrow, self._weight, self._fused_bias, "none", [], "")
+        else:
+            out = F.linear(narrow, self._weight, self._fused_bias)
+        if self._scales is not None:
+            out = out * self._scales
+        if self._bias is not None and self._fused_bias is None:
+            out = out + self._bias
+        return out.to(x.dtype)
+
+
+class Fp8Product:
+    """Weights [M, K] and activations in e4m3, each with one scale per row.
+
+        y_nm = a_n s_m sum_k Qx_nk Qw_mk,   a_n = max_k |x_nk| / 448
+
+    `torch._scaled_mm` on Hopper. Elsewhere the same numbers are multiplied in bfloat16 or float32, which hold them
+    exactly: a reference, not faster than bfloat16.
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, packs: bool = False) -> None:
+        self._scales, self._bias = scales, bias
+        self._is_native = weight.dtype == FP8
+        self._weight = weight
+        self._dense = None if self._is_native else DenseProduct(weight, packs=packs)
+
+    @staticmethod
+    def is_native(shape: Sequence[int], device: torch.device) -> bool:
+        """Whether `device` multiplies e4m3, in weights of this shape [M, K]."""
+        return (
+            device.type == "cuda"
+            and torch.cuda.get_device_capability(device) >= (9, 0)
+            and all(size % _FP8_MULTIPLE == 0 for size in shape)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x_scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST[FP8]).clamp_min(torch.finfo(torch.float32).tiny)
+        narrow = (x / x_scales).to(FP8)
+        if self._dense is None:
+            out = torch._scaled_mm(
+                narrow,
+                self._weight.t(),
+                scale_a=x_scales,
+                scale_b=self._scales[None],
+                out_dtype=torch.bfloat16,
+                use_fast_accum=False,
+            )
+        else:
+            out = self._dense(narrow.float()) * x_scales * self._scales
+        if self._bias is not None:
+            out = out + self._bias
+        return out.to(x.dtype)
+
+
+class WideProduct:
+    """A head on CUDA: bfloat16 weights [M, K], logits accumulated and returned in float32, without a float32 copy."""
+
+    def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
+        self._weight, self._scales = weight, scales
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(self._weight.dtype)
+        out = torch.mm(rows, self._weight.t(), out_dtype=torch.float32)
+        out = out if self._scales is None else out * self._scales
+        return out.view(*x.shape[:-1], -1)

@@ -1,0 +1,187 @@
+"""Weights as a generator's precision stores them: which bytes lie where, and how fp32 weights become them.
+
+Quantisation happens once, at the source: the trainer packs its fp32 weights into the slot that is offered, so the bytes
+on the way shrink with the precision and every generator computes with the same numbers.
+
+A quantised matrix W [M, K] has one scale per row, an output channel of y = x W^T:
+
+    int8   scale_m = max_k |W_mk| / 127,  Q = round(W / scale):   |W - scale Q| <= scale / 2
+    fp8    scale_m = max_k |W_mk| / 448,  Q = e4m3(W / scale):    |W - scale Q| <= max(|W| / 16, scale / 1024)
+
+Norms, biases and position embeddings stay fp32 in every precision: they are a thousandth of the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import ShapeError
+from slipstream.core.sections import Precision
+from slipstream.models.linear import Linear
+from slipstream.models.transformer import Transformer
+
+FP8 = torch.float8_e4m3fn
+LARGEST = {torch.int8: 127.0, FP8: 448.0}
+"""What the largest weight of a row becomes. Keys: the types that have scales."""
+
+_ALIGNMENT = 64  # bytes; a cache line, and enough for every type
+_BLOCK = 1 << 20  # weights packed at once: small enough for what lies between to stay in the cache
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a precision stores the matrices of linear layers, and `table`: the head, or the embedding that is tied to it.
+
+    fp8 keeps the head in bfloat16: its 3 bits of mantissa would fall on the logits directly.
+    An embedding that is looked up only is bfloat16 in all of them but float32.
+    """
+
+    matrix: torch.dtype
+    table: torch.dtype
+
+
+FORMATS: dict[Precision, Format] = {
+    "float32": Format(torch.float32, torch.float32),
+    "bfloat16": Format(torch.bfloat16, torch.bfloat16),
+    "int8": Format(torch.int8, torch.int8),
+    "fp8": Format(FP8, torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a parameter lies: `dtype` in `shape` from byte `start`, and fp32 scales [shape[0]] if it has any."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    scales_start: int | None
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Views of a parameter's bytes: the weight is values, or values times scales[:, None]."""
+
+    values: Tensor
+    scales: Tensor | None
+
+    def dequantized(self) -> Tensor:
+        """fp32, in the parameter's shape."""
+        weight = self.values.float()
+        return weight if self.scales is None else weight * self.scales[:, None]
+
+
+class WeightLayout:
+    """The bytes of a model's weights at a precision: a function of the model's shapes, so both ends agree on it.
+
+    In the order of `named_parameters`, a tied weight once. float32 has no gaps: its bytes are `FlatParameters.flat`'s.
+    """
+
+    def __init__(self, model: Transformer, precision: Precision) -> None:
+        types = _types(model, FORMATS[precision])
+        alignment = 1 if precision == "float32" else _ALIGNMENT
+        self.precision = precision
+        self.stored: list[Stored] = []
+        end = 0
+        for name, parameter in model.named_parameters():
+            dtype, shape = types[name], tuple(parameter.shape)
+            scales_start = None
+            if dtype in LARGEST:
+                scales_start = end
+                end = _round_up(end + 4 * shape[0], alignment)
+            stored = Stored(name, dtype, shape, end, scales_start)
+            end = _round_up(stored.end, alignment)
+            self.stored.append(stored)
+        self.num_bytes = end
+
+    def views(self, flat: Tensor) -> dict[str, StoredWeight]:
+        """The weights in `flat` uint8 [num_bytes] by name, without copying."""
+        if flat.shape != (self.num_bytes,) or flat.dtype != torch.uint8 or not flat.is_contiguous():
+            raise ShapeError(
+                f"these are not the bytes of {self.precision} weights",
+                got=f"{list(flat.shape)} {flat.dtype}, contiguous = {flat.is_contiguous()}",
+                allowed=f"[{self.num_bytes}] torch.uint8, contiguous",
+            )
+        return {
+            s.name: StoredWeight(
+                flat[s.start : s.end].view(s.dtype).view(s.shape),
+                None
+                if s.scales_start is None
+                else flat[s.scales_start : s.scales_start + 4 * s.shape[0]].view(torch.float32),
+            )
+            for s in self.stored
+        }
+
+    def pack(self, weights: Mapping[str, Tensor], out: Tensor) -> Iterator[slice]:
+        """Write fp32 `weights` by name to `out` uint8 [num_bytes], block by block of rows.
+
+        Yields the ranges of bytes that are final, ascending and without gaps, so that a checksum is computed while
+        they lie in the cache. Equal weights give equal bytes.
+        """
+        done = 0
+        for stored, view in zip(self.stored, self.views(out).values(), strict=True):
+            weight = weights[stored.name].detach()
+            rows = max(1, _BLOCK // max(1, weight[0].numel()))
+            scales: list[Tensor | None] = [None] * len(range(0, len(weight), rows))
+            if view.scales is not None:
+                view.scales.copy_(scales_of(weight, stored.dtype))
+                scales = list(torch.split(view.scales, rows))
+            end = stored.start
+            for source, target, scale in zip(
+                torch.split(weight, rows), torch.split(view.values, rows), scales, strict=True
+            ):
+                target.copy_(source if scale is None else _rounded(source / scale[:, None], stored.dtype))
+                end += target.nbytes
+                yield slice(done, end)
+                done = end
+        if done < self.num_bytes:
+            yield slice(done, self.num_bytes)
+
+
+class Packer:
+    """Implements `core.executor.WeightsPacker`: the trainer's live `weights` (fp32 views by name) in a layout."""
+
+    def __init__(self, layout: WeightLayout, weights: Mapping[str, Tensor]) -> None:
+        self.num_bytes = layout.num_bytes
+        self._layout, self._weights = layout, weights
+
+    @torch.no_grad()
+    def pack(self, out: Tensor) -> Iterator[slice]:
+        """Write the weights as they are now to `out` uint8 [num_bytes]; see `WeightLayout.pack`."""
+        yield from self._layout.pack(self._weights, out)
+
+
+def scales_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 [M]: a row's largest |weight| becomes the type's largest number; 1 for a row of zeros."""
+    scales = weight.abs().amax(1) / LARGEST[dtype]
+    return scales.masked_fill(scales == 0, 1.0)
+
+
+def _rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    return scaled.round() if dtype == torch.int8 else scaled.to(dtype)
+
+
+def _types(model: Transformer, form: Format) -> dict[str, torch.dtype]:
+    types = dict.fromkeys((name for name, _ in model.named_parameters()), torch.float32)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            types[f"{name}.weight"] = form.matrix
+    is_looked_up_only = not model.config.tie_embeddings and form.table != torch.float32
+    types["embedding.weight"] = torch.bfloat16 if is_looked_up_only else form.table
+    if not model.config.tie_embeddings:
+        types["head.weight"] = form.table
+    return types
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

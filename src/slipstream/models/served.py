@@ -1,0 +1,226 @@
+"""The weights a generator computes with: bytes as they arrive, made ready in the background, exchanged between steps.
+
+Two ways to exchange them. On a CPU each version brings products of its own, packed while the old version decodes; the
+exchange points the model at them. On CUDA captured graphs hold addresses, so nothing may move: a version is brought to
+a second buffer on the device, and the exchange copies it into place. In both, the version before stays whole in the
+buffer it came in, which is what an exchange is undone with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.sections import Precision
+from slipstream.models.linear import Linear
+from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
+from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
+from slipstream.models.transformer import OneRank, Transformer
+
+
+class ServedLinear(nn.Module):
+    """Stands in for a `Linear`; its product is exchanged with the weights."""
+
+    product: Product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, in_features] -> [N, out_features]."""
+        return self.product(x)
+
+
+class ServedEmbedding(nn.Module):
+    """Stands in for the token embedding: looks rows up as they are stored, and dequantises those."""
+
+    table: StoredWeight
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [N] -> [N, hidden] in the type of the residual stream."""
+        rows = self.table.values.index_select(0, tokens).to(self._dtype)
+        return rows if self.table.scales is None else rows * self.table.scales.index_select(0, tokens)[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Version:
+    """Everything of one version that the model points at."""
+
+    products: Mapping[str, Product]  # by the linear layer's name
+    head: Product
+    table: StoredWeight
+    vectors: Mapping[str, Tensor]  # norms and position embeddings
+
+
+class ServedWeights:
+    """`model`'s weights at `precision`. Implements `core.executor.FlatWeights`.
+
+    `flat` uint8 [num_bytes] (on the CPU) holds the version that is live, in the layout of `WeightLayout`; to begin with
+    `flat` as given, or else the model's own weights, which are released. Linear layers and the embedding are replaced;
+    the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but float32.
+    `in_place`: copy into stable storage; None: where the model is on CUDA.
+    """
+
+    def __init__(
+        self, model: Transformer, precision: Precision, *, flat: Tensor | None = None, in_place: bool | None = None
+    ) -> None:
+        if not isinstance(model.ranks, OneRank):
+            raise ConfigError("a model divided over ranks has float32 weights only", got=f"precision = '{precision}'")
+        self._model = model
+        self._layout = WeightLayout(model, precision)
+        self._device = model.embedding.weight.device
+        self._is_in_place = self._device.type == "cuda" if in_place is None else in_place
+        is_wide = self._device.type == "cpu" or precision == "float32"
+        self._activations = torch.float32 if is_wide else torch.bfloat16
+        self._parameters = dict(model.named_parameters())
+        self._held_types = {s.name: self._held_type(s.name, s.dtype, s.shape) for s in self._layout.stored}
+        self._prepared: tuple[Tensor, _Version] | None = None
+        self._live: tuple[Tensor, _Version] | None = None
+        if flat is None:
+            flat = torch.zeros(self.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            with torch.no_grad():
+                for _ in self._layout.pack(self._parameters, flat):
+                    pass
+        self._replace_modules()
+        if self._is_in_place:
+            self._open_storage()
+        self.flat = flat
+        self.rebind(flat)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._layout.num_bytes
+
+    def prepare(self, flat: Tensor) -> None:
+        """Make the version in `flat` ready for `rebind`, beside the live one. May be called from another thread."""
+        self._prepared = None  # the version before the live one goes now: never three at once
+        if not self._is_in_place:
+            self._prepared = (flat, self._version(self._layout.views(flat), packs=True))
+        elif self._device.type == "cuda":
+            self._bring(flat)
+
+    @torch.no_grad()
+    def rebind(self, flat: Tensor) -> None:
+        """Compute with the weights in `flat` from here on: at once if `prepare` has seen it last, or `rebind` before.
+
+        Raises ShapeError, changing nothing, when these are not the bytes of this layout.
+        """
+        if self._is_in_place:
+            self._copy_in(flat)
+        else:
+            if self._prepared is None or self._prepared[0] is not flat:
+                self._prepared = (flat, self._version(self._layout.views(flat), packs=True))
+            self._live, self._prepared = self._prepared, self._live
+            self._point_at(self._live[1])
+        self.flat = flat
+
+    # The model
+
+    def _replace_modules(self) -> None:
+        model = self._model
+        self._linears: dict[str, ServedLinear] = {}
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Linear):
+                parent, _, attribute = name.rpartition(".")
+                self._linears[name] = ServedLinear()
+                setattr(model.get_submodule(parent), attribute, self._linears[name])
+        self._embedding = ServedEmbedding(self._activations)
+        model.embedding = self._embedding  # type: ignore[assignment]
+        self._vectors = dict(model.named_parameters())
+        for parameter in self._vectors.values():
+            parameter.requires_grad_(False)
+        self._parameters.clear()
+
+    def _point_at(self, version: _Version) -> None:
+        for name, product in version.products.items():
+            self._linears[name].product = product
+        self._embedding.table = version.table
+        self._model.served_head = version.head
+        for name, vector in version.vectors.items():
+            self._vectors[name].data = vector
+
+    def _version(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
+        """Products and views over `weights`: views of bytes, or of stable storage."""
+        products: dict[str, Product] = {}
+        for name in self._linears:
+            bias = weights.get(f"{name}.bias")
+            products[name] = self._product(
+                f"{name}.weight", weights[f"{name}.weight"], None if bias is None else bias.values, packs
+            )
+        table = weights["embedding.weight"]
+        head = products.get("head")
+        if head is None:
+            head = self._product("embedding.weight", table, None, packs)
+        return _Version(products, head, table, {name: self._held(name, weights[name]) for name in self._vectors})
+
+    def _product(self, name: str, weight: StoredWeight, bias: Tensor | None, packs: bool) -> Product:
+        values = self._held(name, weight)
+        is_head = name in ("head.weight", "embedding.weight")
+        if is_head and values.dtype != torch.float32 and values.device.type == "cuda":
+            return WideProduct(values, weight.scales)
+        if self._layout.precision == "fp8" and not is_head:
+            assert weight.scales is not None, "fp8 weights have scales"
+            return Fp8Product(values, weight.scales, bias, packs=packs)
+        return DenseProduct(values, weight.scales, bias, packs=packs)
+
+    # Storage
+
+    def _held_type(self, name: str, stored: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
+        """What a weight is multiplied in, or a vector added in."""
+        is_matrix = name.endswith(".weight") and len(shape) == 2 and name != "position_embedding.weight"
+        if self._device.type == "cpu":
+            return cpu_dtype(stored) if is_matrix else torch.float32
+        if not is_matrix:
+            return self._activations
+        if stored == FP8 and not Fp8Product.is_native(shape, self._device):
+            return torch.bfloat16
+        return torch.bfloat16 if stored == torch.int8 else stored
+
+    def _held(self, name: str, weight: StoredWeight) -> Tensor:
+        return weight.values.to(self._held_types[name])
+
+    def _open_storage(self) -> None:
+        """Tensors that keep their addresses, and the products over them."""
+        self._storage = {
+            s.name: StoredWeight(
+                torch.empty(s.shape, dtype=self._held_types[s.name], device=self._device),
+                None if s.scales_start is None else torch.empty(s.shape[0], device=self._device),
+            )
+            for s in self._layout.stored
+        }
+        self._point_at(self._version(self._storage, packs=False))
+        if self._device.type == "cuda":
+            self._arrival = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+            self._arrived: Tensor | None = None  # whose bytes lie in `_arrival`
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def _copy_in(self, flat: Tensor) -> None:
+        source = flat
+        self._layout.views(flat)  # raises before anything changes
+        if self._device.type == "cuda":
+            if self._arrived is not flat:
+                self._bring(flat)
+            source = self._arrival
+        for name, weight in self._layout.views(source).items():
+            target = self._storage[name]
+            target.values.copy_(weight.values)
+            if target.scales is not None:
+                assert weight.scales is not None, "both follow one layout"
+                target.scales.copy_(weight.scales)
+        if self._device.type == "cuda":
+            self._copied.record()
+
+    def _bring(self, flat: Tensor) -> None:
+        """Copy `flat` to the device beside what runs there; returns when it has arrived."""
+        self._arrived = None
+        self._stream.wait_event(self._copied)  # the last exchange still reads the buffer until then
+        with torch.cuda.stream(self._stream):
+            self._arrival.copy_(flat, non_blocking=True)
+        self._stream.synchronize()
+        self._arrived = flat
