@@ -106,7 +106,8 @@ class PagedRunner:
 
     `num_pages` or `kv_bytes` bounds the memory for keys and values; without either every row has room for `max_len`
     tokens. New weights must be copied into the tensors that the model has: on CUDA captured steps read those, and
-    a model whose tensors have moved raises WeightSyncError. Nothing here is derived from weights.
+    a model whose tensors have moved raises WeightSyncError. Nothing here is derived from weights. `captures` False runs
+    every step as it is on CUDA too, to look for what a graph hides.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class PagedRunner:
         kv_bytes: int | None = None,
         kv_dtype: torch.dtype | None = None,
         attend: AttendPages | None = None,
+        captures: bool = True,
     ) -> None:
         config, weight = model.config, model.embedding.weight
         if num_rows < 1:
@@ -152,7 +154,7 @@ class PagedRunner:
             device=self._device,
         )
         self._attend = default_attend(self._device) if attend is None else attend
-        self._graphs = StepGraphs(model, self._device)
+        self._graphs = StepGraphs(model, self._device, captures=captures)
         self._rows = _DeviceRows(num_rows, self._device)
         # The host's block tables lie in memory that the device reads by itself, where there is one.
         self._host_blocks = torch.from_numpy(self._pages.blocks)

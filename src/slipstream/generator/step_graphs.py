@@ -52,11 +52,12 @@ class StepGraphs:
 
     On CUDA a key's first step runs as it is, which compiles and initialises what it needs, and is then captured (a
     capture executes nothing); later ones are replayed. All graphs share one pool of memory, so an output has to be read
-    before the next step. On other devices every step runs as it is.
+    before the next step. On other devices, and where `captures` is False, every step runs as it is.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, *, captures: bool = True) -> None:
+        self._model = model
+        self._captures = captures and device.type == "cuda"
         self._captured: dict[Hashable, _Captured] = {}
         self._addresses: WeightAddresses | None = None
 
@@ -66,7 +67,7 @@ class StepGraphs:
 
     def run(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
         """What `step` returns. `step` acts on tensors only, and does the same for the same key."""
-        if self._device.type != "cuda":
+        if not self._captures:
             return step()
         if self._addresses is not None:
             self._addresses.check_ends()

@@ -1,0 +1,297 @@
+"""The paged runner on a CPU: the function captured on CUDA, run as it is, against dense slots and full forwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import STOP, drain, new_engine, random_model, random_prompt, requests, run
+from test_engine_transformers import hf_model, prompts_of
+
+from slipstream.core.errors import ConfigError
+from slipstream.generator.engine import Engine
+from slipstream.generator.kept import as_rows
+from slipstream.generator.noise import noise_keys, uniform
+from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
+from slipstream.generator.paged_runner import PagedRunner, context_buckets, row_buckets
+from slipstream.generator.requests import Finished, Request
+from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
+from slipstream.generator.sampler import SamplingPlan
+from slipstream.models.attention import PackedAttention
+from slipstream.models.hf import load_model
+from slipstream.models.transformer import Transformer
+
+MAX_LEN = 128
+
+
+def paged_engine(model: Transformer, *, num_rows: int = 16, num_pages: int | None = None, **options: object) -> Engine:
+    runner = PagedRunner(model, num_rows=num_rows, max_len=MAX_LEN, num_pages=num_pages)
+    return Engine(runner, seed=7, **({"stop_token_ids": [STOP]} | options))  # type: ignore[arg-type]
+
+
+def states(num_rows: int, *, length: int, temperature: float = 0.0, token: int = 3) -> RowStates:
+    return RowStates(
+        input_tokens=np.full(num_rows, token),
+        positions=np.full(num_rows, length),
+        num_new=np.arange(num_rows) * 2,
+        noise_keys=noise_keys(5, [(0, 1, row) for row in range(num_rows)]),
+        temperatures=np.full(num_rows, temperature, dtype=np.float32),
+        top_k=np.zeros(num_rows, dtype=np.int64),
+        top_p=np.ones(num_rows, dtype=np.float32),
+        min_p=np.zeros(num_rows, dtype=np.float32),
+        keep_sets=np.zeros(num_rows, dtype=bool),
+    )
+
+
+def prefilled(runner: PagedRunner, tokens: np.ndarray, chunk: int = 1000) -> Prefix:
+    prefix = runner.open_prefix(len(tokens))
+    assert prefix is not None
+    for start in range(0, len(tokens), chunk):
+        runner.prefill([Chunk(prefix, tokens[start : start + chunk], start)])
+    return prefix
+
+
+def next_logprobs(model: Transformer, tokens: np.ndarray) -> torch.Tensor:
+    """float64 [V] behind `tokens`, by one causal forward."""
+    with torch.inference_mode():
+        attention = PackedAttention([len(tokens)])
+        hidden = model(torch.from_numpy(tokens.astype(np.int64)), torch.arange(len(tokens)), attention)
+        return torch.log_softmax(model.logits(hidden[-1:]).double(), -1)[0]
+
+
+def assert_same_texts(
+    found: dict[tuple[int, int], Finished], expected: dict[tuple[int, int], Finished], tolerance: float = 1e-4
+) -> None:
+    assert found.keys() == expected.keys()
+    for key, completion in expected.items():
+        assert np.array_equal(found[key].tokens, completion.tokens)
+        assert np.abs(found[key].logprobs - completion.logprobs).max() < tolerance
+        assert found[key].finish_reason == completion.finish_reason
+        assert found[key].version_spans == completion.version_spans
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("prefill_chunk", [512, 9])
+def test_greedy_ids_and_logprobs_of_transformers(family: str, prefill_chunk: int, tmp_path: Path) -> None:
+    """More prompts than rows, of ragged lengths, whole and in chunks."""
+    reference = hf_model(family)
+    reference.save_pretrained(tmp_path)
+    engine = paged_engine(load_model(tmp_path), num_rows=5, prefill_chunk=prefill_chunk)
+    batch = [Request(i, 0, prompt, max_new_tokens=30, temperature=0.0) for i, prompt in enumerate(prompts_of(7))]
+    for completion in run(engine, batch).values():
+        ids = torch.from_numpy(completion.request.prompt_tokens.astype(np.int64))[None]
+        with torch.inference_mode():
+            mask = torch.ones_like(ids)
+            [expected] = reference.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
+            logprobs = torch.log_softmax(reference(expected[None]).logits[0].double(), -1)
+        new = expected[ids.shape[1] :]
+        assert completion.tokens.tolist() == new.tolist()
+        scores = logprobs[ids.shape[1] - 1 : -1].gather(1, new[:, None])[:, 0].numpy()
+        assert np.abs(scores - completion.logprobs).max() < 1e-4
+
+
+MIXED = [
+    replace(request, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keep_sets=keep_sets)
+    for request, (temperature, top_k, top_p, min_p, keep_sets) in zip(
+        requests(6, 3),
+        [(1.0, 0, 1.0, 0.0, False), (0.0, 0, 1.0, 0.0, False), (0.7, 5, 1.0, 0.0, True), (1.3, 0, 0.8, 0.05, False)]
+        * 5,
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_the_same_texts_as_dense_slots(num_kv_heads: int) -> None:
+    """Groups with shared prompts, more than there are rows, sampled in every way; rows are moved at the end."""
+    model = random_model(num_kv_heads=num_kv_heads)
+    expected = run(new_engine(model, num_slots=8), MIXED)
+    found = run(paged_engine(model, num_rows=8), MIXED)
+    assert_same_texts(found, expected)
+    for key, completion in expected.items():
+        assert (found[key].kept is None) == (completion.kept is None) == (not completion.request.keep_sets)
+        if completion.kept is not None and found[key].kept is not None:
+            for left, right in zip(as_rows(found[key].kept), as_rows(completion.kept), strict=True):
+                assert np.array_equal(left, right)
+
+
+@pytest.mark.parametrize("num_pages", [9, 14, 30])
+def test_a_small_pool_changes_no_text_and_gives_everything_back(num_pages: int) -> None:
+    model, batch = random_model(), requests(8, 3)
+    engine = paged_engine(model, num_pages=num_pages, prefill_chunk=8)
+    assert_same_texts(run(engine, batch), run(new_engine(model), batch))
+    assert engine.stats.preemptions > 0
+    engine.set_version(1)  # forgets the prefixes
+    runner = engine._runner
+    assert isinstance(runner, PagedRunner)
+    assert runner.num_free_pages == num_pages
+    runner._pages.check()
+
+
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+def test_a_swap_in_the_middle_is_that_of_dense_slots(kv_on_update: str) -> None:
+    finished = []
+    for make in (new_engine, paged_engine):
+        model, newer = random_model(0), random_model(1)
+        engine = make(model, stop_token_ids=[])
+        engine.submit(requests(3, 3))
+        for _ in range(10):
+            engine.step()
+        model.load_state_dict(newer.state_dict())
+        engine.set_version(1, kv_on_update=kv_on_update)
+        finished.append(drain(engine))
+    assert_same_texts(*finished)
+
+
+def test_what_is_exported_goes_on_elsewhere() -> None:
+    model, batch = random_model(), requests(3, 2)
+    engine = paged_engine(model, stop_token_ids=[])
+    engine.submit(batch)
+    for _ in range(9):
+        engine.step()
+    exported = engine.export_live()
+    resumed = run(new_engine(model, stop_token_ids=[]), exported)
+    assert_same_texts(resumed, run(new_engine(model, stop_token_ids=[]), batch))
+
+
+def decode_greedily(runner: PagedRunner, model: Transformer, sequences: dict[int, np.ndarray], steps: int) -> None:
+    """Assert that every open row says what full forwards over its sequence say."""
+    for _ in range(steps):
+        assert runner.rows_without_room() == []
+        decoded = runner.decode(max(sequences) + 1)
+        for row, tokens in sequences.items():
+            expected = next_logprobs(model, tokens)
+            assert decoded.tokens[row] == expected.argmax()
+            assert abs(decoded.logprobs[row] - expected.max()) < 1e-4
+            sequences[row] = np.append(tokens, decoded.tokens[row])
+
+
+def test_rows_of_one_prefix_live_and_move_and_close_on_their_own() -> None:
+    model, prompt = random_model(), random_prompt(20)
+    runner = PagedRunner(model, num_rows=6, max_len=MAX_LEN)
+    prefix = prefilled(runner, prompt, chunk=7)
+    assert runner.open_rows([0, 3], prefix, states(2, length=20))
+    assert runner.open_rows([5], prefix, states(1, length=20, token=4))
+    runner.close_prefix(prefix)
+    assert runner.open_rows([1], None, states(1, length=0))
+    sequences = {row: np.append(prompt, token) for row, token in ((0, 3), (3, 3), (5, 4))} | {1: np.array([3])}
+    decode_greedily(runner, model, sequences, 14)
+    runner.close_rows([0])
+    del sequences[0]
+    runner.move_rows([5, 3], [2, 0])
+    sequences = {2: sequences[5], 0: sequences[3], 1: sequences[1]}
+    decode_greedily(runner, model, sequences, 14)
+    runner.close_rows([0, 1, 2])
+    assert runner.num_free_pages == runner._pages.num_pages
+
+
+def test_without_room_a_row_waits_for_another_to_close() -> None:
+    model = random_model()
+    runner = PagedRunner(model, num_rows=9, max_len=MAX_LEN, num_pages=9)
+    sequences = {row: np.array([3]) for row in range(7)}
+    assert runner.open_rows(range(7), None, states(7, length=0))
+    assert not runner.open_rows([7, 8], random_prefix(runner, 1), states(2, length=1))
+    decode_greedily(runner, model, sequences, PAGE_SIZE)
+    assert runner.rows_without_room() == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(AssertionError, match="no page"):
+        runner.decode(7)
+    runner.close_rows([2, 3, 4, 5, 6])
+    del sequences[2], sequences[3], sequences[4], sequences[5], sequences[6]
+    decode_greedily(runner, model, sequences, 3)
+
+
+def random_prefix(runner: PagedRunner, num_tokens: int) -> Prefix:
+    return prefilled(runner, random_prompt(num_tokens))
+
+
+def test_the_noise_is_that_of_the_key_and_the_index() -> None:
+    """The first token whose running sum reaches the numpy number; `num_new` moves on with every token."""
+    model = random_model()
+    runner = PagedRunner(model, num_rows=4, max_len=MAX_LEN)
+    opened = states(4, length=0, temperature=1.0)
+    runner.open_rows(range(4), None, opened)
+    sequences = [np.array([3]) for _ in range(4)]
+    for step in range(12):
+        decoded = runner.decode(4)
+        for row, u in enumerate(uniform(opened.noise_keys, opened.num_new + step)):
+            logprobs = next_logprobs(model, sequences[row])
+            assert decoded.tokens[row] == torch.searchsorted(logprobs.exp().cumsum(0), torch.tensor(u))
+            assert abs(decoded.logprobs[row] - logprobs[decoded.tokens[row]]) < 1e-4
+            sequences[row] = np.append(sequences[row], decoded.tokens[row])
+
+
+def test_what_a_step_gave_outlives_the_next_one() -> None:
+    runner = PagedRunner(random_model(), num_rows=2, max_len=MAX_LEN)
+    runner.open_rows([0, 1], None, states(2, length=0, temperature=1.0))
+    first = runner.decode(2)
+    copied = Decoded(first.tokens.copy(), first.logprobs.copy())
+    runner.decode(2)
+    assert np.array_equal(first.tokens, copied.tokens)
+    assert np.array_equal(first.logprobs, copied.logprobs)
+
+
+def test_warm_up_touches_no_row() -> None:
+    model = random_model()
+    runner, cold = (PagedRunner(model, num_rows=3, max_len=MAX_LEN) for _ in range(2))
+    runner.warm_up([SamplingPlan(), SamplingPlan(has_greedy=True, all_greedy=True)])
+    assert runner.num_free_pages == cold.num_free_pages
+    for each in (runner, cold):
+        each.open_rows([0, 2], None, states(2, length=0, temperature=1.0))
+    for _ in range(5):
+        left, right = runner.decode(3), cold.decode(3)
+        assert np.array_equal(left.tokens[[0, 2]], right.tokens[[0, 2]])
+    with pytest.raises(AssertionError, match="open"):
+        runner.warm_up()
+
+
+def test_buckets_end_with_the_largest() -> None:
+    assert row_buckets(1) == [1]
+    assert row_buckets(8) == [1, 2, 4, 8]
+    assert row_buckets(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert row_buckets(256)[-5:] == [64, 96, 128, 192, 256]
+    assert context_buckets(100) == [100]
+    assert context_buckets(1024) == [256, 512, 1024]
+    assert context_buckets(1500) == [256, 512, 1024, 1500]
+
+
+def test_memory_is_given_once_and_has_to_do_for_one_sequence() -> None:
+    model = random_model()
+    page_bytes = PagedKV.bytes_per_page(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    assert PagedRunner(model, num_rows=2, max_len=MAX_LEN, kv_bytes=21 * page_bytes - 1).num_free_pages == 19
+    with pytest.raises(ConfigError, match="given twice"):
+        PagedRunner(model, num_rows=2, max_len=MAX_LEN, kv_bytes=2**20, num_pages=20)
+    with pytest.raises(ConfigError, match="too few pages"):
+        PagedRunner(model, num_rows=2, max_len=MAX_LEN, kv_bytes=9 * page_bytes)
+    with pytest.raises(ConfigError, match="max_len exceeds"):
+        PagedRunner(model, num_rows=2, max_len=161)
+    with pytest.raises(ConfigError, match="at least one row"):
+        PagedRunner(model, num_rows=0, max_len=MAX_LEN)
+
+
+def test_a_model_in_bfloat16_decodes_what_it_scores() -> None:
+    """Keys and values take half the memory; logprobs are fp32, near those of the same model's full forward."""
+    model = random_model().bfloat16()
+    runner = PagedRunner(model, num_rows=8, max_len=MAX_LEN)
+    assert runner._kv.keys.dtype == torch.bfloat16
+    finished = run(Engine(runner, seed=7, stop_token_ids=[STOP], prefill_chunk=8), requests(4, 2))
+    gaps = []
+    for completion in finished.values():
+        tokens = np.concatenate([completion.request.prompt_tokens, completion.tokens])
+        for place, logprob in enumerate(completion.logprobs.tolist(), len(completion.request.prompt_tokens)):
+            gaps.append(logprob - float(next_logprobs(model, tokens[:place])[tokens[place]]))
+    assert 0 < np.abs(gaps).mean() < 0.02
+    assert np.abs(gaps).max() < 0.15
+
+
+def test_any_linear_layer_will_do() -> None:
+    """A layer with a forward of its own, as quantised ones have, is what the step calls."""
+    model = random_model()
+    weight = model.layers[0].up.weight.detach().clone()
+    with torch.no_grad():
+        model.layers[0].up.weight.zero_()
+    model.layers[0].up.forward = lambda x: x @ weight.T  # type: ignore[method-assign]
+    batch = requests(2, 2, max_new_tokens=10)
+    assert_same_texts(run(paged_engine(model), batch), run(new_engine(random_model()), batch))
