@@ -23,6 +23,7 @@ have that property; on CUDA, where they have not, it would buy nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -206,7 +207,7 @@ def shards(model: Transformer) -> list[Shard]:
     ranks = model.ranks
     if not isinstance(ranks, TensorParallel):
         raise ShapeError("only a rank of a tensor-parallel group has shards", hint="for a whole model, see `layout`")
-    whole = {tensor.name: tensor.shape for tensor in whole_layout(ranks.config)}
+    whole = whole_shapes(ranks.config)
     return [shard for part in layout(model) for shard in _cut(part, whole[part.name], ranks)]
 
 
@@ -230,10 +231,11 @@ def _cut(part: LogicalTensor, whole: tuple[int, ...], ranks: TensorParallel) -> 
         yield Shard(Box(part.name, whole, tuple(start), tuple(stop)), piece)
 
 
-def whole_layout(config: TransformerConfig) -> list[LogicalTensor]:
-    """`layout` of the whole model, without storage."""
+@functools.cache
+def whole_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
+    """The shape of every tensor of the whole model's checkpoint."""
     with torch.device("meta"):
-        return layout(Transformer(config))
+        return {tensor.name: tensor.shape for tensor in layout(Transformer(config))}
 
 
 def shard_boxes(config: TransformerConfig, rank: int, world: int) -> list[Box]:
@@ -252,7 +254,7 @@ def load_shard(model: Transformer, whole: Mapping[str, Any]) -> None:
     """
     mine = shards(model)
     assert isinstance(model.ranks, TensorParallel)
-    shapes = {tensor.name: tensor.shape for tensor in whole_layout(model.ranks.config)}
+    shapes = whole_shapes(model.ranks.config)
     problems = [f"missing {name}" for name in shapes if name not in whole]
     for name, tensor in whole.items():
         shape = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
@@ -289,7 +291,7 @@ def load_parallel_model(
     path = Path(path)
     config = config_from_hf(read_hf_config(path), max_positions=max_positions)
     model = TensorParallel.over(group, config, fixed_order=fixed_order).new_model().to(dtype)
-    wanted = {tensor.name for tensor in whole_layout(config)}
+    wanted = whole_shapes(config)
     with ExitStack() as stack:
         found: dict[str, Any] = {}
         for file in weight_files(path):

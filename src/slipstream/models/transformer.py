@@ -115,14 +115,19 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), signed_sin)
 
 
+# `nn.utils.skip_init` does the same as these two, but its first call imports sympy, which takes a second.
+
+
 def _linear(in_features: int, out_features: int, bias: bool) -> Linear:
     """Uninitialised: weights come from a checkpoint or from `initialise`, and no global random state is touched."""
-    layer: Linear = nn.utils.skip_init(Linear, in_features, out_features, bias=bias)  # type: ignore[no-untyped-call]
+    layer = Linear(in_features, out_features, bias=bias, device="meta")
+    for name, parameter in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(torch.empty(parameter.shape)))
     return layer
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
-    embedding: nn.Embedding = nn.utils.skip_init(nn.Embedding, rows, width)  # type: ignore[no-untyped-call]
+    embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call]
     return embedding
 
 
@@ -208,12 +213,12 @@ class Transformer(nn.Module):
         self.final_norm = _norm(config, config.hidden_size)
         if not config.tie_embeddings:
             self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
+        self.served_head: Callable[[Tensor], Tensor] | None = None  # the head's product where `served.py` has set one
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        self.served_head: Callable[[Tensor], Tensor] | None = None  # the head's product where `served.py` has set one
         """Tokens [N] int64 at positions [N] int64 of their sequences -> states [N, hidden] after the final norm."""
         x, rope = self._embed(tokens, positions)
         for layer in self.layers:
@@ -239,8 +244,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 whatever the model's precision."""
+        if self.served_head is not None:
+            return self.ranks.gather_vocab(self.served_head(hidden.float()))
         tied = self.config.tie_embeddings
         weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
         return self.ranks.gather_vocab(linear(hidden.float(), weight.float()))
-        if self.served_head is not None:
-            return self.ranks.gather_vocab(self.served_head(hidden.float()))

@@ -1,0 +1,106 @@
+"""Processes that wait for jobs and do them together, as the ranks of gloo groups on this machine.
+
+They are made once per test session: a process that imports torch takes longer than all that the tests ask of it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+START_TIMEOUT_S = 120.0
+JOB_TIMEOUT_S = 90.0
+PRELOADED = ["torch._dynamo", "slipstream.generator.native", "slipstream.generator.lockstep"]
+"""Imported once, in the process that the ranks are forked from; the first is what models on "meta" pull in."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a job is told: which rank of which group does it."""
+
+    rank: int
+    world: int
+    group: dist.ProcessGroup
+
+
+class RankPool:
+    """`world` ranks; a job is done by the first few of them. Every wait has a deadline."""
+
+    def __init__(self, world: int, folder: Path, *, timeout_s: float = 20.0) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.processes, self.pipes = [], []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            args = (rank, world, str(folder / "store"), theirs, timeout_s)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(mine)
+        for pipe in self.pipes:
+            assert pipe.poll(START_TIMEOUT_S), "a rank did not start"
+            assert pipe.recv() == ("done", None)
+
+    def run(self, job: Callable[..., Any], *args: Any, world: int) -> list[Any]:
+        """`job(Rank, *args)` on the first `world` ranks, together: what they return, by rank."""
+        outcomes = self.outcomes(job, *args, world=world)
+        for rank, (status, value) in enumerate(outcomes):
+            assert status == "done", f"rank {rank}: {value}"
+        return [value for _, value in outcomes]
+
+    def outcomes(self, job: Callable[..., Any], *args: Any, world: int) -> list[tuple[str, Any]]:
+        """The same, by rank ("done", its result), ("failed", the traceback) or ("died", None)."""
+        for pipe in self.pipes[:world]:
+            pipe.send((job, args, world))
+        deadline = time.monotonic() + JOB_TIMEOUT_S
+        return [_answer(pipe, deadline) for pipe in self.pipes[:world]]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _answer(pipe: Connection, deadline: float) -> tuple[str, Any]:
+    assert pipe.poll(max(deadline - time.monotonic(), 0.0)), "a rank neither answers nor ends"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "died", None
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection, timeout_s: float) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error", FutureWarning)
+    if "lo" in dict(map(reversed, socket.if_nameindex())):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in range(1, world + 1)}
+    pipe.send(("done", None))
+    while True:
+        try:
+            job, args, size = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = "done", job(Rank(rank, size, groups[size]), *args)
+        except Exception:  # noqa: BLE001 - whatever it is, the test shall see it
+            answer = "failed", traceback.format_exc()
+        pipe.send(answer)
