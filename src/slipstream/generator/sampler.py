@@ -7,6 +7,7 @@ All operations are per row, so a row's bits depend on that row alone, whatever i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,8 @@ BLOCK = 128
 """Tokens of a block of the vocabulary."""
 MIN_BLOCKS = 8
 """With fewer blocks than this, reading all of them at once takes less time than choosing one."""
+MIN_SPLIT = 8
+"""Blocks of fewer tokens are not worth searching for the likeliest ones."""
 
 
 class Sampled(NamedTuple):
@@ -183,7 +186,7 @@ def _two_step_inverse_cdf(probs: Tensor, cumulative: Tensor, uniforms: Tensor) -
     before = after - 1
     below = cumulative.gather(1, before)
     share = (targets - below) / (cumulative.gather(1, after) - below)  # in (0, 1]
-    ids = _ids_of_blocks(before, probs)
+    ids = _ids_of_blocks(before)
     inside = probs.gather(1, ids.clamp(max=probs.shape[1] - 1))
     if probs.shape[1] % BLOCK:
         inside = inside.masked_fill(ids >= probs.shape[1], 0.0)
@@ -195,22 +198,22 @@ def _argmax(values: Tensor) -> Tensor:
     if values.shape[1] < MIN_BLOCKS * BLOCK:
         return values.argmax(dim=-1, keepdim=True)
     block = _per_block(values, torch.amax).argmax(dim=-1, keepdim=True)
-    ids = _ids_of_blocks(block, values).clamp_(max=values.shape[1] - 1)
+    ids = _ids_of_blocks(block).clamp_(max=values.shape[1] - 1)
     return ids.gather(1, values.gather(1, ids).argmax(dim=-1, keepdim=True))
 
 
-def _per_block(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-    """[B, V] -> [B, ceil(V / BLOCK)]: `reduce` over the tokens of each block; the last one may be shorter."""
-    whole = values.shape[1] // BLOCK * BLOCK
-    reduced = reduce(torch.unflatten(values[:, :whole], 1, (-1, BLOCK)), dim=-1)
+def _per_block(values: Tensor, reduce: Callable[..., Tensor], size: int = BLOCK) -> Tensor:
+    """[B, V] -> [B, ceil(V / size)]: `reduce` over the tokens of each block; the last one may be shorter."""
+    whole = values.shape[1] // size * size
+    reduced = reduce(torch.unflatten(values[:, :whole], 1, (-1, size)), dim=-1)
     if whole == values.shape[1]:
         return reduced
     return torch.cat([reduced, reduce(values[:, whole:], dim=-1, keepdim=True)], dim=1)
 
 
-def _ids_of_blocks(blocks: Tensor, values: Tensor) -> Tensor:
-    """int64 [B, n] -> [B, n * BLOCK]: the tokens of these blocks; those of a short last one go past the vocabulary."""
-    return (blocks.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
+def _ids_of_blocks(blocks: Tensor, size: int = BLOCK) -> Tensor:
+    """int64 [B, n] -> [B, n * size]: the tokens of these blocks; those of a short last one go past the vocabulary."""
+    return (blocks.unsqueeze(2) * size + torch.arange(size, device=blocks.device)).flatten(1)
 
 
 def _sample_cut(
@@ -251,16 +254,15 @@ def _likeliest(scaled: Tensor, num: int) -> tuple[Tensor, Tensor]:
     The first `num` tokens lie in the first `num` blocks, ordered by their largest logit and then by place: each block
     before a token's own has a token before it.
     """
-    num_rows, vocab_size = scaled.shape
-    if 2 * num * BLOCK >= vocab_size:
-        ids = torch.arange(vocab_size, device=scaled.device)
-        return _first(scaled, ids.expand(num_rows, -1), min(num, vocab_size))
-    maxima = _per_block(scaled, torch.amax)
-    places = torch.arange(maxima.shape[1], device=scaled.device).expand(num_rows, -1)
-    ids = _ids_of_blocks(_first(maxima, places, num)[1], scaled)
-    values = scaled.gather(1, ids.clamp(max=vocab_size - 1))
-    if vocab_size % BLOCK:
-        values = values.masked_fill(ids >= vocab_size, -torch.inf)
+    num = min(num, scaled.shape[1])
+    size = 1 << (math.isqrt(scaled.shape[1] // num).bit_length() - 1)  # about as many blocks as candidates in them
+    if size < MIN_SPLIT:
+        return _first(scaled, torch.arange(scaled.shape[1], device=scaled.device), num)
+    maxima = _per_block(scaled, torch.amax, size)
+    ids = _ids_of_blocks(_first(maxima, torch.arange(maxima.shape[1], device=scaled.device), num)[1], size)
+    values = scaled.gather(1, ids.clamp(max=scaled.shape[1] - 1))
+    if scaled.shape[1] % size:
+        values = values.masked_fill(ids >= scaled.shape[1], -torch.inf)
     return _first(values, ids, num)
 
 
@@ -268,14 +270,16 @@ _LOW_WORD = 2**32 - 1
 
 
 def _first(values: Tensor, ids: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The first `num` of values float32 and ids int64 [B, n], by value descending, then by id ascending.
+    """The first `num` of values float32 [B, n] and ids int64 [B, n] or [n], by value descending, then by id ascending.
 
     Both go into one integer, the value's bits in the upper word such that integers compare as the floats do, so that
     no two are equal and the order is the same on every device. The ids of -inf may lie past the vocabulary.
     """
     bits = (values + 0.0).view(torch.int32)  # -0 and 0 are equals
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (bits.long() << 32) | (_LOW_WORD - ids)
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    keys = bits.long()
+    keys <<= 32
+    keys |= _LOW_WORD - ids
     if num == values.shape[1]:
         keys = keys.sort(dim=-1, descending=True).values
     else:
