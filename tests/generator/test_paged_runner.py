@@ -12,6 +12,7 @@ from engine_kit import STOP, drain, new_engine, random_model, random_prompt, req
 from test_engine_transformers import hf_model, prompts_of
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import Precision
 from slipstream.generator.engine import Engine
 from slipstream.generator.kept import as_rows
 from slipstream.generator.noise import noise_keys, uniform
@@ -20,8 +21,10 @@ from slipstream.generator.paged_runner import PagedRunner, context_buckets, row_
 from slipstream.generator.requests import Finished, Request
 from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
 from slipstream.generator.sampler import SamplingPlan
+from slipstream.generator.step_graphs import WeightAddresses
 from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import load_model
+from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
 
 MAX_LEN = 128
@@ -284,6 +287,24 @@ def test_a_model_in_bfloat16_decodes_what_it_scores() -> None:
             gaps.append(logprob - float(next_logprobs(model, tokens[:place])[tokens[place]]))
     assert 0 < np.abs(gaps).mean() < 0.02
     assert np.abs(gaps).max() < 0.15
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8"])
+def test_served_weights_are_exchanged_under_a_step_without_moving(precision: Precision) -> None:
+    """What the step reads lies where it lay, as on CUDA; the texts are those of dense slots with the same weights."""
+    finished = []
+    for make in (new_engine, paged_engine):
+        model = random_model(0)
+        weights = ServedWeights(model, precision, in_place=True)
+        other = ServedWeights(random_model(1), precision, in_place=True)
+        engine = make(model)
+        addresses = WeightAddresses(model)
+        run(engine, requests(2, 2, max_new_tokens=10))
+        weights.rebind(other.flat)
+        addresses.check()
+        engine.set_version(1)
+        finished.append(run(engine, requests(3, 2)))
+    assert_same_texts(finished[1], finished[0], tolerance=1e-4 if precision == "float32" else 0.1)
 
 
 def test_any_linear_layer_will_do() -> None:

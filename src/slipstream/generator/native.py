@@ -13,7 +13,9 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.generator.backend import Pin
 from slipstream.generator.engine import PREFILL_CHUNK, Engine
+from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import StateSpans
+from slipstream.generator.runner import Runner
 from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.build import build_policy
 from slipstream.models.served import ServedWeights
@@ -30,17 +32,26 @@ def native_engine(
     prefill_tokens: int = 512,
     prefill_chunk: int = PREFILL_CHUNK,
     prefix_cache_tokens: int = 2048,
+    kv_bytes: int | None = None,
     version: int = 0,
     spans: StateSpans | None = None,
     clock: Clock | None = None,
 ) -> Engine:
-    """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens."""
+    """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens.
+
+    `kv_bytes` bounds the keys and values on CUDA; without, every slot has room for `max_len`, as it has on a CPU.
+    """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
         allowed = f"0..{model.config.vocab_size - 1}"
         raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=allowed)
+    runner: Runner
+    if model.cos.device.type == "cuda":
+        runner = PagedRunner(model, num_rows=num_slots, max_len=max_len, kv_bytes=kv_bytes)
+    else:
+        runner = SlotRunner(model, num_rows=num_slots, max_len=max_len)
     return Engine(
-        SlotRunner(model, num_rows=num_slots, max_len=max_len),
+        runner,
         seed=seed,
         stop_token_ids=stop_token_ids,
         prefill_tokens=prefill_tokens,

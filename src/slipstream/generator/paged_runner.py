@@ -122,7 +122,9 @@ class PagedRunner:
         attend: AttendPages | None = None,
         captures: bool = True,
     ) -> None:
-        config, weight = model.config, model.embedding.weight
+        config = model.config
+        weight = model.final_norm.weight  # of the residual stream's precision, whatever matrices are stored in
+        assert isinstance(weight, Tensor)
         if num_rows < 1:
             raise ConfigError("the engine needs at least one row", got=num_rows)
         if max_len > config.max_positions:
