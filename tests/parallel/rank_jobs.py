@@ -17,6 +17,7 @@ from slipstream.core.errors import RankError
 from slipstream.generator.engine import Engine
 from slipstream.generator.lockstep import AgreedClock, LockStep
 from slipstream.generator.native import native_engine
+from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import Finished, Request
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig
@@ -87,9 +88,15 @@ def gradient(rank: Rank, config: TransformerConfig) -> None:
     model.logits(model(torch.arange(5), torch.arange(5), PackedAttention([5])))
 
 
-def generate(rank: Rank, config: TransformerConfig, requests: list[Request], fixed: bool) -> Tokens:
-    """Nothing but engines: what they do alike needs no agreement."""
-    engine = new_engine(part_of(rank, config, fixed_order=fixed))
+def generate(
+    rank: Rank, config: TransformerConfig, requests: list[Request], fixed: bool, paged: bool = False
+) -> Tokens:
+    """Nothing but engines: what they do alike needs no agreement. `paged` takes CUDA's runner, on the CPU."""
+    model = part_of(rank, config, fixed_order=fixed)
+    if paged:
+        engine = Engine(PagedRunner(model, num_rows=4, max_len=128, num_pages=24), seed=7, stop_token_ids=[1])
+    else:
+        engine = new_engine(model)
     engine.submit(requests)
     finished: list[Finished] = []
     while not engine.is_idle:

@@ -75,6 +75,15 @@ def test_tokens_are_those_of_one_engine(ranks: RankPool, case: str, world: int, 
     assert_same_tokens(by_rank[0], expected)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_pages_hold_a_ranks_heads(ranks: RankPool, world: int) -> None:
+    batch = requests(6, temperature=0.0)
+    by_rank = ranks.run(rank_jobs.generate, LLAMA, batch, False, True, world=world)
+    for tokens in by_rank[1:]:
+        assert_same_bits(tokens, by_rank[0])
+    assert_same_tokens(by_rank[0], one_engine(LLAMA, batch))
+
+
 @pytest.mark.parametrize(("config", "world"), [(LLAMA, 2), (DIVISIBLE, 3), (LLAMA, 4)])
 def test_in_fixed_order_a_completion_does_not_depend_on_its_neighbours(ranks: RankPool, config, world: int) -> None:
     crowd = requests(12)
