@@ -135,6 +135,13 @@ class PagedRunner:
             raise ConfigError("the memory for keys and values is given twice", got="num_pages and kv_bytes")
         self.num_rows, self.max_len = num_rows, max_len
         self._model, self._device = model, weight.device
+        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+            raise ConfigError(
+                "kernels and graphs run on the current CUDA device, and the model lies on another",
+                got=str(self._device),
+                allowed=f"cuda:{torch.cuda.current_device()}",
+                hint="call torch.cuda.set_device first",
+            )
         kv_dtype = weight.dtype if kv_dtype is None else kv_dtype
         if kv_bytes is not None:
             page_bytes = PagedKV.bytes_per_page(
