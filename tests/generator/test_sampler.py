@@ -206,6 +206,7 @@ def test_the_bits_of_a_row_depend_on_that_row_alone(vocab_size: int) -> None:
     logits = random_logits(8, vocab_size, seed=2)
     uniforms = np.random.default_rng(1).random(8)
     together = sample(logits, uniforms, **SETTINGS)
+    assert [len(row) for row in sets_of(together)[:3]] == [0, 0, 0], "not cut: whole, whole, greedy"
     for row in range(8):
         alone = {name: values[row] for name, values in SETTINGS.items()}
         for num_rows in (8, 24):  # eight times the same row, and in a larger batch of strangers
