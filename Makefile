@@ -7,7 +7,7 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow check bench
+.PHONY: help venv quickstart test test-slow check bench bench-engine
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -31,6 +31,9 @@ check: .venv/dev ## lint, format and types
 
 bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by side
 	$(BIN)/python benchmarks/end_to_end.py
+
+bench-engine: .venv/run ## compare decoding with transformers' and, after `make vllm-env`, vLLM's: ten minutes
+	$(BIN)/python benchmarks/engine.py
 
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
