@@ -253,7 +253,7 @@ class VLLMEngine:
         return max(0.0, min(ends) - self._clock.now_s()) if ends else None
 
     def close(self) -> None:
-        self._worker.close()
+        self._worker.close(is_orderly=self._is_ready)
         self._folder.close()
 
     # Within

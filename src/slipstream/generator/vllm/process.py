@@ -78,7 +78,9 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, frame: protocol.ToWorker) -> None:
-        self._socket.send(protocol.encode(frame), zmq.NOBLOCK)
+        """Queue a frame. One that a process did not live to take is lost; `receive` and `wait_for` tell of its end."""
+        with contextlib.suppress(zmq.Again):  # nobody is connected
+            self._socket.send(protocol.encode(frame), zmq.NOBLOCK)
 
     def has_news(self) -> bool:
         """Whether `receive` would return a frame, or raise."""

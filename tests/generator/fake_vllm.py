@@ -1,0 +1,196 @@
+"""The worker with a make-believe vLLM: `python fake_vllm.py SPEC`. What it shall do wrong is in the variable FAKE.
+
+Its tokens count up from the length of the prompt, and their logprob is minus the first weight of the last norm: so a
+token shows which weights it was sampled under, whatever its tag says. With "halts" [a, b] a request gets at most a
+tokens before weights are loaded, then b before the next ones, then all: tests catch it half done on any machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from safetensors.numpy import load_file
+
+STEP_S = 0.002
+FIRST_TOKEN, NUM_TOKENS, STOP = 2, 40, 1
+FAKE: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
+
+_worker = Path(__file__).resolve().parents[2] / "src" / "slipstream" / "generator" / "vllm" / "worker.py"
+_location = importlib.util.spec_from_file_location("slipstream_vllm_worker", _worker)
+worker = sys.modules["slipstream_vllm_worker"] = importlib.util.module_from_spec(_location)
+_location.loader.exec_module(worker)
+
+
+def scripted(position: int) -> int:
+    """The token at `position` of prompt and completion together."""
+    return FIRST_TOKEN + position % NUM_TOKENS
+
+
+def weight_in(folder: str) -> float:
+    return float(load_file(Path(folder) / "model.safetensors")["model.norm.weight"][0])
+
+
+class FakeLLM:
+    """Decodes one token per step for every request; outputs take a detour through a queue, as vLLM's do."""
+
+    def __init__(self, model: str) -> None:
+        self.weight = weight_in(model)
+        self.num_tokens = 0
+        self.halts: list[int] = FAKE.get("halts", [])
+        self.requests: dict[str, SimpleNamespace] = {}
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.tasks = [asyncio.create_task(self.steps()), asyncio.create_task(self.outputs())]
+
+    async def steps(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_S)
+            for request in list(self.requests.values()):
+                self.decode(request)
+
+    def decode(self, request: SimpleNamespace) -> None:
+        if self.is_stuck() or (self.halts and request.num_since_load >= self.halts[0]):
+            return
+        request.num_since_load += 1
+        self.num_tokens += 1
+        token = scripted(request.length)
+        request.length += 1
+        request.remaining -= 1
+        request.num_new += 1
+        reason = "stop" if token in request.stops else "length" if request.remaining == 0 else None
+        self.queue.put_nowait((request, token, -self.weight, reason))
+        if reason:
+            del self.requests[request.id]
+
+    def is_stuck(self) -> bool:
+        return self.num_tokens >= FAKE.get("stuck_after", 1 << 30)
+
+    async def outputs(self) -> None:
+        while True:
+            request, token, logprob, reason = await self.queue.get()
+            request.outputs.put_nowait((token, logprob, reason))
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
+        tokens = prompt["prompt_token_ids"]
+        if "prompt_logprobs" in vars(sampling_params):
+            logprob = -self.weight * FAKE.get("probe_factor", 1.0)
+            yield SimpleNamespace(
+                outputs=[], prompt_logprobs=[None, *({t: SimpleNamespace(logprob=logprob)} for t in tokens[1:])]
+            )
+            return
+        request = SimpleNamespace(
+            id=request_id,
+            length=len(tokens),
+            remaining=sampling_params.max_tokens,
+            stops=sampling_params.stop_token_ids,
+            num_new=0,
+            num_since_load=0,
+            outputs=asyncio.Queue(),
+        )
+        self.requests[request_id] = request
+        try:
+            reason = None
+            while reason is None:
+                token, logprob, reason = await request.outputs.get()
+                if FAKE.get("bad_token"):
+                    token = 1 << 20
+                yield SimpleNamespace(outputs=[self.completion(request, token, logprob, reason)])
+        finally:
+            self.requests.pop(request_id, None)
+
+    def completion(self, request: SimpleNamespace, token: int, logprob: float, reason: str | None) -> Any:
+        return SimpleNamespace(
+            token_ids=[token],
+            logprobs=[{token: SimpleNamespace(logprob=logprob)}],
+            finish_reason=reason,
+            weight_versions=None,
+        )
+
+    async def collective_rpc(self, method: str, kwargs: Any) -> None:
+        assert method == "reload_weights"
+        if FAKE.get("dies_in_update"):
+            os.kill(os.getpid(), 9)
+        if FAKE.get("hangs_in_update"):
+            await asyncio.sleep(3600)
+        self.weight = weight_in(kwargs["weights_path"])
+        self.halts = self.halts[1:]
+        for request in self.requests.values():
+            request.num_since_load = 0
+
+
+class PausingLLM(FakeLLM):
+    """As between 0.12 and 0.15: a pause, but none that keeps requests."""
+
+    is_paused = False
+
+    async def pause_generation(self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True) -> None:
+        assert not self.requests, "requests would be lost"
+        self.is_paused = True
+
+    async def resume_generation(self) -> None:
+        self.is_paused = False
+
+    def is_stuck(self) -> bool:
+        return self.is_paused or super().is_stuck()
+
+
+class KeepingLLM(PausingLLM):
+    """As since 0.29: requests are kept over a pause, and versions have labels."""
+
+    label = "default"
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:  # type: ignore[override]
+        assert mode == "keep"
+        halts, self.halts = self.halts, []
+        for request in list(self.requests.values()):
+            self.decode(request)  # the step under way: its tokens are still in the queue when the pause is answered
+        self.halts = halts
+        self.is_paused, self.num_cleared = True, clear_cache
+
+    async def update_weight_version(self, new_version: str) -> None:
+        self.label = new_version
+
+    def decode(self, request: SimpleNamespace) -> None:
+        num_before = request.num_new
+        super().decode(request)
+        if request.num_new > num_before and FAKE.get("labels", True):
+            labels = request.__dict__.setdefault("labels", [])
+            labels.append(self.label)
+
+    def completion(self, request: SimpleNamespace, token: int, logprob: float, reason: str | None) -> Any:
+        found = super().completion(request, token, logprob, reason)
+        if reason and "labels" in vars(request):
+            labels = request.labels
+            starts = [i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
+            found.weight_versions = [
+                SimpleNamespace(version=labels[start], start=start, end=end)
+                for start, end in zip(starts, [*starts[1:], len(labels)], strict=True)
+            ]
+        return found
+
+
+def make(spec: Any) -> Any:
+    if FAKE.get("cannot_start"):
+        raise RuntimeError("no memory for the cache")
+    if FAKE.get("never_starts"):
+        import time
+
+        time.sleep(3600)
+    kind = {"keep": KeepingLLM, "pause": PausingLLM, "bare": FakeLLM}[FAKE.get("kind", "keep")]
+    llm = kind(spec.model)
+    sampling = lambda **keywords: SimpleNamespace(**({"stop_token_ids": []} | keywords))  # noqa: E731
+    return llm, "0.0-fake", sampling, worker.reload_from(llm)
+
+
+if __name__ == "__main__":
+    if FAKE.get("talks_nonsense"):
+        real = worker.protocol.encode
+        worker.protocol.encode = lambda frame: b"\x93\x01" if isinstance(frame, worker.protocol.Tokens) else real(frame)
+    worker.main(sys.argv[1], make)

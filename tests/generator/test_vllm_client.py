@@ -1,0 +1,336 @@
+"""vLLM's client and worker over a make-believe vLLM: streams, versions, deaths, deadlines, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_kit import random_model
+from fake_vllm import scripted
+from vllm_kit import QUICK, drive, fake_engine, num_tokens, request, set_fake, set_weights
+
+from slipstream.core.errors import ChannelError, ChannelTimeout, ConfigError, ExecutorDied, WeightSyncError
+from slipstream.core.types import VersionSpan
+from slipstream.generator.requests import Finished, Request
+from slipstream.generator.vllm.engine import Deadlines
+from slipstream.models.transformer import Transformer
+
+LADDER = pytest.mark.parametrize(
+    "fake",
+    [{"kind": "keep"}, {"kind": "keep", "labels": False}, {"kind": "pause"}, {"kind": "bare"}],
+    ids=["keep", "keep-unlabelled", "pause", "bare"],
+)
+
+
+@pytest.fixture
+def model() -> Transformer:
+    model = random_model()
+    set_weights(model, 1.0)
+    return model
+
+
+def check(item: Finished, *, num_new: int, weights: dict[int, float] | None = None) -> None:
+    """Tokens are the script's without a gap, and every one carries the version whose weights its logprob shows."""
+    start = len(item.request.prompt_tokens)
+    assert item.tokens.tolist() == [scripted(start + i) for i in range(num_new)]
+    ends = [*(span.start for span in item.version_spans[1:]), num_new]
+    for span, end in zip(item.version_spans, ends, strict=True):
+        expected = -(weights or {0: 1.0})[span.version]
+        np.testing.assert_array_equal(item.logprobs[span.start : end], expected)
+        assert end > span.start
+
+
+def test_completions_stream_back_in_rooms_of_their_streams(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path) as engine:
+        engine.submit([request(i, num_prompt=1 + i, max_new_tokens=4 + i) for i in range(6)])
+        engine.submit([request(i, stream=1, max_new_tokens=5) for i in range(3)])
+        assert engine.num_live == 0, "nothing is sent before vLLM serves"
+        engine.wait_ready()
+        assert engine.num_live == 4 + 2
+        assert engine.num_waiting == 2 + 1
+        finished = drive(engine)
+    assert sorted((f.request.stream, f.ordinal) for f in finished) == [
+        *((0, i) for i in range(6)),
+        *((1, i) for i in range(3)),
+    ]
+    for item in finished:
+        check(item, num_new=item.request.max_new_tokens)
+        assert item.finish_reason == "length"
+        assert item.finished_s >= item.started_s
+
+
+def test_a_stop_token_is_the_last(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, stop_token_ids=[scripted(3 + 6)]) as engine:
+        engine.submit([request()])
+        (item,) = drive(engine)
+    assert (len(item.tokens), item.finish_reason) == (7, "stop")
+
+
+@LADDER
+def test_every_token_carries_the_version_it_was_sampled_under(
+    model: Transformer, tmp_path: Path, fake: dict[str, object]
+) -> None:
+    with fake_engine(model, tmp_path, fake=fake | {"halts": [20, 20]}) as engine:
+        engine.submit([request(i) for i in range(6)])
+        for version in (1, 2):
+            drive(engine, lambda least=num_tokens(engine) + 5: num_tokens(engine) >= least)
+            set_weights(model, 1.0 + version)
+            engine.push()
+            engine.set_version(version)
+        finished = drive(engine)
+    assert len(finished) == 6
+    for item in finished:
+        check(item, num_new=50, weights={0: 1.0, 1: 2.0, 2: 3.0})
+    assert [span.version for span in finished[0].version_spans] == [0, 1, 2]
+    assert [span.version for span in finished[-1].version_spans] == [2], "it waited for room until after both"
+
+
+def test_tokens_between_a_push_and_its_version_are_held_back(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, fake={"halts": [20]}) as engine:
+        engine.submit([request()])
+        drive(engine, lambda: num_tokens(engine) >= 5)
+        set_weights(model, 2.0)
+        engine.push()
+        np.testing.assert_array_equal(engine.probe(np.arange(4, dtype=np.int32)), [-2.0] * 3)
+        engine.set_version(7)
+        (item,) = drive(engine)
+    check(item, num_new=50, weights={0: 1.0, 7: 2.0})
+
+
+def test_a_push_that_was_refused_is_taken_back(model: Transformer, tmp_path: Path) -> None:
+    """What the refused weights sampled is sampled again under the old ones."""
+    with fake_engine(model, tmp_path, fake={"halts": [20, 20]}) as engine:
+        engine.submit([request(i) for i in range(2)])
+        drive(engine, lambda: num_tokens(engine) >= 5)
+        set_weights(model, 9.0)
+        engine.push()
+        engine.probe(np.arange(30, dtype=np.int32))
+        set_weights(model, 1.0)
+        engine.push()
+        engine.set_version(0)
+        finished = drive(engine)
+    assert len(finished) == 2
+    for item in finished:
+        check(item, num_new=50)
+
+
+def test_exported_completions_go_on_where_they_were(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, fake={"halts": [20]}) as engine:
+        engine.submit([request(i) for i in range(5)])
+        drive(engine, lambda: num_tokens(engine) >= 5)
+        engine.pause_admission(True)
+        exported = engine.export_live()
+        assert [r.ordinal for r in exported] == [0, 1, 2, 3]
+        assert all(r.resume is not None and len(r.resume.tokens) >= 5 for r in exported)
+        assert (engine.num_live, engine.num_waiting) == (0, 1)
+        set_weights(model, 2.0)
+        engine.push()
+        engine.set_version(1)
+        engine.submit(exported)
+        assert engine.num_live == 0, "admission is paused"
+        engine.pause_admission(False)
+        assert {live.request.ordinal for live in engine._live.values()} == {0, 1, 2, 3}, "resumed ones go first"
+        finished = drive(engine)
+    assert len(finished) == 5
+    for item in finished:
+        check(item, num_new=50, weights={0: 1.0, 1: 2.0})
+        assert len(item.version_spans) == (1 if item.ordinal == 4 else 2)
+
+
+def test_out_of_time_ends_a_completion_as_it_is(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, fake={"stuck_after": 6}, max_len=200) as engine:
+        engine.submit([request(0, time_limit_s=0.3), request(1, stream=1, max_new_tokens=3)])
+        finished = drive(engine)
+    late = next(item for item in finished if item.ordinal == 0)
+    assert late.finish_reason == "deadline"
+    check(late, num_new=3)
+
+
+@pytest.mark.parametrize("fake", [{"kind": "keep"}, {"kind": "bare"}], ids=["keep", "bare"])
+def test_a_killed_process_is_replaced_with_the_present_weights(
+    model: Transformer, tmp_path: Path, fake: dict[str, object]
+) -> None:
+    """The weights of the last push, not of the start; what was in flight goes on from its last token."""
+    with fake_engine(model, tmp_path, fake=fake | {"halts": [20, 20]}, max_restarts=1) as engine:
+        engine.submit([request(i) for i in range(6)])
+        drive(engine, lambda: num_tokens(engine) >= 5)
+        set_weights(model, 2.0)
+        engine.push()
+        engine.probe(np.arange(8, dtype=np.int32))
+        engine.set_version(1)
+        before = num_tokens(engine)
+        drive(engine, lambda: num_tokens(engine) >= before + 5)
+        first = engine.pid
+        set_fake(engine, {})
+        os.kill(first, signal.SIGKILL)
+        finished = drive(engine)
+        assert engine.pid != first
+        assert engine.num_restarts == 1
+    assert len(finished) == 6
+    for item in finished:
+        check(item, num_new=50, weights={0: 1.0, 1: 2.0})
+
+
+def test_a_death_in_the_middle_of_an_update_ends_with_the_new_weights(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, fake={"dies_in_update": True, "halts": [20]}, max_restarts=1) as engine:
+        engine.submit([request()])
+        drive(engine, lambda: num_tokens(engine) >= 5)
+        set_weights(model, 2.0)
+        set_fake(engine, {})
+        engine.push()
+        engine.set_version(1)
+        (item,) = drive(engine)
+        assert engine.num_restarts == 1
+    check(item, num_new=50, weights={0: 1.0, 1: 2.0})
+    assert len(item.version_spans) == 2
+
+
+def test_one_death_too_many_names_the_process_and_shows_its_log(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, fake={"halts": [20]}) as engine:
+        engine.submit([request()])
+        drive(engine, lambda: num_tokens(engine) >= 2)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(ExecutorDied, match=rf"the vLLM process \(pid {engine.pid}\) ended(.|\n)*SIGKILL"):
+            drive(engine)
+
+
+def test_a_replacement_that_computes_something_else_is_refused(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, max_restarts=1) as engine:
+        engine.wait_ready()
+        engine.probe(np.arange(8, dtype=np.int32))
+        set_fake(engine, {"probe_factor": 1.1})
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(WeightSyncError, match="restarted vLLM computes other logprobs"):
+            drive(engine, lambda: False)
+
+
+def test_what_failed_in_the_worker_is_told(model: Transformer, tmp_path: Path) -> None:
+    """A failed start is not tried again."""
+    with (
+        fake_engine(model, tmp_path, fake={"cannot_start": True}, max_restarts=3) as engine,
+        pytest.raises(ExecutorDied, match="starting vLLM: RuntimeError: no memory for the cache"),
+    ):
+        engine.wait_ready()
+    assert engine.num_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("fake", "deadlines", "waited_for"),
+    [
+        ({"stuck_after": 3}, Deadlines(20.0, 10.0, 0.3), "a token"),
+        ({"hangs_in_update": True, "halts": [20]}, Deadlines(20.0, 0.3, 10.0), r"weights to be loaded \(push 1\)"),
+        ({"never_starts": True}, Deadlines(0.5, 10.0, 10.0), "vLLM to start"),
+    ],
+    ids=["tokens", "update", "start"],
+)
+def test_a_silent_process_meets_its_deadline(
+    model: Transformer, tmp_path: Path, fake: dict[str, object], deadlines: Deadlines, waited_for: str
+) -> None:
+    with fake_engine(model, tmp_path, fake=fake, deadlines=deadlines) as engine:
+        engine.submit([request()])
+        is_pushed = "hangs_in_update" in fake
+        if is_pushed:
+            drive(engine, lambda: num_tokens(engine) >= 2)
+        with pytest.raises(ChannelTimeout, match=rf"the vLLM process(.|\n)*waiting for {waited_for}"):
+            engine.push() if is_pushed else drive(engine)
+
+
+def test_a_stuck_process_is_replaced_and_killed(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(
+        model, tmp_path, fake={"stuck_after": 30}, deadlines=Deadlines(20.0, 10.0, 0.3), max_restarts=1
+    ) as engine:
+        engine.submit([request()])
+        drive(engine, lambda: num_tokens(engine) >= 1)
+        first = engine.pid
+        (item,) = drive(engine)
+        assert engine.num_restarts == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+    check(item, num_new=50)
+
+
+@pytest.mark.parametrize(
+    ("fake", "match"),
+    [({"talks_nonsense": True}, "malformed message"), ({"bad_token": True}, "make no sense")],
+    ids=["frame", "token"],
+)
+def test_malformed_messages_are_refused(
+    model: Transformer, tmp_path: Path, fake: dict[str, object], match: str
+) -> None:
+    with fake_engine(model, tmp_path, fake=fake) as engine:
+        engine.submit([request()])
+        with pytest.raises(ChannelError, match=match):
+            drive(engine)
+
+
+def test_what_vllm_cannot_do_is_refused(model: Transformer, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="all of its cache or none"),
+        fake_engine(model, tmp_path, kv_on_update="recompute_if_older_than"),
+    ):
+        pass
+    with fake_engine(model, tmp_path) as engine:
+        with pytest.raises(ConfigError, match="sets that tokens are drawn from"):
+            engine.submit([request(keep_sets=True, top_k=4)])
+        with pytest.raises(ConfigError, match="do not fit"):
+            engine.submit([request(max_new_tokens=1000)])
+        with pytest.raises(ConfigError, match="another treatment of its cache"):
+            engine.set_version(1, kv_on_update="recompute")
+
+
+def test_the_end_leaves_nothing_behind(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path) as engine:
+        engine.wait_ready()
+        pid, folder = engine.pid, engine._folder.path
+        sockets = engine._worker._folder
+        assert folder.exists()
+        assert sockets.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not folder.exists()
+    assert not sockets.exists()
+    engine.close()
+
+
+def test_no_worker_outlives_its_parent(model: Transformer, tmp_path: Path) -> None:
+    """Its standard input closes when the parent is killed: it ends, and removes the weights."""
+    with fake_engine(model, tmp_path) as engine:
+        engine.wait_ready()
+        process = engine._worker._process
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(10) == -signal.SIGKILL
+        assert not engine._folder.path.exists()
+
+
+def resumed(base: Request, engine_version: int) -> Request:
+    from slipstream.generator.requests import Resume
+
+    return base.resumed_with(
+        Resume(
+            tokens=np.array([scripted(3), scripted(4)], dtype=np.int32),
+            logprobs=np.array([-1.0, -1.0], dtype=np.float32),
+            version_spans=(VersionSpan(start=0, version=engine_version),),
+            started_s=0.0,
+        )
+    )
+
+
+def test_noise_is_never_drawn_twice(model: Transformer, tmp_path: Path) -> None:
+    """Every submission has a seed of its own: by run, stream, ordinal, sample, and how far it had come."""
+    with fake_engine(model, tmp_path, deadlines=QUICK) as engine:
+        variants = [
+            request(0),
+            request(1),
+            request(0, sample=1),
+            request(0, stream=1),
+            resumed(request(0), 0),
+        ]
+        seeds = [engine._job(engine._new_live(variant)).seed for variant in variants]
+        again = [engine._job(engine._new_live(variant)).seed for variant in variants]
+    assert seeds == again, "a function of the request alone"
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
