@@ -255,6 +255,19 @@ class RunConfig(Section):
                 got="generator.kv_on_update = 'recompute_if_older_than' with generator.engine = 'vllm'",
                 allowed="'keep' or 'recompute'",
             )
+        if generator.keep_sets:
+            raise ConfigError(
+                "vLLM does not report the sets that tokens were drawn from",
+                got="generator.keep_sets with generator.engine = 'vllm'",
+                allowed="generator.keep_sets = false, or generator.engine = 'native'",
+            )
+        if generator.precision != "float32":
+            raise ConfigError(
+                "vLLM takes float32 weights, and computes in the type it is told",
+                got=f"generator.precision = '{generator.precision}' with generator.engine = 'vllm'",
+                allowed="generator.precision = 'float32'",
+                hint="generator.vllm.dtype, generator.vllm.engine_args",
+            )
         if generator.seeds == "per_replica":
             raise ConfigError(
                 "vLLM draws its own noise: that of the original RLHF code is not to be had from it",

@@ -18,7 +18,7 @@ from slipstream.generator.requests import StateSpans
 from slipstream.generator.runner import Runner
 from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.build import build_policy
-from slipstream.models.served import ServedWeights
+from slipstream.models.served import ServedWeights, check_precision
 from slipstream.models.transformer import Transformer
 
 
@@ -78,6 +78,7 @@ class NativeBackend:
     ) -> None:
         self._config, self._stop_token_ids, self._clock = config, stop_token_ids, clock
         self._model, self._tokenizer = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
+        check_precision(config.generator.precision, self._model.embedding.weight.device)
         self.weights = ServedWeights(self._model, config.generator.precision)
         longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
         self._max_len = min(self._model.config.max_positions, longest)

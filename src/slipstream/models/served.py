@@ -57,6 +57,20 @@ class _Version:
     vectors: Mapping[str, Tensor]  # norms and position embeddings
 
 
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Raise ConfigError where generating at `precision` on `device` is slower than at bfloat16, or is not possible."""
+    if precision == "fp8" and not Fp8Product.is_native((16, 16), device):
+        raise ConfigError(
+            "fp8 needs a GPU that multiplies it: compute capability 9.0 (Hopper) or newer",
+            got=f"generator.precision = 'fp8' on {device}",
+            allowed="'bfloat16', or 'int8' on a CPU",
+        )
+    if precision == "int8" and device.type != "cpu":
+        raise ConfigError(
+            "int8 weights are for CPUs", got=f"generator.precision = 'int8' on {device}", allowed="'bfloat16' or 'fp8'"
+        )
+
+
 class ServedWeights:
     """`model`'s weights at `precision`. Implements `core.executor.FlatWeights`.
 

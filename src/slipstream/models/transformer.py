@@ -243,7 +243,7 @@ class Transformer(nn.Module):
         return x, (cos[:, None].to(x.dtype), signed_sin[:, None].to(x.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 whatever the model's precision."""
+        """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 unless `served_head` does otherwise."""
         if self.served_head is not None:
             return self.ranks.gather_vocab(self.served_head(hidden.float()))
         tied = self.config.tie_embeddings

@@ -1,0 +1,253 @@
+"""Generation at every precision: what is computed, that rows do not see each other, and that exchanges are whole."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, requests, run
+
+from slipstream.algorithms.logprobs import probe_logprobs
+from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.models import products
+from slipstream.models.products import DenseProduct, Fp8Product, cpu_dtype
+from slipstream.models.quantized import FORMATS, FP8, WeightLayout, scales_of
+from slipstream.models.served import ServedWeights, check_precision
+from slipstream.models.transformer import Transformer
+
+PRECISIONS = list(FORMATS)
+REDUCED = [precision for precision in PRECISIONS if precision != "float32"]
+SHAPES = [(768, 256), (256, 704), (72, 256), (50, 48), (960, 576)]
+
+
+def served(model: Transformer, precision: str, **options: bool) -> tuple[Transformer, ServedWeights]:
+    """A copy of `model` at `precision`; the original stays as it is."""
+    clone = copy.deepcopy(model)
+    return clone, ServedWeights(clone, precision, **options)
+
+
+def dequantized(model: Transformer, precision: str) -> Transformer:
+    """A float64 model whose weights are what `precision` stores."""
+    layout = WeightLayout(model, precision)
+    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    list(layout.pack(dict(model.named_parameters()), flat))
+    clone = copy.deepcopy(model).double()
+    views = layout.views(flat)
+    for name, parameter in clone.named_parameters():
+        weight = views[name].values.double()
+        scales = views[name].scales
+        parameter.data = weight if scales is None else weight * scales.double()[:, None]
+    return clone
+
+
+# What is computed
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05), ("int8", 0.05), ("fp8", 0.3)]
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_logprobs_equal_those_of_the_dequantised_weights(precision: str, tolerance: float, in_place: bool) -> None:
+    """The oracle multiplies in float64; fp8 rounds activations to 3 bits of mantissa, hence its tolerance."""
+    model = random_model(scale=0.1)
+    text = random_prompt(60)
+    clone, _ = served(model, precision, in_place=in_place)
+    oracle = dequantized(model, precision)
+    oracle.cos, oracle.signed_sin = model.cos.double(), model.signed_sin.double()
+    tokens = torch.from_numpy(text).long()
+    positions = torch.arange(len(text) - 1)
+    hidden = oracle(tokens[:-1], positions, _causal)
+    logits = hidden @ oracle.head.weight.T
+    expected = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].detach().numpy()
+    assert np.abs(probe_logprobs(clone, text) - expected).max() < tolerance
+
+
+def _causal(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def test_float32_gives_the_bits_of_the_plain_model(num_threads: int) -> None:
+    model = random_model()
+    clone, _ = served(model, "float32")
+    batch = requests(4, 4)
+    plain = run(new_engine(model), batch)
+    for key, completion in run(new_engine(clone), batch).items():
+        assert_same_bits(completion, plain[key])
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_in_place_and_by_pointer_are_the_same_numbers(precision: str, tie_embeddings: bool) -> None:
+    model = random_model()
+    if tie_embeddings:
+        model.config = model.config.__class__(**{**vars(model.config), "tie_embeddings": True})
+        del model.head
+    by_pointer, _ = served(model, precision, in_place=False)
+    in_place, _ = served(model, precision, in_place=True)
+    text = random_prompt(33)
+    assert np.array_equal(probe_logprobs(by_pointer, text), probe_logprobs(in_place, text))
+
+
+def test_a_tied_head_and_its_embedding_are_one_copy() -> None:
+    model = random_model()
+    model.config = model.config.__class__(**{**vars(model.config), "tie_embeddings": True})
+    del model.head
+    for precision in PRECISIONS:
+        clone, weights = served(model, precision)
+        rows = clone.embedding(torch.arange(48))
+        heads = clone.logits(torch.eye(32))
+        assert torch.allclose(heads.T, rows, rtol=2**-8, atol=1e-6)
+        assert sum(stored.shape == (48, 32) for stored in weights._layout.stored) == 1
+
+
+@pytest.mark.parametrize("stored", [torch.int8, FP8])
+def test_expanded_weights_are_multiplied_without_loss(stored: torch.dtype) -> None:
+    """Whole numbers in bfloat16's reach: every product and sum is exact, so the result is too."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-7, 8, (24, 16), generator=generator).float()
+    x = torch.randint(-3, 4, (8, 16), generator=generator).float()
+    product = DenseProduct(weight.to(stored).to(cpu_dtype(stored)), torch.full((24,), 0.5), packs=True)
+    assert torch.equal(product(x).round(), (x @ weight.T * 0.5).bfloat16().float().round())
+
+
+def test_the_reference_of_fp8_scales_each_row_by_itself() -> None:
+    """Rows of very different size lose no more than their own roundings."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 48, generator=generator) * torch.logspace(-3, 3, 32)[:, None]
+    x = torch.randn(16, 48, generator=generator) * torch.logspace(-4, 4, 16)[:, None]
+    scales = scales_of(weight, FP8)
+    stored = (weight / scales[:, None]).to(FP8)
+    bias = torch.randn(32, generator=generator)
+    out = Fp8Product(stored.to(cpu_dtype(FP8)), scales, bias, packs=True)(x)
+    exact = x.double() @ weight.double().T
+    bound = x.abs().double() @ weight.abs().double().T * 0.14  # 1/16 of each factor, and bfloat16's rounding
+    assert ((out.double() - exact - bias).abs() <= bound + 1e-6 + bias.abs() * 1e-2).all()
+    assert torch.isfinite(Fp8Product(stored.to(cpu_dtype(FP8)), scales)(torch.zeros(8, 48))).all()
+
+
+# Rows do not see each other
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_of_a_product_are_stable_at_multiples_of_eight(num_threads: int, precision: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in SHAPES:
+        weight = torch.randn(shape, generator=generator)
+        rows = torch.randn(512, shape[1], generator=generator)
+        stored = FORMATS[precision].matrix
+        scales = scales_of(weight, stored) if stored in (torch.int8, FP8) else None
+        values = weight if scales is None else (weight / scales[:, None]).to(stored)
+        values = values.to(cpu_dtype(stored))
+        packed, plain = (
+            Fp8Product(values, scales, packs=packs) if stored == FP8 else DenseProduct(values, scales, packs=packs)
+            for packs in (True, False)
+        )
+        whole = packed(rows)
+        assert torch.equal(plain(rows), whole)
+        for num_rows in (8, 16, 24, 40, 64, 136, 320):
+            assert torch.equal(packed(rows[:num_rows]), whole[:num_rows])
+            assert torch.equal(packed(rows[-num_rows:]), whole[-num_rows:])
+
+
+@pytest.mark.parametrize("precision", REDUCED)
+def test_company_and_slots_change_no_bit(num_threads: int, precision: str) -> None:
+    model, _ = served(random_model(), precision)
+    batch = requests(4, 4, max_new_tokens=20)
+    crowd = run(new_engine(model, num_slots=24), batch)
+    for num_slots, prefill_tokens in ((1, 8), (13, 64)):
+        other = run(new_engine(model, num_slots=num_slots, prefill_tokens=prefill_tokens), batch)
+        for key, completion in crowd.items():
+            assert_same_bits(other[key], completion)
+
+
+# Exchanges
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_swap_to_the_same_weights_changes_nothing(precision: str, in_place: bool) -> None:
+    model, weights = served(random_model(), precision, in_place=in_place)
+    batch = requests(3, 2)
+    expected = run(new_engine(model), batch)
+    engine = new_engine(model)
+    engine.submit(batch)
+    finished = {}
+    for version in range(1, 5):
+        for _ in range(3):
+            finished.update({(item.ordinal, item.sample): item for item in engine.step()})
+        same = weights.flat.clone()
+        weights.prepare(same)
+        weights.rebind(same)
+        engine.set_version(version)
+    finished.update(drain(engine))
+    for key, completion in expected.items():
+        assert finished[key].tokens.tobytes() == completion.tokens.tobytes()
+        assert finished[key].logprobs.tobytes() == completion.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_preparing_touches_nothing_and_an_exchange_can_be_undone(precision: str, in_place: bool) -> None:
+    model, weights = served(random_model(0), precision, in_place=in_place)
+    _, others = served(random_model(1), precision)
+    old, new, text = weights.flat, others.flat.clone(), random_prompt(40)
+    before = probe_logprobs(model, text)
+    weights.prepare(new)
+    assert np.array_equal(probe_logprobs(model, text), before)
+    weights.rebind(new)
+    after = probe_logprobs(model, text)
+    assert np.abs(after - before).max() > 0.1
+    assert weights.flat is new
+    weights.rebind(old)
+    assert np.array_equal(probe_logprobs(model, text), before)
+    weights.rebind(new)  # without `prepare`
+    assert np.array_equal(probe_logprobs(model, text), after)
+    with pytest.raises(ShapeError):
+        weights.rebind(new[:-1])
+    assert np.array_equal(probe_logprobs(model, text), after)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_in_place_keeps_every_address(precision: str) -> None:
+    """Captured graphs read where the weights lay when they were captured."""
+    model, weights = served(random_model(0), precision, in_place=True)
+    _, others = served(random_model(1), precision)
+
+    def addresses() -> list[int]:
+        tensors = [stored.values for stored in weights._storage.values()]
+        tensors += [stored.scales for stored in weights._storage.values() if stored.scales is not None]
+        return [tensor.data_ptr() for tensor in [*tensors, *model.parameters()]]
+
+    before = addresses()
+    called = model.layers[0].qkv.product
+    weights.prepare(others.flat)
+    weights.rebind(others.flat)
+    assert addresses() == before
+    assert model.layers[0].qkv.product is called
+    text = random_prompt(40)
+    assert np.array_equal(probe_logprobs(model, text), probe_logprobs(served(random_model(1), precision)[0], text))
+
+
+def test_what_is_refused() -> None:
+    cpu = torch.device("cpu")
+    for precision in ("float32", "bfloat16", "int8"):
+        check_precision(precision, cpu)
+    with pytest.raises(ConfigError, match="Hopper"):
+        check_precision("fp8", cpu)
+    with pytest.raises(ConfigError, match="int8"):
+        check_precision("int8", torch.device("cuda"))
+
+
+def test_without_onednn_the_numbers_are_the_same_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = random_prompt(40)
+    expected = {p: probe_logprobs(served(random_model(scale=0.1), p)[0], text) for p in PRECISIONS}
+    monkeypatch.setattr(products, "_onednn", None)
+    for precision in PRECISIONS:
+        model, _ = served(random_model(scale=0.1), precision)
+        assert np.abs(probe_logprobs(model, text) - expected[precision]).max() < 0.3
