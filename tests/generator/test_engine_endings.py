@@ -147,7 +147,17 @@ def test_time_passes_while_a_completion_waits_to_get_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.5}, {"time_limit_s": 0.0}]
+    "wrong",
+    [
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"time_limit_s": 0.0},
+        {"keep_sets": True},
+        {"keep_sets": True, "top_k": 4, "temperature": 0.0},
+    ],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     request = dataclasses.replace(Request(0, 0, random_prompt(4), max_new_tokens=4), **wrong)  # type: ignore[arg-type]

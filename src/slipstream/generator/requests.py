@@ -146,6 +146,12 @@ def check_request(request: Request, *, max_len: int) -> None:
             got=f"top_k = {request.top_k}, top_p = {request.top_p}, min_p = {request.min_p}",
             allowed="top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
         )
+    if request.keep_sets and (request.top_k < 1 or request.temperature == 0):
+        raise ConfigError(
+            "the tokens that a token was drawn from are kept only where top_k bounds them",
+            got=f"keep_sets with top_k = {request.top_k}, temperature = {request.temperature}",
+            allowed="top_k >= 1 and temperature > 0",
+        )
     if request.time_limit_s is not None and not request.time_limit_s > 0:
         raise ConfigError("a time limit must be positive", got=f"{request.time_limit_s} s")
     if num_prompt + request.max_new_tokens > max_len:
