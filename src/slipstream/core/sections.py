@@ -161,8 +161,8 @@ VLLM_ARGS = frozenset(
 """Engine arguments that `generator/vllm/backend.py` and `worker.py` set themselves."""
 
 
-PROBE_TOLERANCES: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.3, "int8": 0.5, "fp8": 1.0}
-"""Nats; several times the largest seen on the probe text (docs/generator.md). Wrong bytes are off by many nats."""
+PROBE_TOLERANCES: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.75, "int8": 2.5, "fp8": 4.0}
+"""Nats: two to three times the largest error seen on probe texts; weights in the wrong place are off by more."""
 
 
 MAX_KEPT = 512

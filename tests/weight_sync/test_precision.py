@@ -1,0 +1,180 @@
+"""Versions at every precision, from a trainer's model to a generator's, through both transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.algorithms.logprobs import probe_logprobs
+from slipstream.core.channel import ChannelSpec, Kind, connect_local
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.sections import PROBE_TOLERANCES, Precision
+from slipstream.models.flat import FlatParameters
+from slipstream.models.hf import new_model
+from slipstream.models.quantized import FORMATS, Packer, WeightLayout
+from slipstream.models.served import ServedWeights
+from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.segment import SharedMemory
+from slipstream.weight_sync.slots import InProcess, Transport, bytes_of
+from slipstream.weight_sync.subscriber import Subscriber
+
+CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=64)
+TOKENS = np.random.default_rng(0).integers(0, 40, 32).astype(np.int32)
+
+
+class Loop:
+    """A trainer's model and a generator's, built apart, with weight sync between them."""
+
+    def __init__(self, transport: Transport, precision: Precision, *, in_place: bool, is_threaded: bool) -> None:
+        self.ports = connect_local(
+            [
+                ChannelSpec("offers", Kind.WEIGHTS, "t.offers", "g.offers"),
+                ChannelSpec("releases", Kind.GATHER, "g.releases", "t.releases"),
+            ]
+        )
+        self.trained = new_model(CONFIG, vocab_size=40, seed=0)
+        flat = FlatParameters(self.trained)
+        self.layout = WeightLayout(self.trained, precision)
+        trainer, generator = self.ports["t"], self.ports["g"]
+        self.publisher = Publisher(trainer.outputs["offers"], trainer.inputs["releases"], transport, num_readers=1)
+        self.publisher.open(flat.flat, None if precision == "float32" else Packer(self.layout, flat.named_views()))
+        self.model = new_model(CONFIG, vocab_size=40, seed=1)
+        self.served = ServedWeights(self.model, precision, in_place=in_place)
+        self.subscriber = Subscriber(generator.inputs["offers"], generator.outputs["releases"], transport, replica=0)
+        self.subscriber.open(
+            self.served,
+            lambda tokens: probe_logprobs(self.model, tokens),
+            PROBE_TOLERANCES[precision],
+            is_threaded=is_threaded,
+        )
+
+    def train(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.trained.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+    def publish(self, version: int, *, offset: float = 0.0) -> bool:
+        return self.publisher.publish(version, TOKENS, probe_logprobs(self.trained, TOKENS) + np.float32(offset))
+
+    def packed(self) -> torch.Tensor:
+        out = torch.zeros(self.layout.num_bytes, dtype=torch.uint8)
+        list(self.layout.pack(dict(self.trained.named_parameters()), out))
+        return out
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.subscriber.close()
+        for ports in self.ports.values():
+            ports.close()
+
+
+@pytest.fixture(params=["process", "memory"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    return SharedMemory("test", (tmp_path,)) if request.param == "process" else InProcess()
+
+
+@pytest.fixture(params=[False, True], ids=["by-pointer", "in-place"])
+def in_place(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=list(FORMATS))
+def loop(request: pytest.FixtureRequest, transport: Transport, in_place: bool) -> Iterator[Loop]:
+    loop = Loop(transport, request.param, in_place=in_place, is_threaded=False)
+    yield loop
+    loop.close()
+
+
+def test_versions_arrive_as_they_were_packed(loop: Loop) -> None:
+    for version in range(4):
+        loop.train(version)
+        sent = loop.packed()
+        assert loop.publish(version)
+        loop.train(100 + version)  # the optimizer goes on at once
+        loop.subscriber.poll()
+        swap = loop.subscriber.commit()
+        assert swap is not None
+        assert swap.version == version
+        assert torch.equal(loop.served.flat, sent)
+        assert loop.publisher.poll()
+    assert loop.publisher.stats.payload_bytes == 4 * loop.layout.num_bytes == 4 * loop.publisher.num_bytes
+
+
+def test_a_skipped_version_is_offered_as_it_was_then(loop: Loop) -> None:
+    for version in range(3):  # two slots
+        loop.train(version)
+        assert loop.publish(version) == (version < 2)
+    sent = loop.packed()
+    loop.train(9)
+    loop.subscriber.poll()
+    loop.publisher.poll()
+    loop.subscriber.poll()
+    swap = loop.subscriber.commit()
+    assert swap is not None
+    assert swap.version == 2
+    assert torch.equal(loop.served.flat, sent)
+
+
+def test_damaged_bytes_are_refused(loop: Loop) -> None:
+    before = loop.served.flat.clone()
+    assert loop.publish(0)
+    slots = loop.publisher._slots
+    assert slots is not None
+    for index in (0, loop.layout.num_bytes // 2, loop.layout.num_bytes - 1):
+        slots.data(0)[index] ^= 1
+    loop.subscriber.poll()
+    assert loop.subscriber.pending_version is None
+    assert loop.subscriber.failure is not None
+    assert "damaged" in str(loop.subscriber.failure)
+    assert torch.equal(loop.served.flat, before)
+
+
+def test_a_failed_probe_changes_nothing(loop: Loop) -> None:
+    assert loop.publish(0)
+    loop.subscriber.poll()
+    loop.subscriber.commit()
+    before, bytes_before = probe_logprobs(loop.model, TOKENS), loop.served.flat.clone()
+    loop.publisher.poll()
+    loop.train(1)
+    assert loop.publish(1, offset=10.0)
+    loop.subscriber.poll()
+    with pytest.raises(WeightSyncError, match="does not reproduce"):
+        loop.subscriber.commit()
+    assert loop.subscriber.version == 0
+    assert np.array_equal(probe_logprobs(loop.model, TOKENS), before)
+    assert torch.equal(loop.served.flat, bytes_before)
+
+
+@pytest.mark.parametrize("precision", list(FORMATS))
+def test_staging_in_a_thread_prepares_beside_the_live_weights(precision: Precision, tmp_path: Path) -> None:
+    loop = Loop(SharedMemory("test", (tmp_path,)), precision, in_place=False, is_threaded=True)
+    loop.train(0)
+    assert loop.publish(0)
+    before = probe_logprobs(loop.model, TOKENS)
+    loop.subscriber.poll()
+    assert loop.subscriber._thread is not None
+    loop.subscriber._thread.join(30)
+    assert np.array_equal(probe_logprobs(loop.model, TOKENS), before)
+    loop.subscriber.poll()
+    assert loop.subscriber.pending_version == 0
+    assert loop.subscriber.commit() is not None
+    assert torch.equal(loop.served.flat, loop.packed())
+    loop.close()
+
+
+def test_ends_of_different_precision_refuse_each_other() -> None:
+    transport = InProcess()
+    loop = Loop(transport, "int8", in_place=False, is_threaded=False)
+    other = ServedWeights(new_model(CONFIG, vocab_size=40, seed=1), "bfloat16")
+    loop.subscriber._parameters, loop.subscriber._shadow = other, torch.empty_like(other.flat)
+    assert loop.publish(0)
+    loop.subscriber.poll()
+    assert "wrong size" in str(loop.subscriber.failure)
+    assert len(bytes_of(other.flat)) == other.num_bytes
+    loop.close()
