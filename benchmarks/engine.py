@@ -46,7 +46,7 @@ from slipstream.observe.summary import versions
 
 HERE = Path(__file__).resolve().parent
 SEED = 0
-PROMPT_TOKENS = 32
+PROMPT_TOKENS = 16
 SHORTEST = 4  # tokens of a completion in the long tail
 CASES = {"smollm2": [64, 8], "small": [64], "tiny": [64]}  # batches where --batch does not say
 CONTENDERS = {
@@ -387,8 +387,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--workloads", nargs="+", choices=("uniform", "long_tail"), default=["uniform", "long_tail"])
     parser.add_argument("--batch", type=int, nargs="+", help="default: 64, for smollm2 also 8; on CUDA 256")
-    parser.add_argument("--new-tokens", type=int, default=48, help="see the workloads")
-    parser.add_argument("--requests", type=int, default=4, help="of the long tail, in batches")
+    parser.add_argument("--new-tokens", type=int, default=40, help="see the workloads")
+    parser.add_argument("--requests", type=int, default=3, help="of the long tail, in batches")
     parser.add_argument("--repeats", type=int, default=3, help="measured turns")
     parser.add_argument("--threads", type=int, default=cores)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -82,18 +82,47 @@ def publish(folder: str, directory: Path, run_id: str) -> None:
         ports.outputs["offers"], ports.inputs["releases"], SharedMemory(run_id), num_readers=1, num_slots=2
     )
     publisher.open(parameters.flat)
-    for line in sys.stdin:
-        version = int(line)
+    lines = Lines(sys.stdin.fileno())
+
+    def next_line() -> str:
+        while (line := lines.next()) is None:  # between orders as a trainer between steps: releases come in
+            wait(ports.inputs.values(), ports.outputs.values(), [sys.stdin.fileno()])
+            publisher.poll()
+        return line
+
+    while True:
+        version = int(next_line())
         with torch.inference_mode():
             torch.mul(base, factor(version), out=parameters.flat)
             logprobs = probe_logprobs(model, PROBE)
         print("prepared", flush=True)
-        sys.stdin.readline()
-        while not publisher.publish(version, PROBE, logprobs):
-            raise SystemExit(f"version {version} found no free slot")
+        next_line()
+        publisher.publish(version, PROBE, logprobs)
+        while publisher.stats.num_published < version:  # no slot was free: it is offered when one comes free
+            wait(ports.inputs.values(), ports.outputs.values())
+            publisher.poll()
         print(publisher.stats.staging_s, flush=True)
-    publisher.close()
-    ports.close()
+
+
+class Lines:
+    """Whole lines from a descriptor, without waiting for them."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._read = b""
+
+    def next(self, timeout_s: float = 0.0) -> str | None:
+        """The next line, or None when there is none yet. Ends the program at the end of the file."""
+        until_s = time.perf_counter() + timeout_s
+        while b"\n" not in self._read:  # a line may come in pieces
+            if not select.select([self._fd], [], [], max(0.0, until_s - time.perf_counter()))[0]:
+                return None
+            data = os.read(self._fd, 4096)
+            if not data:
+                raise SystemExit("the other process has ended")
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        return line.decode()
 
 
 class Trainer:
@@ -106,24 +135,14 @@ class Trainer:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._orders, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
-        self._read = b""
+        self._orders, self._answers = self._process.stdin.fileno(), Lines(self._process.stdout.fileno())
 
     def order(self, line: str) -> None:
         os.write(self._orders, f"{line}\n".encode())
 
     def answer(self, timeout_s: float = 0.0) -> str | None:
         """Its next line, or None when there is none yet."""
-        if select.select([self._answers], [], [], timeout_s)[0]:
-            data = os.read(self._answers, 4096)
-            if not data:
-                raise SystemExit("the publisher's process has ended")
-            self._read += data
-        line, newline, rest = self._read.partition(b"\n")
-        if not newline:
-            return None
-        self._read = rest
-        return line.decode()
+        return self._answers.next(timeout_s)
 
     def close(self) -> None:
         self._process.kill()
@@ -209,8 +228,8 @@ class Decoding:
         finished: list[Finished] = []
         engine.submit(batch_of_requests(self.batch, turn, self.model.config.vocab_size))
         self._prepare_next()
-        if self.trainer.answer(PATIENCE_S) != "prepared":
-            raise SystemExit(f"version {self.version} was not prepared within {PATIENCE_S:.0f} s")
+        if (answer := self.trainer.answer(PATIENCE_S)) != "prepared":
+            raise SystemExit(f"version {self.version} was not prepared within {PATIENCE_S:.0f} s: {answer}")
         num_steps = 0
         while engine.num_waiting or engine.num_live < self.batch:
             engine.step()
