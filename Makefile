@@ -3,11 +3,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TRL := .venv-trl
+VLLM := .venv-vllm
 TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow check bench bench-engine
+.PHONY: help venv quickstart test test-slow check bench bench-engine vllm-env test-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -23,6 +24,11 @@ test: .venv/dev ## run the tests: no download, no GPU
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, half an hour
 	$(BIN)/python -m pytest -q -m slow
+
+vllm-env: $(VLLM)/installed ## create .venv-vllm with vLLM (docs/vllm.md)
+
+test-vllm: .venv/dev $(VLLM)/installed ## run the tests with a real vLLM: ten minutes
+	$(BIN)/python -m pytest -q -m vllm
 
 check: .venv/dev ## lint, format and types
 	$(BIN)/ruff check .
@@ -49,6 +55,11 @@ bench-engine: .venv/run ## compare decoding with transformers' and, after `make 
 .venv/dev: .venv/pyvenv.cfg pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $@ .venv/run
+
+# vLLM in an environment of its own: it pins torch and transformers.
+$(VLLM)/installed: scripts/vllm_env.py
+	$(PYTHON) scripts/vllm_env.py $(VLLM)
+	@touch $@
 
 # TRL in an environment of its own: it shares no package with ours.
 $(TRL)/installed: Makefile

@@ -21,6 +21,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import check_model_path
 from slipstream.core.types import WarmStart
 from slipstream.generator.executor import Generator
+from slipstream.generator.vllm.backend import check_vllm
 from slipstream.models.build import build_tokenizer
 from slipstream.models.config import config_from_hf
 from slipstream.models.hf import read_hf_config
@@ -38,6 +39,7 @@ DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a
 def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
     """Raise ConfigError for what the schema cannot see: models, losses, tasks and rewards that are not there."""
     check_model_path(config)
+    check_vllm(config)
     check_loss(config)
     check_checkpoints(config, readers(config))
     if not has_own_reward and (config.rewards.terms or not config.rewards.models):

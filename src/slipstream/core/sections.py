@@ -121,7 +121,7 @@ class VLLMConfig(Section):
     max_restarts: NonNegative = Field(
         1, description="Processes that may die or fall silent and be replaced, in a run; completions go on behind that."
     )
-    engine_args: dict[str, Any] = Field(
+    engine_args: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="Further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size."
     )
 

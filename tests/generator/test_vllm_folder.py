@@ -1,0 +1,75 @@
+"""The checkpoints that vLLM is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import WeightSyncError
+from slipstream.generator.vllm.folder import WeightFolder, save_for_vllm
+from slipstream.models.hf import load_model, new_model
+from slipstream.models.transformer import Transformer
+
+
+def fresh(family: str, *, tied: bool) -> Transformer:
+    config = ModelConfig(
+        family=family,  # type: ignore[arg-type]
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        max_positions=32,
+        tie_embeddings=tied,
+    )
+    return new_model(config, vocab_size=40, seed=3, eos_token_id=1, pad_token_id=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_becomes_one_of_its_own(family: str, tied: bool, tmp_path: Path) -> None:
+    """transformers reads the same model from it, with a head that is stored."""
+    from transformers import AutoModelForCausalLM
+
+    model = fresh(family, tied=tied)
+    save_for_vllm(model, tmp_path / "checkpoint")
+    loaded = load_model(tmp_path / "checkpoint")
+    assert not loaded.config.tie_embeddings
+    assert torch.equal(loaded.head.weight, model.embedding.weight if tied else model.head.weight)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").eval()
+    tokens = torch.arange(10)
+    with torch.no_grad():
+        expected = torch.log_softmax(theirs(tokens[None]).logits[0], -1)
+    from slipstream.algorithms.logprobs import probe_logprobs
+
+    ours = torch.from_numpy(probe_logprobs(model, tokens.numpy()))
+    torch.testing.assert_close(ours, expected[:-1].gather(1, tokens[1:, None])[:, 0], atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_is_there_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh("llama", tied=True)
+    folder = WeightFolder(1 << 20)
+    try:
+        first, second = folder.write(model, 0), folder.write(model, 1)
+        folder.keep_only(second)
+        assert [path.name for path in folder.path.iterdir()] == ["push-1"]
+        assert not first.exists()
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr("slipstream.generator.vllm.folder.save_file", full)
+        with pytest.raises(WeightSyncError, match="no space left"):
+            folder.write(model, 2)
+        assert not (folder.path / "push-2").exists()
+    finally:
+        folder.close()
+    assert not folder.path.exists()
+
+
+def test_weights_without_room_are_refused() -> None:
+    with pytest.raises(WeightSyncError, match="no room"):
+        WeightFolder(1 << 60)
