@@ -13,7 +13,7 @@ from rank_models import CONFIGS, LLAMA, whole_model
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import logical_tensors
+from slipstream.models.hf import logical_tensors, save_model
 from slipstream.models.tensor_parallel import TensorParallel, load_shard, shard_boxes, shards, whole_tensors
 from slipstream.models.transformer import Transformer
 
@@ -159,3 +159,10 @@ def test_only_the_tensors_of_the_whole_are_loaded(change, problem: str) -> None:
 def test_a_whole_model_has_no_shards() -> None:
     with pytest.raises(ShapeError, match="only a rank"):
         shards(whole_model(LLAMA))
+
+
+def test_a_ranks_part_is_not_saved_as_if_it_were_the_model(tmp_path) -> None:
+    part = TensorParallel(LLAMA, 1, 2).new_model()
+    with pytest.raises(ConfigError, match="one rank's part"):
+        save_model(part, tmp_path / "model")
+    assert not (tmp_path / "model").exists()

@@ -18,7 +18,7 @@ from slipstream.models.config import config_from_hf, config_to_hf
 from slipstream.models.initialise import new_model
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.models.transformer import Transformer
+from slipstream.models.transformer import OneRank, Transformer
 
 __all__ = ["load_model", "load_tokenizer", "logical_tensors", "new_model", "save_model"]
 
@@ -148,7 +148,15 @@ def save_model(
     """Write `model` to folder `path` as its family's Hugging Face checkpoint: transformers and vLLM load it.
 
     Weights keep the model's precision; beyond `max_shard_bytes` they are split into shards with an index.
+    Raises ConfigError, writing nothing, for one rank's part of a model.
     """
+    if not isinstance(model.ranks, OneRank):
+        raise ConfigError(
+            "one rank's part of a model is no checkpoint",
+            got="a model divided over ranks",
+            allowed="a whole model",
+            hint="save the model that was divided; a rank's tensors are `tensor_parallel.shards`",
+        )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = config_to_hf(model.config)
