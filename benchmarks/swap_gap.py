@@ -197,7 +197,11 @@ class Decoding:
         transport = SharedMemory(run_id)
         self.subscriber = Subscriber(self.ports.inputs["offers"], self.ports.outputs["releases"], transport, replica=0)
         self.subscriber.open(
-            self.weights, lambda tokens: probe_logprobs(self.model, tokens), TOLERANCE, is_threaded=True
+            self.weights,
+            lambda tokens: probe_logprobs(self.weights.prepared_model, tokens),
+            TOLERANCE,
+            is_threaded=True,
+            probes_prepared=True,
         )
         self.trainer = Trainer(folder, directory, run_id)
         self.version = 0

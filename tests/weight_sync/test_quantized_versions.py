@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,9 +50,10 @@ class Loop:
         self.subscriber = Subscriber(generator.inputs["offers"], generator.outputs["releases"], transport, replica=0)
         self.subscriber.open(
             self.served,
-            lambda tokens: probe_logprobs(self.model, tokens),
+            lambda tokens: probe_logprobs(self.served.prepared_model, tokens),
             PROBE_TOLERANCES[precision],
             is_threaded=is_threaded,
+            probes_prepared=True,
         )
 
     def train(self, seed: int) -> None:
@@ -151,15 +154,64 @@ def test_a_failed_probe_changes_nothing(loop: Loop) -> None:
     assert torch.equal(loop.served.flat, bytes_before)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_staging_has_probed_is_what_a_commit_makes_live(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging runs the probe text, with the new weights; commit exchanges and computes nothing, whatever it finds."""
+    loop = Loop(InProcess(), "float32", in_place=in_place, is_threaded=False)
+    loop.train(0)
+    before, probed = probe_logprobs(loop.model, TOKENS), probe_logprobs(loop.trained, TOKENS)
+    assert loop.publish(0)
+    loop.subscriber.poll()
+    assert np.array_equal(probe_logprobs(loop.model, TOKENS), before)
+    assert np.abs(probe_logprobs(loop.served.prepared_model, TOKENS) - probed).max() < 1e-5
+    monkeypatch.setattr(loop.subscriber, "_probe", None)
+    swap = loop.subscriber.commit()
+    assert swap is not None
+    assert swap.probe_error < 1e-5
+    assert np.abs(probe_logprobs(loop.model, TOKENS) - probed).max() < 1e-5
+    loop.close()
+
+
+def test_a_version_that_staging_found_wrong_never_becomes_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(InProcess(), "float32", in_place=False, is_threaded=False)
+    assert loop.publish(0, offset=10.0)
+    loop.subscriber.poll()
+    monkeypatch.setattr(loop.served, "rebind", None)
+    with pytest.raises(WeightSyncError, match="largest difference 10 nats"):
+        loop.subscriber.commit()
+    assert loop.subscriber.pending_version is None
+    loop.close()
+
+
+def test_prepared_weights_that_were_passed_over_are_let_go() -> None:
+    """Two versions at a time are in memory, never three."""
+    model = new_model(CONFIG, vocab_size=40, seed=1)
+    served = ServedWeights(model, "int8")
+    flats = [served.flat.clone() for _ in range(3)]
+    served.prepare(flats[0])
+    heads = [weakref.ref(served.prepared_model.served_head)]
+    served.prepare(flats[1])
+    assert heads[0]() is None
+    heads.append(weakref.ref(served.prepared_model.served_head))
+    served.rebind(flats[1])
+    assert model.served_head is heads[1]()
+    served.prepare(flats[2])
+    served.rebind(flats[2])
+    served.prepare(flats[0])
+    assert heads[1]() is None
+
+
 @pytest.mark.parametrize("precision", list(FORMATS))
 def test_staging_in_a_thread_prepares_beside_the_live_weights(precision: Precision, tmp_path: Path) -> None:
     loop = Loop(SharedMemory("test", (tmp_path,)), precision, in_place=False, is_threaded=True)
     loop.train(0)
     assert loop.publish(0)
     before = probe_logprobs(loop.model, TOKENS)
+    num_threads, priority = torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)
     loop.subscriber.poll()
     assert loop.subscriber._thread is not None
     loop.subscriber._thread.join(30)
+    assert (torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)) == (num_threads, priority)
     assert np.array_equal(probe_logprobs(loop.model, TOKENS), before)
     loop.subscriber.poll()
     assert loop.subscriber.pending_version == 0

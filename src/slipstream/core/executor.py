@@ -88,9 +88,18 @@ class WeightsSubscriber(Protocol):
     """A generator's end of a WEIGHTS channel."""
 
     def open(
-        self, parameters: FlatWeights, probe: Callable[[np.ndarray], np.ndarray], tolerance: float, *, is_threaded: bool
+        self,
+        parameters: FlatWeights,
+        probe: Callable[[np.ndarray], np.ndarray],
+        tolerance: float,
+        *,
+        is_threaded: bool,
+        probes_prepared: bool = False,
     ) -> None:
-        """Commits go to `parameters`; `probe` recomputes the probe text's logprobs with them, `tolerance` in nats."""
+        """Commits go to `parameters`; `probe` recomputes the probe text's logprobs with them, `tolerance` in nats.
+
+        `probes_prepared`: with the weights prepared last, so that staging checks them; else with the live ones.
+        """
         ...
 
     def poll(self) -> bool:

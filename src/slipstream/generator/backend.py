@@ -38,8 +38,11 @@ class Backend(Protocol):
         """Tokens of the longest prompt and completion together."""
         ...
 
+    probes_prepared: bool
+    """Whether `probe` computes with the weights that were prepared last, else with the live ones."""
+
     def probe(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: logprobs of `tokens` int32 [T] under the present weights, as the engine computes them."""
+        """float32 [T - 1]: logprobs of `tokens` int32 [T], as the engine computes them."""
         ...
 
     def pin(self) -> Pin:

@@ -94,6 +94,7 @@ class Generator(Executor):
             self.backend.probe,
             config.generator.max_probe_error,
             is_threaded=config.host == "process",
+            probes_prepared=self.backend.probes_prepared,
         )
         self.prompts: dict[int, tuple[Prompt, int]] = {}  # ordinal -> prompt, completions still to come
         self.jobs: deque[EvalJob] = deque()

@@ -66,6 +66,8 @@ def native_engine(
 class NativeBackend:
     """The policy, its flat weights and an engine over it. Implements `backend.Backend`."""
 
+    probes_prepared = True
+
     def __init__(
         self,
         config: RunConfig,
@@ -86,8 +88,8 @@ class NativeBackend:
         self._pins: list[Pin] = []
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: logprobs of `tokens` int32 [T] under the present weights, outside the live cache."""
-        return probe_logprobs(self._model, tokens)
+        """float32 [T - 1]: logprobs of `tokens` int32 [T] under the weights prepared last, outside the live cache."""
+        return probe_logprobs(self.weights.prepared_model, tokens)
 
     def pin(self) -> Pin:
         """A copy of the present weights; evaluations of one version share it."""

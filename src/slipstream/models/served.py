@@ -8,8 +8,10 @@ buffer it came in, which is what an exchange is undone with.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +59,40 @@ class _Version:
     vectors: Mapping[str, Tensor]  # norms and position embeddings
 
 
+class _Skeleton:
+    """A model whose linear layers and embedding are replaced by ones that point at a version's weights."""
+
+    def __init__(self, model: Transformer, activations: torch.dtype) -> None:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Linear):
+                parent, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(parent), attribute, ServedLinear())
+        model.embedding = ServedEmbedding(activations)  # type: ignore[assignment]
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self._find(model)
+
+    def _find(self, model: Transformer) -> None:
+        self.model = model
+        self.linears = {name: module for name, module in model.named_modules() if isinstance(module, ServedLinear)}
+        self.embedding = cast(ServedEmbedding, model.embedding)
+        self.vectors = dict(model.named_parameters())
+
+    def twin(self) -> _Skeleton:
+        """Another one of the same model, to point elsewhere. To be made before the first `point_at`."""
+        twin = copy.copy(self)
+        twin._find(copy.deepcopy(self.model, {id(buffer): buffer for buffer in self.model.buffers()}))
+        return twin
+
+    def point_at(self, version: _Version) -> None:
+        for name, product in version.products.items():
+            self.linears[name].product = product
+        self.embedding.table = version.table
+        self.model.served_head = version.head
+        for name, vector in version.vectors.items():
+            self.vectors[name].data = vector
+
+
 def check_precision(precision: Precision, device: torch.device) -> None:
     """Raise ConfigError where generating at `precision` on `device` is slower than at bfloat16, or is not possible."""
     if precision == "fp8" and not Fp8Product.is_native((16, 16), device):
@@ -85,7 +121,6 @@ class ServedWeights:
     ) -> None:
         if not isinstance(model.ranks, OneRank):
             raise ConfigError("a model divided over ranks has float32 weights only", got=f"precision = '{precision}'")
-        self._model = model
         self._layout = WeightLayout(model, precision)
         self._device = model.embedding.weight.device
         self._is_in_place = self._device.type == "cuda" if in_place is None else in_place
@@ -100,7 +135,9 @@ class ServedWeights:
             with torch.no_grad():
                 for _ in self._layout.pack(self._parameters, flat):
                     pass
-        self._replace_modules()
+        self._serving = _Skeleton(model, self._activations)
+        self._checking = self._serving.twin()
+        self._parameters.clear()
         if self._is_in_place:
             self._open_storage()
         self.flat = flat
@@ -110,13 +147,26 @@ class ServedWeights:
     def num_bytes(self) -> int:
         return self._layout.num_bytes
 
+    @property
+    def prepared_model(self) -> Transformer:
+        """The model with the weights that `prepare` was given last, to check them before they are live."""
+        return self._checking.model
+
+    @torch.no_grad()
     def prepare(self, flat: Tensor) -> None:
         """Make the version in `flat` ready for `rebind`, beside the live one. May be called from another thread."""
-        self._prepared = None  # the version before the live one goes now: never three at once
+        # The version before the live one goes first: never three at once.
+        self._prepared = None
+        if self._live is not None:
+            self._checking.point_at(self._live[1])
         if not self._is_in_place:
             self._prepared = (flat, self._version(self._layout.views(flat), packs=True))
+            self._checking.point_at(self._prepared[1])
         elif self._device.type == "cuda":
             self._bring(flat)
+            self._checking.point_at(self._version(self._layout.views(self._arrival), packs=False))
+        else:
+            self._checking.point_at(self._version(self._layout.views(flat), packs=False))
 
     @torch.no_grad()
     def rebind(self, flat: Tensor) -> None:
@@ -130,38 +180,15 @@ class ServedWeights:
             if self._prepared is None or self._prepared[0] is not flat:
                 self._prepared = (flat, self._version(self._layout.views(flat), packs=True))
             self._live, self._prepared = self._prepared, self._live
-            self._point_at(self._live[1])
+            self._serving.point_at(self._live[1])
         self.flat = flat
 
-    # The model
-
-    def _replace_modules(self) -> None:
-        model = self._model
-        self._linears: dict[str, ServedLinear] = {}
-        for name, module in list(model.named_modules()):
-            if isinstance(module, Linear):
-                parent, _, attribute = name.rpartition(".")
-                self._linears[name] = ServedLinear()
-                setattr(model.get_submodule(parent), attribute, self._linears[name])
-        self._embedding = ServedEmbedding(self._activations)
-        model.embedding = self._embedding  # type: ignore[assignment]
-        self._vectors = dict(model.named_parameters())
-        for parameter in self._vectors.values():
-            parameter.requires_grad_(False)
-        self._parameters.clear()
-
-    def _point_at(self, version: _Version) -> None:
-        for name, product in version.products.items():
-            self._linears[name].product = product
-        self._embedding.table = version.table
-        self._model.served_head = version.head
-        for name, vector in version.vectors.items():
-            self._vectors[name].data = vector
+    # Versions
 
     def _version(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
         """Products and views over `weights`: views of bytes, or of stable storage."""
         products: dict[str, Product] = {}
-        for name in self._linears:
+        for name in self._serving.linears:
             bias = weights.get(f"{name}.bias")
             products[name] = self._product(
                 f"{name}.weight", weights[f"{name}.weight"], None if bias is None else bias.values, packs
@@ -170,7 +197,9 @@ class ServedWeights:
         head = products.get("head")
         if head is None:
             head = self._product("embedding.weight", table, None, packs)
-        return _Version(products, head, table, {name: self._held(name, weights[name]) for name in self._vectors})
+        return _Version(
+            products, head, table, {name: self._held(name, weights[name]) for name in self._serving.vectors}
+        )
 
     def _product(self, name: str, weight: StoredWeight, bias: Tensor | None, packs: bool) -> Product:
         values = self._held(name, weight)
@@ -207,7 +236,7 @@ class ServedWeights:
             )
             for s in self._layout.stored
         }
-        self._point_at(self._version(self._storage, packs=False))
+        self._serving.point_at(self._version(self._storage, packs=False))
         if self._device.type == "cuda":
             self._arrival = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
             self._arrived: Tensor | None = None  # whose bytes lie in `_arrival`

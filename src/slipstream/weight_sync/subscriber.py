@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +21,9 @@ from slipstream.weight_sync.slots import Slots, Transport, bytes_of, copy_bytes
 
 Probe = Callable[[np.ndarray], np.ndarray]
 
+STAGING_NICENESS = 10
+"""Of the staging thread, in Linux's units: a tenth of a core where decoding wants all of them, else what is idle."""
+
 _CLOCK = WallClock()
 _LOG = logging.getLogger(__name__)
 
@@ -34,22 +39,33 @@ class SubscribeStats:
 
 
 class Staging:
-    """One transfer: a slot copied to the shadow buffer, verified, and prepared. `run` may be another thread's work."""
+    """One transfer: a slot copied to the shadow buffer, verified, and prepared. `run` may be another thread's work.
+
+    With a `probe` of prepared weights it ends with `probe_error`, the largest difference to the trainer's logprobs.
+    """
 
     def __init__(
-        self, offer: WeightsOffered, shadow: torch.Tensor, weights: FlatWeights, attach: Callable[[str], Slots]
+        self,
+        offer: WeightsOffered,
+        shadow: torch.Tensor,
+        weights: FlatWeights,
+        attach: Callable[[str], Slots],
+        probe: Probe | None,
     ) -> None:
         self.offer = offer
+        self.probe_error: float | None = None
         self.error: WeightSyncError | None = WeightSyncError(f"staging version {offer.version} did not finish")
         self.is_done = threading.Event()
         self.transfer_s = 0.0
-        self._shadow, self._weights, self._attach = shadow, weights, attach
+        self._shadow, self._weights, self._attach, self._probe = shadow, weights, attach, probe
 
     def run(self) -> None:
         started_s = _CLOCK.now_s()
         try:
             self._copy()
             self._weights.prepare(self._shadow)
+            if self._probe is not None:
+                self.probe_error = _probe_error(self._probe, self.offer)
             self.error = None
         except WeightSyncError as error:
             self.error = error
@@ -99,14 +115,25 @@ class Subscriber:
         self._parameters: FlatWeights | None = None
         self._shadow: torch.Tensor | None = None
 
-    def open(self, parameters: FlatWeights, probe: Probe, tolerance: float, *, is_threaded: bool) -> None:
+    def open(
+        self,
+        parameters: FlatWeights,
+        probe: Probe,
+        tolerance: float,
+        *,
+        is_threaded: bool,
+        probes_prepared: bool = False,
+    ) -> None:
         """Commits go to `parameters`; `probe` recomputes the probe text's logprobs with them, `tolerance` in nats.
 
         `is_threaded` stages in a background thread; else `poll` does, for a host that must be deterministic.
+        `probes_prepared`: `probe` computes with what `prepare` was given last, so that staging does it, beside
+        decoding; else with what is live, so that `commit` does it, and undoes the exchange when it fails.
         """
         if self._parameters is not None:
             raise WeightSyncError("this subscriber is open already")
         self._parameters, self._probe, self._tolerance, self._is_threaded = parameters, probe, tolerance, is_threaded
+        self._probes_prepared = probes_prepared
         self._shadow = torch.empty_like(parameters.flat, requires_grad=False, pin_memory=parameters.flat.is_pinned())
 
     @property
@@ -139,27 +166,28 @@ class Subscriber:
         if self._pending is None or self._parameters is None or self._shadow is None:
             return None
         staged, self._pending = self._pending, None
-        offer = staged.offer
+        offer, probe_error = staged.offer, staged.probe_error
         started_s = _CLOCK.now_s()
         previous = self._parameters.flat
-        self._parameters.rebind(self._shadow)
-        is_good = False
-        try:
-            probe_error = _largest_difference(self._probe(offer.probe_tokens), offer.probe_logprobs)
-            is_good = probe_error <= self._tolerance  # False for nan
-        finally:
-            if is_good:
-                self._shadow = previous
-            else:
-                self._parameters.rebind(previous)
-                self.stats.num_failed_probes += 1
-        if not is_good:
+        if probe_error is None:
+            self._parameters.rebind(self._shadow)
+            probe_error = float("inf")
+            try:
+                probe_error = _probe_error(self._probe, offer)
+            finally:
+                if not probe_error <= self._tolerance:
+                    self._parameters.rebind(previous)
+        elif probe_error <= self._tolerance:
+            self._parameters.rebind(self._shadow)
+        if not probe_error <= self._tolerance:  # nan is refused, too
+            self.stats.num_failed_probes += 1
             self.failure = WeightSyncError(
                 f"version {offer.version} does not reproduce the trainer's logprobs; version {self._version} runs on",
                 got=f"largest difference {probe_error:.3g} nats",
                 allowed=f"{self._tolerance:.3g} nats",
             )
             raise self.failure
+        self._shadow = previous
         self._version = offer.version
         self.stats.num_committed += 1
         return Swap(
@@ -205,14 +233,23 @@ class Subscriber:
         if self._pending is not None:
             self.stats.num_passed_over += 1
             self._pending = None
-        self._staging = Staging(offer, self._shadow, self._parameters, self._attach)
+        probe = self._probe if self._probes_prepared else None
+        self._staging = Staging(offer, self._shadow, self._parameters, self._attach, probe)
         if self._is_threaded:
-            self._thread = threading.Thread(target=self._stage, args=(self._staging,), name="weight-staging")
+            torch.get_num_threads()  # binds this thread to its number, which the other one's would replace else
+            self._thread = threading.Thread(target=self._stage_aside, args=(self._staging,), name="weight-staging")
             self._thread.start()
         else:
             self._stage(self._staging)
             self._finish()
         return True
+
+    def _stage_aside(self, staging: Staging) -> None:
+        """In a thread of its own, which gives way to decoding."""
+        torch.set_num_threads(1)  # of this thread; the others keep theirs
+        if sys.platform == "linux":  # where threads have priorities of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
+        self._stage(staging)
 
     def _stage(self, staging: Staging) -> None:
         try:
@@ -252,8 +289,9 @@ def _release(replica: int, offer: WeightsOffered) -> WeightsReleased:
     return WeightsReleased(replica=replica, version=offer.version, slot=offer.slot)
 
 
-def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """max |ours - theirs| in nats; inf when the shapes differ."""
+def _probe_error(probe: Probe, offer: WeightsOffered) -> float:
+    """max |ours - the trainer's| logprob of the probe text in nats; inf when the shapes differ."""
+    ours, theirs = probe(offer.probe_tokens), offer.probe_logprobs
     if ours.shape != theirs.shape:
         return float("inf")
     return float(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0))

@@ -56,6 +56,10 @@ class VLLMWeights:
 class VLLMBackend:
     """The policy's flat weights, and an engine in another process that is given them. Implements `backend.Backend`."""
 
+    probes_prepared = False  # vLLM holds one set of weights: they are live, then checked
+
+    probes_prepared = False
+
     def __init__(
         self,
         config: RunConfig,
@@ -160,7 +164,7 @@ def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "max_model_len": settings.max_model_len or needed,
         "max_num_seqs": num_seqs,
-        "max_num_batched_tokens": max(config.generator.prefill_tokens + num_seqs, needed),
+        "max_num_batched_tokens": max(config.generator.prefill_tokens, needed) + num_seqs,  # the longest fits one step
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "logprobs_mode": "processed_logprobs",  # after temperature and truncation: what was really sampled from
         "disable_log_stats": True,
