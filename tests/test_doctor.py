@@ -24,7 +24,10 @@ HARDWARE = Hardware(
 def test_a_good_machine_and_a_poor_one() -> None:
     holds = dict.fromkeys(BARRIERS, True)
     good = {f.name: f for f in features(HARDWARE, holds, {"dev": []})}
-    assert [name for name, feature in good.items() if not feature.works] == ["training on a GPU"]
+    assert [name for name, feature in good.items() if not feature.works] == ["generation on a GPU", "training on a GPU"]
+    with_gpu = {f.name: f for f in features(Hardware(**HARDWARE.to_dict() | {"gpus": ("H100 (80 GiB)",)}), holds, {})}
+    assert with_gpu["generation on a GPU"].works
+    assert "H100" in with_gpu["generation on a GPU"].why
     poor_hardware = Hardware(**HARDWARE.to_dict() | {"num_cores": 1, "shm_free_bytes": None, "gpus": ()})
     poor = {f.name: f for f in features(poor_hardware, holds | {"network": False}, {"dev": ["pytest"]})}
     assert [name for name, feature in poor.items() if feature.works] == ["training on the CPU"]

@@ -70,7 +70,12 @@ def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[
             shm_bytes >= QUICKSTART_BYTES,
             f"{shm_bytes / 2**20:.0f} MiB free; three fp32 copies of the model must fit",
         ),
-        Feature("training on a GPU", False, "generator and trainer compute on the CPU"),
+        Feature(
+            "generation on a GPU",
+            bool(hardware.gpus),
+            f"{', '.join(hardware.gpus)}: generator.device = 'cuda'" if hardware.gpus else "no GPU that torch can use",
+        ),
+        Feature("training on a GPU", False, "the trainer computes on the CPU"),
         Feature(
             "verifiers that evaluate model text",
             not open_barriers,

@@ -264,6 +264,8 @@ def test_memory_is_given_once_and_has_to_do_for_one_sequence() -> None:
     model = random_model()
     page_bytes = PagedKV.bytes_per_page(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     assert PagedRunner(model, num_rows=2, max_len=MAX_LEN, kv_bytes=21 * page_bytes - 1).num_free_pages == 19
+    whole = PagedRunner(model, num_rows=2, max_len=MAX_LEN).num_free_pages
+    assert PagedRunner(model, num_rows=2, max_len=MAX_LEN, kv_bytes=2**30).num_free_pages == whole
     with pytest.raises(ConfigError, match="given twice"):
         PagedRunner(model, num_rows=2, max_len=MAX_LEN, kv_bytes=2**20, num_pages=20)
     with pytest.raises(ConfigError, match="too few pages"):

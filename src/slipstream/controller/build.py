@@ -20,6 +20,7 @@ from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import check_model_path
 from slipstream.core.types import WarmStart
+from slipstream.generator.device import check_device
 from slipstream.generator.executor import Generator
 from slipstream.generator.vllm.backend import check_vllm
 from slipstream.models.build import build_tokenizer
@@ -37,9 +38,10 @@ DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a
 
 
 def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
-    """Raise ConfigError for what the schema cannot see: models, losses, tasks and rewards that are not there."""
+    """Raise ConfigError for what the schema cannot see: models, losses, tasks, rewards and GPUs that are not there."""
     check_model_path(config)
     check_vllm(config)
+    check_device(config)
     check_loss(config)
     check_checkpoints(config, readers(config))
     if not has_own_reward and (config.rewards.terms or not config.rewards.models):

@@ -31,18 +31,22 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
 
     At staleness 0 trainer and generator take turns, so each gets everything; otherwise trainer and replicas divide the
     cores, the trainer taking what is left over. Reward models get as much as a replica, once cores suffice for both:
-    they read each token once, which is a small part of what sampling it costs.
+    they read each token once, which is a small part of what sampling it costs. A replica on a GPU takes one core.
     """
     replicas = config.generator.replicas
+    is_on_gpu = config.generator.device != "cpu"
     if config.max_staleness == 0:
         shared = Threads(together=max(1, cores // replicas), alone=max(1, cores // replicas))
-        return {"trainer": Threads(together=cores, alone=cores), "generator": shared, "reward_models": shared}
-    others = replicas + bool(config.rewards.models)
-    each = max(1, cores // (others + 1))
-    trainer = max(1, cores - each * others)
+        generator = Threads(together=1, alone=1) if is_on_gpu else shared
+        return {"trainer": Threads(together=cores, alone=cores), "generator": generator, "reward_models": shared}
+    others = bool(config.rewards.models) + (0 if is_on_gpu else replicas)
+    free = cores - replicas if is_on_gpu else cores
+    each = max(1, free // (others + 1))
+    trainer = max(1, free - each * others)
+    generator = Threads(together=1, alone=1) if is_on_gpu else Threads(each, alone=max(1, cores // replicas))
     return {
         "trainer": Threads(together=trainer, alone=cores),
-        "generator": Threads(together=each, alone=max(1, cores // replicas)),
+        "generator": generator,
         "reward_models": Threads(together=each, alone=cores),
     }
 

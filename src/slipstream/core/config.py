@@ -208,6 +208,7 @@ class RunConfig(Section):
                 hint="drop segment_tokens, or use the preset 'bounded'",
             )
         self._check_vllm()
+        self._check_device()
         self._check_sets()
         self._check_loss()
         self._check_whitening()
@@ -273,6 +274,25 @@ class RunConfig(Section):
                 "vLLM draws its own noise: that of the original RLHF code is not to be had from it",
                 got="generator.seeds = 'per_replica' with generator.engine = 'vllm'",
                 allowed="generator.seeds = 'shared', or generator.engine = 'native'",
+            )
+
+    def _check_device(self) -> None:
+        generator = self.generator
+        if generator.engine == "vllm" and generator.device != "cpu":
+            raise ConfigError(
+                "generator.device is the native engine's: vLLM computes on what it was built for",
+                got=f"generator.device = '{generator.device}' with generator.engine = 'vllm'",
+                allowed="generator.device = 'cpu', the default",
+                hint="`make vllm-env` installs vLLM for a GPU where there is one (docs/vllm.md)",
+            )
+        if generator.kv_cache_gb is not None and generator.device == "cpu":
+            raise ConfigError(
+                "on a CPU every slot has room for the longest prompt and completion: there is nothing to bound",
+                got=f"generator.kv_cache_gb = {generator.kv_cache_gb:g} with generator.device = 'cpu'",
+                allowed="generator.kv_cache_gb with generator.device = 'cuda'",
+                hint="generator.vllm.kv_cache_gb"
+                if generator.engine == "vllm"
+                else "lower generator.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens",
             )
 
     def _check_sets(self) -> None:

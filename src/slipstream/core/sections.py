@@ -226,6 +226,16 @@ class GeneratorConfig(Section):
         description="Largest |logprob difference| on the probe text before a version is refused, in nats; null: by "
         "precision, see docs/generator.md.",
     )
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = Field(
+        "cpu",
+        description="What the native engine computes on: 'cpu', 'cuda' (replicas on the GPUs in turn) or 'cuda:N' (all "
+        "on one). The trainer computes on the CPU.",
+    )
+    kv_cache_gb: PositiveFloat | None = Field(
+        None,
+        description="Memory for keys and values on a GPU, in GiB per engine; an evaluation is a second one. null: what "
+        "all slots can fill, if 85% of the GPU (divided by its replicas) have room for that beside the weights.",
+    )
     engine: Literal["native", "vllm"] = Field(
         "native", description="What decodes: Slipstream's own engine, or vLLM beside it (docs/vllm.md)."
     )

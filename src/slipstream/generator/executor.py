@@ -116,6 +116,7 @@ class Generator(Executor):
             stop_token_ids=self.stop_ids,
             spans=self.spans,
             clock=context.clock,
+            replica=self.replica,
         )
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.logprobs import probe_logprobs
@@ -12,13 +14,15 @@ from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.generator.backend import Pin
+from slipstream.generator.device import check_device, kv_bytes_beside, most_on_one, replica_device
 from slipstream.generator.engine import PREFILL_CHUNK, Engine
 from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.runner import Runner
 from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.build import build_policy
-from slipstream.models.served import ServedWeights, check_precision
+from slipstream.models.linear import Linear
+from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
 
 
@@ -33,20 +37,22 @@ def native_engine(
     prefill_chunk: int = PREFILL_CHUNK,
     prefix_cache_tokens: int = 2048,
     kv_bytes: int | None = None,
+    is_paged: bool | None = None,
     version: int = 0,
     spans: StateSpans | None = None,
     clock: Clock | None = None,
 ) -> Engine:
     """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens.
 
-    `kv_bytes` bounds the keys and values on CUDA; without, every slot has room for `max_len`, as it has on a CPU.
+    `is_paged`: pages or slots; None: pages where the model is on CUDA. `kv_bytes` bounds the keys and values in pages;
+    without, every slot has room for `max_len`, as it always has outside of pages.
     """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
         allowed = f"0..{model.config.vocab_size - 1}"
         raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=allowed)
     runner: Runner
-    if model.cos.device.type == "cuda":
+    if model.cos.device.type == "cuda" if is_paged is None else is_paged:
         runner = PagedRunner(model, num_rows=num_slots, max_len=max_len, kv_bytes=kv_bytes)
     else:
         runner = SlotRunner(model, num_rows=num_slots, max_len=max_len)
@@ -63,8 +69,25 @@ def native_engine(
     )
 
 
+def move_but_linear(model: nn.Module, device: torch.device) -> None:
+    """Bring `model` to `device` except for linear layers, which `ServedWeights` is to replace by stored weights.
+
+    It quantises them from where they are, so a GPU never holds them in float32.
+    """
+    for module in model.modules():
+        if not isinstance(module, Linear):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().to(device)))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(device))
+
+
 class NativeBackend:
-    """The policy, its flat weights and an engine over it. Implements `backend.Backend`."""
+    """The policy, its flat weights and an engine over it. Implements `backend.Backend`.
+
+    On the device that `config` gives `replica`: on CUDA weights lie in place and keys and values in pages. `is_paged`
+    True has it so on a CPU as well, to try it.
+    """
 
     probes_prepared = True
 
@@ -77,11 +100,18 @@ class NativeBackend:
         stop_token_ids: Sequence[int],
         spans: StateSpans,
         clock: Clock,
+        replica: int = 0,
+        is_paged: bool | None = None,
     ) -> None:
+        check_device(config)
         self._config, self._stop_token_ids, self._clock = config, stop_token_ids, clock
-        self._model, self._tokenizer = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
-        check_precision(config.generator.precision, self._model.embedding.weight.device)
-        self.weights = ServedWeights(self._model, config.generator.precision)
+        self._tokenizer = tokenizer
+        self._device = replica_device(config.generator, replica, torch.cuda.device_count())
+        self._is_paged = self._device.type == "cuda" if is_paged is None else is_paged
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # where this thread compiles, launches and captures
+        self._model = self._new_model()
+        self.weights = ServedWeights(self._model, config.generator.precision, in_place=self._is_paged)
         longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
         self._max_len = min(self._model.config.max_positions, longest)
         self.engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
@@ -109,8 +139,8 @@ class NativeBackend:
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> Engine:
         """An engine of its own, with its own slots, on the pinned weights."""
         assert pin.weights is not None, "pinned by another backend"
-        model, _ = build_policy(self._config.model, seed=self._config.seed, tokenizer=self._tokenizer)
-        ServedWeights(model, self._config.generator.precision, flat=pin.weights)
+        model = self._new_model()
+        ServedWeights(model, self._config.generator.precision, flat=pin.weights, in_place=self._is_paged)
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)
         return engine
@@ -134,6 +164,23 @@ class NativeBackend:
 
     def close(self) -> None: ...
 
+    def _new_model(self) -> Transformer:
+        model, _ = build_policy(self._config.model, seed=self._config.seed, tokenizer=self._tokenizer)
+        if self._device.type == "cuda":
+            move_but_linear(model, self._device)
+        return model
+
+    def _kv_bytes(self) -> int | None:
+        """What bounds an engine's keys and values."""
+        generator = self._config.generator
+        if generator.kv_cache_gb is not None:
+            return int(generator.kv_cache_gb * 2**30)
+        if self._device.type != "cuda":
+            return None
+        memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
+        replicas = most_on_one(generator, torch.cuda.device_count())
+        return kv_bytes_beside(self.weights.num_bytes, memory_bytes // replicas)
+
     def _new_engine(self, model: Transformer, num_slots: int, spans: StateSpans, seed: int) -> Engine:
         return native_engine(
             model,
@@ -144,6 +191,8 @@ class NativeBackend:
             prefill_tokens=self._config.generator.prefill_tokens,
             prefill_chunk=self._config.generator.prefill_chunk,
             prefix_cache_tokens=self._config.generator.prefix_cache_tokens,
+            kv_bytes=self._kv_bytes(),
+            is_paged=self._is_paged,
             spans=spans,
             clock=self._clock,
         )

@@ -104,10 +104,10 @@ class _DeviceRows:
 class PagedRunner:
     """Implements `runner.Runner` with pages (`pages.py`) and captured steps, for a model on any device and precision.
 
-    `num_pages` or `kv_bytes` bounds the memory for keys and values; without either every row has room for `max_len`
-    tokens. New weights must be copied into the tensors that the model has: on CUDA captured steps read those, and
-    a model whose tensors have moved raises WeightSyncError. Nothing here is derived from weights. `captures` False runs
-    every step as it is on CUDA too, to look for what a graph hides.
+    Every row has room for `max_len` tokens, unless `num_pages` says how much there is or `kv_bytes` bounds it. New
+    weights must be copied into the tensors that the model has: on CUDA captured steps read those, and a model whose
+    tensors have moved raises WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as
+    it is on CUDA too, to look for what a graph hides.
     """
 
     def __init__(
@@ -143,6 +143,8 @@ class PagedRunner:
                 hint="call torch.cuda.set_device first",
             )
         kv_dtype = weight.dtype if kv_dtype is None else kv_dtype
+        if num_pages is None:
+            num_pages = (num_rows + 1) * (pages_of(max_len, PAGE_SIZE) + 1)
         if kv_bytes is not None:
             page_bytes = PagedKV.bytes_per_page(
                 num_layers=config.num_layers,
@@ -150,9 +152,7 @@ class PagedRunner:
                 head_dim=config.head_dim,
                 dtype=kv_dtype,
             )
-            num_pages = kv_bytes // page_bytes - 1
-        elif num_pages is None:
-            num_pages = (num_rows + 1) * (pages_of(max_len, PAGE_SIZE) + 1)
+            num_pages = min(num_pages, kv_bytes // page_bytes - 1)
         self._pages = PageTable(num_pages=num_pages, page_size=PAGE_SIZE, num_rows=num_rows, max_len=max_len)
         self._kv = PagedKV(
             num_layers=config.num_layers,

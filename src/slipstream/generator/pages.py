@@ -56,7 +56,7 @@ class PageTable:
                 "too few pages for the keys and values of one sequence",
                 got=num_pages,
                 allowed=f"at least {max_blocks + 1} of {page_size} tokens for max_len {max_len}",
-                hint="give the cache more memory, or lower the longest sequence",
+                hint="give the cache more memory (generator.kv_cache_gb), or lower the longest sequence",
             )
         self.page_size = page_size
         self.num_pages = num_pages

@@ -1,0 +1,60 @@
+"""Which GPU a replica computes on, what may not be asked of it, and how much of its memory holds keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.core.config import GeneratorConfig, RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.models.served import check_precision
+
+USABLE_MEMORY = 0.85
+"""Share of a GPU that is planned with; the rest is for activations, captured graphs and CUDA itself."""
+
+
+def replica_device(generator: GeneratorConfig, replica: int, num_gpus: int) -> torch.device:
+    """'cuda' deals the replicas out to the GPUs in turn; 'cuda:N' puts all of them on one."""
+    if generator.device == "cuda":
+        return torch.device("cuda", replica % num_gpus)
+    return torch.device(generator.device)
+
+
+def most_on_one(generator: GeneratorConfig, num_gpus: int) -> int:
+    """Replicas that share a GPU where the most do."""
+    return -(-generator.replicas // num_gpus) if generator.device == "cuda" else generator.replicas
+
+
+def check_device(config: RunConfig) -> None:
+    """Raise ConfigError where this machine has not the GPUs that `generator.device` names, or they cannot do it."""
+    generator = config.generator
+    if generator.engine == "vllm":  # in a process of its own, on the device that it was built for
+        return
+    num_gpus = torch.cuda.device_count()
+    wanted = torch.device(generator.device)
+    if wanted.type == "cuda" and not (wanted.index or 0) < num_gpus:
+        found = ", ".join(f"cuda:{index}" for index in range(num_gpus)) or "none, or none that this torch can use"
+        raise ConfigError(
+            "generator.device names a GPU that is not there",
+            got=f"'{generator.device}'; GPUs found: {found}",
+            allowed="'cpu'" + (f", 'cuda' or 'cuda:0' to 'cuda:{num_gpus - 1}'" if num_gpus else ""),
+            hint="`slipstream doctor` shows GPUs; a torch that ends in +cpu sees none",
+        )
+    devices = {replica_device(generator, replica, num_gpus) for replica in range(generator.replicas)}
+    if len(devices) > 1 and config.host == "inline":
+        raise ConfigError(
+            "replicas that share a process share a GPU",
+            got=f"host = 'inline' with {generator.replicas} replicas on {len(devices)} GPUs",
+            allowed="generator.device = 'cuda:0', or host = 'process'",
+        )
+    for device in sorted(devices, key=str):
+        check_precision(generator.precision, device)
+
+
+def kv_bytes_beside(weight_bytes: int, memory_bytes: int) -> int:
+    """Keys and values that `memory_bytes` of a GPU have room for, beside weights of `weight_bytes`; for each engine.
+
+    While an evaluation runs there are two engines. Training's holds its weights twice, those that are live and those
+    that arrive; the evaluation's once, and once more while it starts, before it takes its own keys and values.
+    """
+    usable = USABLE_MEMORY * memory_bytes
+    return int(min((usable - 3 * weight_bytes) / 2, usable - 4 * weight_bytes))
