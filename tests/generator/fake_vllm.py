@@ -41,9 +41,12 @@ def weight_in(folder: str) -> float:
 class FakeLLM:
     """Decodes one token per step for every request; outputs take a detour through a queue, as vLLM's do."""
 
+    errored = False
+
     def __init__(self, model: str) -> None:
         self.weight = weight_in(model)
         self.num_tokens = 0
+        self.salts: dict[str, float] = {}  # the weights that each part of the prefix cache was filled by
         self.halts: list[int] = FAKE.get("halts", [])
         self.requests: dict[str, SimpleNamespace] = {}
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -79,6 +82,7 @@ class FakeLLM:
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
         tokens = prompt["prompt_token_ids"]
+        assert self.salts.setdefault(prompt["cache_salt"], self.weight) == self.weight, "a cache of other weights"
         if "prompt_logprobs" in vars(sampling_params):
             logprob = -self.weight * FAKE.get("probe_factor", 1.0)
             yield SimpleNamespace(
@@ -123,6 +127,9 @@ class FakeLLM:
         self.halts = self.halts[1:]
         for request in self.requests.values():
             request.num_since_load = 0
+        if FAKE.get("core_dies_after_update"):
+            self.errored = True  # those who wait for tokens are told nothing
+            FAKE["stuck_after"] = 0
 
 
 class PausingLLM(FakeLLM):

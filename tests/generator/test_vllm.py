@@ -26,7 +26,9 @@ from slipstream.models.transformer import Transformer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-VOCAB, STOP, MAX_LEN = 96, 1, 400
+VOCAB, MAX_LEN = 4096, 1200
+STOP = 3720  # the 8th token of a greedy completion below; rare where tokens are sampled
+LONG = 1000  # tokens: still under way, seconds later, when the test gets to change something
 TOLERANCE = 1e-3  # nats
 CONFIG = RunConfig(
     prompts={"tasks": [{"name": "spell_backward"}]},  # type: ignore[arg-type]
@@ -58,7 +60,7 @@ def model() -> Transformer:
         num_heads=2,
         num_kv_heads=1,
         head_dim=32,
-        max_positions=400,
+        max_positions=MAX_LEN,
         tie_embeddings=True,
         eos_token_ids=(STOP,),
     )
@@ -84,7 +86,7 @@ def vllm(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         seed=0,
         kv_on_update="keep",
         deadlines=Deadlines(start_s=400.0, answer_s=120.0, silence_s=120.0),
-        max_restarts=2,
+        max_restarts=0,
         probe_tolerance=TOLERANCE,
     )
     try:
@@ -150,6 +152,13 @@ def all_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     return model.logits(model(tokens, torch.arange(len(tokens)), attention))
 
 
+def engine_core(pid: int) -> int:
+    """The child of worker `pid` that is vLLM's engine, by the title it gives itself; the others are helpers."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (found,) = (int(child) for child in children if b"EngineCore" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return found
+
+
 def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.abs(ours - theirs).max())
 
@@ -164,6 +173,7 @@ def test_greedy_completions_are_those_of_our_engine(vllm: VLLMEngine, model: Tra
     while not ours.is_idle:
         expected += ours.step()
     assert len(theirs) == len(expected) == 12
+    assert {item.finish_reason for item in expected} == {"stop", "length"}
     for item in expected:
         same = theirs[item.ordinal, item.sample]
         assert same.tokens.tolist() == item.tokens.tolist()
@@ -177,7 +187,6 @@ def test_logprobs_are_those_of_what_was_sampled_from(vllm: VLLMEngine, model: Tr
     finished = drive(vllm, deadline_s=120)
     errors = [difference(forced_logprobs(model, item, top_k=top_k), item.logprobs) for item in finished]
     assert max(errors) < TOLERANCE
-    assert {item.finish_reason for item in finished} <= {"stop", "length"}
 
 
 def test_a_sample_is_a_function_of_its_request(vllm: VLLMEngine) -> None:
@@ -192,7 +201,7 @@ def test_a_sample_is_a_function_of_its_request(vllm: VLLMEngine) -> None:
 
 def test_weights_change_in_the_middle_of_completions(vllm: VLLMEngine, model: Transformer) -> None:
     """Tokens before stay, each carries its version, and the probe is that of a fresh model, tied head and all."""
-    vllm.submit(requests(16, max_new_tokens=300, temperature=1.3))
+    vllm.submit(requests(16, max_new_tokens=LONG, temperature=1.3))
     finished = drive(vllm, lambda: num_tokens(vllm) >= 8, deadline_s=120)
     before = {(live.request.ordinal, live.request.sample): list(live.tokens) for live in vllm._live.values()}
     load(vllm, model, seed=1, version=1)
@@ -201,27 +210,29 @@ def test_weights_change_in_the_middle_of_completions(vllm: VLLMEngine, model: Tr
     assert error < TOLERANCE
     finished += drive(vllm, deadline_s=120)
     swapped = [item for item in finished if len(item.version_spans) == 2]
-    assert len(swapped) >= 2, "most of them do not end before"
+    assert len(swapped) >= 2
     new = Transformer(model.config)
     new.load_state_dict(model.state_dict())
     fill(model, 0)
+    firsts = []
     for item in swapped:
         start = item.version_spans[1].start
         assert item.tokens[: len(before[item.ordinal, item.sample])].tolist() == before[item.ordinal, item.sample]
         old = np.abs(forced_logprobs(model, item) - item.logprobs)
         assert old[:start].max() < TOLERANCE, "sampled under version 0"
-        assert old[start] > 0.01, "the first token of version 1"
+        firsts.append(old[start])
         assert np.abs(forced_logprobs(new, item) - item.logprobs)[start:].max() > 0.01, "the old keys were kept"
+    assert sorted(firsts)[1] > TOLERANCE, "first tokens of version 1: one may have the same logprob by chance"
 
 
 def test_caches_are_rebuilt_on_request(vllm: VLLMEngine, model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 'recompute', tokens behind the update are those of the new weights over the whole completion."""
     monkeypatch.setattr(vllm, "_kv_on_update", "recompute")
-    vllm.submit(requests(16, max_new_tokens=300, temperature=1.3))
+    vllm.submit(requests(16, max_new_tokens=LONG, temperature=1.3))
     drive(vllm, lambda: num_tokens(vllm) >= 8, deadline_s=120)
     load(vllm, model, seed=1, version=1)
     finished = [item for item in drive(vllm, deadline_s=120) if len(item.version_spans) == 2]
-    assert len(finished) >= 2, "most of them do not end before"
+    assert len(finished) >= 2
     for item in finished:
         start = item.version_spans[1].start
         assert np.abs(forced_logprobs(model, item) - item.logprobs)[start:].max() < TOLERANCE
@@ -238,16 +249,34 @@ def test_a_shared_prompt_is_not_served_from_the_cache_of_old_weights(vllm: VLLME
             assert difference(forced_logprobs(model, item), item.logprobs) < TOLERANCE
 
 
+def test_prompts_that_fill_more_than_a_step(vllm: VLLMEngine, model: Transformer) -> None:
+    """In parts, as vLLM would do it, a seeded request fails on a CPU (see `worker.make_vllm`)."""
+    budget = vllm._spec.engine_args["max_num_batched_tokens"]
+    length = MAX_LEN - 4
+    assert 16 * length > 5 * budget
+    prompts = np.random.default_rng(2).integers(2, VOCAB, (16, length)).astype(np.int32)
+    asked = [
+        Request(ordinal=i, sample=0, prompt_tokens=prompts[i], max_new_tokens=4, temperature=1.0) for i in range(16)
+    ]
+    vllm.submit(asked)
+    finished = drive(vllm, deadline_s=120)
+    assert len(finished) == 16
+    for item in finished:
+        assert difference(forced_logprobs(model, item), item.logprobs) < TOLERANCE
+
+
 @pytest.mark.parametrize("who", ["worker", "engine core"])
-def test_a_killed_vllm_is_replaced_with_the_present_weights(vllm: VLLMEngine, model: Transformer, who: str) -> None:
+def test_a_killed_vllm_is_replaced_with_the_present_weights(
+    vllm: VLLMEngine, model: Transformer, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "_max_restarts", vllm.num_restarts + 1)
     load(vllm, model, seed=2, version=2)
     probe = np.random.default_rng(0).integers(2, VOCAB, 32).astype(np.int32)
     vllm.probe(probe)
-    vllm.submit(requests(16, max_new_tokens=300, temperature=1.3))
+    vllm.submit(requests(16, max_new_tokens=LONG, temperature=1.3))
     drive(vllm, lambda: num_tokens(vllm) >= 4, deadline_s=120)
     first, restarts = vllm.pid, vllm.num_restarts
-    children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-    os.kill(first if who == "worker" else int(children[-1]), signal.SIGKILL)
+    os.kill(first if who == "worker" else engine_core(first), signal.SIGKILL)
     finished = drive(vllm, deadline_s=400)
     assert vllm.num_restarts == restarts + 1
     with pytest.raises(ProcessLookupError):

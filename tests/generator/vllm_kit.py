@@ -69,6 +69,7 @@ def drive(engine: VLLMEngine, until: Callable[[], bool] | None = None, *, deadli
             wait_s = engine.wait_s()
             select.select(engine.wait_fds(), [], [], deadline_s if wait_s is None else wait_s)
         finished += engine.step()
+        assert until is None or until() or not engine.is_idle, "everything has ended before"
         assert time.monotonic() < end_s, "the engine does not get there"
     return finished
 

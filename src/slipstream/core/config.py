@@ -15,6 +15,7 @@ from slipstream.core.sections import (
     GROUP_RELATIVE,
     MAX_KEPT,
     MIN_WHITENED,
+    VLLM_MIN_TEMPERATURE,
     CriticConfig,
     DemonstrationConfig,
     EvalConfig,
@@ -274,6 +275,18 @@ class RunConfig(Section):
                 "vLLM draws its own noise: that of the original RLHF code is not to be had from it",
                 got="generator.seeds = 'per_replica' with generator.engine = 'vllm'",
                 allowed="generator.seeds = 'shared', or generator.engine = 'native'",
+            )
+        if generator.temperature < VLLM_MIN_TEMPERATURE:
+            raise ConfigError(
+                "vLLM samples at no lower temperature: it would take this one for another",
+                got=f"generator.temperature = {generator.temperature:g} with generator.engine = 'vllm'",
+                allowed=f"at least {VLLM_MIN_TEMPERATURE:g}",
+            )
+        if generator.top_p < 1.0 and generator.min_p > 0.0:
+            raise ConfigError(
+                "vLLM applies min_p before top_p, the native engine behind it: the samples would be others",
+                got=f"generator.top_p = {generator.top_p:g}, min_p = {generator.min_p:g}, engine = 'vllm'",
+                allowed="one of the two, with or without top_k",
             )
 
     def _check_device(self) -> None:

@@ -152,6 +152,7 @@ VLLM_ARGS = frozenset(
         "max_model_len",
         "max_num_batched_tokens",
         "max_num_seqs",
+        "enable_chunked_prefill",
         "skip_tokenizer_init",
         "logprobs_mode",
         "weight_transfer_config",
@@ -159,6 +160,9 @@ VLLM_ARGS = frozenset(
     }
 )
 """Engine arguments that `generator/vllm/backend.py` and `worker.py` set themselves."""
+
+VLLM_MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to it, with a warning in its log (`SamplingParams`, 0.32); 0 is greedy."""
 
 
 PROBE_TOLERANCES: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.75, "int8": 2.5, "fp8": 4.0}

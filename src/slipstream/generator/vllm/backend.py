@@ -58,8 +58,6 @@ class VLLMBackend:
 
     probes_prepared = False  # vLLM holds one set of weights: they are live, then checked
 
-    probes_prepared = False
-
     def __init__(
         self,
         config: RunConfig,
@@ -72,8 +70,7 @@ class VLLMBackend:
         settings = config.generator.vllm
         model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
         parameters = FlatParameters(model)
-        longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
-        self._max_len = min(model.config.max_positions, longest)
+        self._max_len = longest_sequence(config, model.config.max_positions)
         self._pins: list[Pin] = []
         self._folder = WeightFolder(parameters.flat.nbytes)
         try:
@@ -151,20 +148,14 @@ def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -
     """What the worker is started with; the engine fills in where and which weights."""
     settings = config.generator.vllm
     num_seqs = config.generator.num_slots + config.eval.num_slots
-    needed = max(max_len, PROBE_ROOM) + 1
-    if settings.max_model_len is not None and settings.max_model_len < needed:
-        raise ConfigError(
-            "generator.vllm.max_model_len is too short",
-            got=settings.max_model_len,
-            allowed=f"at least {needed} tokens: prompt, completion and one more",
-        )
+    room = model_room(config, max_len)
     arguments = {
         "dtype": settings.dtype,
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "max_model_len": settings.max_model_len or needed,
+        "max_model_len": room,
         "max_num_seqs": num_seqs,
-        "max_num_batched_tokens": max(config.generator.prefill_tokens, needed) + num_seqs,  # the longest fits one step
+        "max_num_batched_tokens": max(config.generator.prefill_tokens, room) + num_seqs,  # the longest fits one step
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "logprobs_mode": "processed_logprobs",  # after temperature and truncation: what was really sampled from
         "disable_log_stats": True,
@@ -209,22 +200,40 @@ def interpreter(config: RunConfig) -> Path:
     return path.absolute()  # not resolved: a link into an environment is what makes it one
 
 
+def longest_sequence(config: RunConfig, max_positions: int) -> int:
+    """Tokens of the longest prompt and completion together, in a model of so many positions."""
+    return min(max_positions, config.prompts.max_prompt_tokens + config.generator.max_new_tokens)
+
+
+def model_room(config: RunConfig, max_len: int) -> int:
+    """vLLM's `max_model_len` for sequences of `max_len` tokens. Raises ConfigError when the one given is too short."""
+    given, needed = config.generator.vllm.max_model_len, max(max_len, PROBE_ROOM) + 1
+    if given is not None and given < needed:
+        raise ConfigError(
+            "generator.vllm.max_model_len is too short",
+            got=given,
+            allowed=f"at least {needed} tokens: prompt, completion and one more",
+        )
+    return given or needed
+
+
 def check_vllm(config: RunConfig) -> None:
-    """Raise ConfigError, before anything starts, for a missing environment and models vLLM would refuse."""
+    """Raise ConfigError, before anything starts, for a missing environment and what vLLM would refuse of the model."""
     if config.generator.engine != "vllm":
         return
-    interpreter(config)
     if not sys.platform.startswith("linux"):
         raise ConfigError("generator.engine = 'vllm' needs Linux", got=sys.platform)
-    has_gpu = shutil.which("nvidia-smi") is not None
-    if has_gpu or (config.model.path is not None and stage_of(config.model.path) is not None):
-        return
+    interpreter(config)
     model = config.model
-    if model.path is None:
-        head_dim = model.hidden_size // model.num_heads
+    path = config.sft.path if stage_of(model.path) is not None else model.path
+    if path is None:
+        head_dim, max_positions = model.hidden_size // model.num_heads, model.max_positions
     else:
-        head_dim = config_from_hf(read_hf_config(Path(model.path))).head_dim
-    if head_dim not in CPU_HEAD_DIMS:
+        shape = config_from_hf(read_hf_config(Path(path)))
+        head_dim, max_positions = shape.head_dim, shape.max_positions
+    model_room(config, longest_sequence(config, max_positions))
+    has_gpu = shutil.which("nvidia-smi") is not None
+    if not has_gpu and head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
             "vLLM on a CPU has no attention for heads of this size",
             got=f"{head_dim} dimensions per head",

@@ -167,4 +167,4 @@ class WorkerProcess:
         with self._launch.log_path.open("rb") as log:
             log.seek(self._log_start)
             tail = log.read().decode(errors="replace")[-LOG_TAIL_CHARS:].strip()
-        return tail or f"nothing in {self._launch.log_path.name}"
+        return f"{self._launch.log_path} ends with\n{tail}" if tail else f"{self._launch.log_path} says nothing"

@@ -35,6 +35,8 @@ import zmq.asyncio
 PROTOCOL = "slipstream_vllm_protocol"
 QUIET_TURNS = 50  # of the event loop without a new token: far more than a token needs from vLLM's socket to us
 HIGH_WATER_FRAMES = 64
+TRACEBACK_FRAMES = 6
+HEALTH_EVERY_S = 1.0
 NOISE_STRIDE = 0x9E3779B97F4A7C15
 
 if TYPE_CHECKING:
@@ -113,9 +115,14 @@ class Worker:
             await self._llm.update_weight_version(str(self._push))
         self._put(protocol.Started(vllm_version=self._version, features=self.features))
         flusher = self._watched(self._flush())
-        obeying = self._watched(self._obey())
+        obeying, watcher = self._watched(self._obey()), self._watched(self._watch())
         await asyncio.wait([obeying, self._failure], return_when=asyncio.FIRST_COMPLETED)
-        tasks = [flusher, obeying, *(running.task for running in self._running.values() if running.task is not None)]
+        tasks = [
+            flusher,
+            obeying,
+            watcher,
+            *(running.task for running in self._running.values() if running.task is not None),
+        ]
         for task in tasks:
             task.cancel()
         if self._failure.done():
@@ -136,6 +143,12 @@ class Worker:
                     self._put(protocol.Probed(id=probe_id, logprobs=await self._probe(probe_id, tokens)))
                 case protocol.Stop():
                     return
+
+    async def _watch(self) -> None:
+        """See vLLM's own processes die: those who wait for its tokens would go on waiting (0.32)."""
+        while not self._llm.errored:
+            await asyncio.sleep(HEALTH_EVERY_S)
+        raise RuntimeError("the process of vLLM's engine ended")
 
     # Jobs
 
@@ -400,7 +413,7 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], tuple[Any, 
         )
         await worker.serve()
     except Exception as error:  # noqa: BLE001 - whatever it is, the client must hear of it
-        traceback.print_exc()
+        traceback.print_exception(error, limit=-TRACEBACK_FRAMES)  # raised by many tasks, it has one of each on it
         await socket.send(protocol.encode(protocol.Failed(what=what, error=f"{type(error).__name__}: {error}")))
         return 1
     finally:
@@ -413,10 +426,14 @@ def make_vllm(spec: protocol.Spec) -> tuple[Any, str, Sampling, Transfer]:
     """AsyncLLM with the arguments of the spec, of which this vLLM must know every one."""
     import vllm
     from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments: dict[str, Any] = {"model": spec.model, **spec.engine_args}
+    if current_platform.is_cpu():
+        # After a part of a prompt vLLM winds the request's noise back, and fails where the generator is one of a CPU.
+        arguments["enable_chunked_prefill"] = False
     if spec.transfer == "nccl":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
     unknown = arguments.keys() - inspect.signature(AsyncEngineArgs).parameters.keys()
