@@ -154,8 +154,8 @@ class Engine:
         self._clock = clock if clock is not None else WallClock()
         self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
         self._is_paused = False
-        self._is_short = False  # of memory: nothing is admitted until a row ends
-        self._waiting: deque[_Waiting] = deque()
+        self._is_short = False  # of memory: nothing is admitted until a row is given back
+        self._waiting: deque[_Waiting] = deque()  # those that were live here, then resumed ones, then new ones
         self._num_left = 0  # waiting requests that were live here
         self._num_starts = 0
         self._prefixes = PrefixTable(runner, prefix_cache_tokens)
@@ -254,6 +254,7 @@ class Engine:
 
     def _close(self, rows: list[int]) -> None:
         self._runner.close_rows(rows)
+        self._is_short &= not rows
         self._rows.is_live[rows] = False
         for row in rows:
             self._rows.live[row] = None
@@ -292,7 +293,10 @@ class Engine:
                 self._waiting.append(entry)
             else:
                 resumed.append(entry)
+        ahead = 0 if was_live else self._num_left
+        self._waiting.rotate(-ahead)
         self._waiting.extendleft(reversed(resumed))
+        self._waiting.rotate(ahead)
         self._num_left += len(requests) if was_live else 0
 
     # Admission
@@ -304,7 +308,6 @@ class Engine:
         line always gets on by a chunk, so nobody waits for ever.
         """
         is_any_live = bool(self._rows.is_live.any())
-        self._is_short &= is_any_live
         if not self._waiting or self._is_short or (self._is_paused and not self._num_left):
             return
         free = np.flatnonzero(~self._rows.is_live).tolist()
@@ -334,6 +337,8 @@ class Engine:
             if num_ready == num_free or (self._is_paused and not entry.was_live):
                 break
             if entry.key and entry.key not in prefixes:
+                if budget <= 0 and entry.key not in self._prefixes:
+                    continue  # not its turn yet: until then it holds no memory, which rows may need
                 prefix = self._prefixes.get_or_open(entry.key, entry.context, prefixes, even_wanted=is_alone)
                 if prefix is None:
                     break
@@ -391,7 +396,7 @@ class Engine:
     def _open_rows(self, rows: list[int], storage: Prefix | None, states: RowStates, in_use: Collection[bytes]) -> int:
         """Open `rows` on one prefix, all or the first few; how many."""
         while not self._runner.open_rows(rows, storage, states):
-            if self._prefixes.evict(in_use, even_wanted=not self._rows.is_live.any()):
+            if self._prefixes.evict(in_use, even_wanted=False):
                 continue
             for count in range(len(rows)):
                 if not self._runner.open_rows([rows[count]], storage, _take(states, [count])):
@@ -443,8 +448,8 @@ class Engine:
             if num_live == 1:
                 raise self._no_room()
             self.stats.preemptions += 1
-            self._is_short = True
             self.preempt(1)
+            self._is_short = True
 
     def _no_room(self) -> ConfigError:
         return ConfigError(
@@ -487,7 +492,6 @@ class Engine:
             finished.append(self._finished(int(live_rows[index]), reason, now_s))
         if finished:
             self._close(live_rows[is_stop | is_full | is_over].tolist())
-            self._is_short = False
         return finished
 
     def _finished(self, row: int, reason: FinishReason, now_s: float) -> Finished:

@@ -42,6 +42,9 @@ class PrefixTable:
         self._entries: OrderedDict[bytes, StoredPrefix] = OrderedDict()  # least recently used first
         self._wanted: Counter[bytes] = Counter()
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
     def __getitem__(self, key: bytes) -> StoredPrefix:
         return self._entries[key]
 

@@ -1,0 +1,138 @@
+"""Who goes first: after preemption, while admission is paused, and when the memory of a paged runner is short."""
+
+from __future__ import annotations
+
+import numpy as np
+from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, run
+
+from slipstream.core.types import VersionSpan
+from slipstream.generator.engine import Engine
+from slipstream.generator.paged_runner import PagedRunner
+from slipstream.generator.requests import Finished, Request
+
+PAGE = 16
+
+
+def request(ordinal: int, num_prompt: int, max_new_tokens: int) -> Request:
+    return Request(ordinal, 0, random_prompt(num_prompt, seed=ordinal), max_new_tokens)
+
+
+def paged(num_rows: int, num_pages: int, max_len: int = 3 * PAGE, **options: int) -> tuple[Engine, PagedRunner]:
+    runner = PagedRunner(random_model(), num_rows=num_rows, max_len=max_len, num_pages=num_pages)
+    return Engine(runner, seed=7, stop_token_ids=[], **options), runner
+
+
+def ordinals(finished: list[Finished]) -> list[int]:
+    return [each.ordinal for each in finished]
+
+
+def test_rows_are_given_back_oldest_first_whatever_row_they_had() -> None:
+    """Request 3 sits in the first row, which came free; 1 takes that when it comes back, and 3 keeps what it said."""
+    model = random_model()
+    batch = [request(0, 5, 1), request(1, 5, 3), request(2, 5, 3), request(3, 5, 2)]
+    engine = new_engine(model, num_slots=3, stop_token_ids=[])
+    engine.submit(batch)
+    assert ordinals(engine.step()) == [0]
+    assert engine.step() == []  # 3 has taken the row of 0; all lack one token now
+    engine.preempt(3)
+    engine._prefill_tokens = 1  # one comes back per step
+    finished = [engine.step() for _ in range(3)]
+    assert [ordinals(each) for each in finished] == [[1], [2], [3]]
+    undisturbed = run(new_engine(model, stop_token_ids=[]), batch)
+    for [each] in finished:
+        assert np.array_equal(each.tokens, undisturbed[each.ordinal, 0].tokens)
+
+
+def test_what_was_preempted_drains_before_what_was_begun_elsewhere() -> None:
+    """A paused engine takes none of the latter, and they do not stand in the way."""
+    elsewhere = new_engine(random_model(), stop_token_ids=[])
+    elsewhere.submit([request(7, 5, 9)])
+    elsewhere.step()
+    engine = new_engine(random_model(), num_slots=2, stop_token_ids=[])
+    engine.submit([request(0, 5, 3), request(1, 5, 3), request(2, 5, 3)])
+    engine.step()
+    engine.pause_admission(True)
+    engine.preempt(1)
+    engine.submit(elsewhere.export_live())
+    assert (engine.num_live, engine.num_waiting) == (2, 2)
+    assert ordinals([*engine.step(), *engine.step()]) == [0, 1]
+    assert (engine.num_live, engine.num_waiting) == (0, 2)
+    engine.pause_admission(False)
+    assert sorted(ordinal for ordinal, _ in drain(engine)) == [2, 7]
+
+
+def test_what_is_exported_leaves_nothing_behind() -> None:
+    engine, runner = paged(4, 20, prefill_chunk=8, prefill_tokens=1)
+    engine.submit([request(0, 30, 9)])
+    while engine.num_waiting:
+        engine.step()
+    engine.set_version(3)
+    engine.preempt(1)
+    assert engine.step() == []  # a part of it has been prefilled again
+    assert runner.num_free_pages < 20
+    [exported] = engine.export_live()
+    assert (engine.num_live, engine.num_waiting, runner.num_free_pages) == (0, 0, 20)
+    assert exported.resume is not None
+    assert exported.resume.version_spans == (VersionSpan(start=0, version=0),)
+
+
+def test_an_export_right_after_a_swap_names_no_version_that_sampled_nothing() -> None:
+    engine = new_engine(random_model(), stop_token_ids=[])
+    engine.submit([request(0, 5, 9)])
+    engine.step()
+    engine.set_version(1)
+    [exported] = engine.export_live()
+    assert exported.resume is not None
+    assert exported.resume.version_spans == (VersionSpan(start=0, version=0),)
+
+
+def test_nobody_overtakes_one_that_finds_no_memory() -> None:
+    """The long one needs all but two of the pages; the short ones behind it would always find one."""
+    engine, _ = paged(4, 5)
+    engine.submit([request(0, 2, 6), request(1, 2, 8), request(2, 40, 2), *(request(i, 2, 8) for i in range(3, 30))])
+    order: list[int] = []
+    while 2 not in order:
+        order += ordinals(engine.step())
+    assert order == [0, 1, 2]
+    assert sorted([*order, *(ordinal for ordinal, _ in drain(engine))]) == list(range(30))
+
+
+def test_prompts_that_wait_take_no_memory_before_their_turn() -> None:
+    """Nobody is preempted for the sake of prompts that the budget of the steps does not reach yet."""
+    engine, runner = paged(8, 18, prefill_tokens=16, prefill_chunk=16)
+    engine.submit([request(0, 2, 40), *(request(i, 33, 2) for i in range(1, 8))])
+    engine.step()
+    engine.step()
+    assert runner.num_free_pages >= 18 - 1 - 2 * 2  # one is being prefilled and the next one at most is open
+    assert len(drain(engine)) == 8
+    assert engine.stats.preemptions == 0
+
+
+def test_a_shortage_lasts_until_a_row_is_given_back() -> None:
+    """Three rows of three pages at their ends do not fit into five; whoever has to leave comes back once, not again."""
+    batch = [request(i, 10, 30) for i in range(3)]
+    expected, _ = paged(3, 12)
+    expected.submit(batch)
+    texts = drain(expected)
+    for is_disturbed in (False, True):
+        engine, runner = paged(3, 5)
+        engine.submit(batch)
+        while not engine.stats.preemptions:
+            engine.step()
+        assert (engine.num_live, engine.num_free_rows) == (3, 1)
+        if is_disturbed:  # by somebody else than the shortage
+            engine.preempt(1)
+            assert (engine.num_free_rows, runner.num_free_pages) == (2, 3)
+            engine.step()
+            assert engine.num_free_rows == 1
+        found = drain(engine)
+        assert engine.stats.preemptions <= 3
+        assert all(np.array_equal(found[key].tokens, each.tokens) for key, each in texts.items())
+
+
+def test_the_same_request_twice_is_answered_twice() -> None:
+    engine = new_engine(random_model())
+    engine.submit([request(0, 9, 12)] * 2)
+    left, right = [each for _ in range(12) for each in engine.step()]
+    assert_same_bits(left, right)
+    assert engine.is_idle
