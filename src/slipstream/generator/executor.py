@@ -335,6 +335,7 @@ class Generator(Executor):
 
     def _send_evaluated(self, item: Finished) -> None:
         job = self.jobs[0]  # one evaluation runs at a time
+        assert {span.version for span in item.version_spans} == {job.pin.version}, "not of the version it is pinned to"
         completion = self._completion(item, job.request.prompts[item.ordinal], "eval", job.request.eval_id)
         self.context.outputs["completions"].put(completion)
         job.remaining -= 1
