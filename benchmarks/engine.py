@@ -13,8 +13,9 @@ machine's mood meets all. Medians over the turns. Workloads, the same prompts an
   1, at most 2 x `--new-tokens`. `generate` takes them batch by batch and decodes every batch to its longest, which is
   what it costs its users; only tokens that were asked for count.
 
-All prompts differ and have one length: nobody can share a prefix or must pad. Greedy, which is the least work for the
-others; Slipstream computes every token's logprob even so. Bounds, measured in every turn beside the contenders
+All prompts differ and have one length: nobody can share a prefix or must pad. `--task rollouts` is what reinforcement
+learning asks of an engine: tokens sampled at temperature 1, and the logprob of each. `--task greedy` is the least work
+for the others; Slipstream computes every token's logprob even so. Bounds, measured in every turn beside the contenders
 (`contenders/floor.py`): *products*, the matrix products of one decode step alone; *roofline*, the larger of bytes over
 bandwidth (weights, and keys and values at the mean context) and FLOP over the best product's rate.
 Valid on an idle machine only; every line of progress ends with the load average.
@@ -189,7 +190,7 @@ def measure(name: str, batch: int, arguments: argparse.Namespace, scratch: Path)
         batch=batch,
         max_len=PROMPT_TOKENS + 2 * arguments.new_tokens,
         threads=arguments.threads,
-        temperature=arguments.temperature,
+        is_greedy=arguments.task == "greedy",
         precision=arguments.precision,
         workloads=workloads(arguments, batch, model.config.vocab_size),
     )
@@ -391,7 +392,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=3, help="of the long tail, in batches")
     parser.add_argument("--repeats", type=int, default=3, help="measured turns")
     parser.add_argument("--threads", type=int, default=cores)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--task", choices=("rollouts", "greedy"), default="rollouts")
     parser.add_argument(
         "--precision",
         choices=WEIGHT_BYTES,
@@ -421,7 +422,7 @@ def main() -> None:
     print(f"versions: {versions()}")
     for name, value in describe().lines().items():
         print(f"{name}: {value}")
-    print(f"threads: {arguments.threads} each, seed: {SEED}, turns: {arguments.repeats}", flush=True)
+    print(f"task: {arguments.task}, threads: {arguments.threads} each, seed: {SEED}, turns: {arguments.repeats}", flush=True)
     if arguments.device == "cuda":
         from contenders.gpu import measure_all
 

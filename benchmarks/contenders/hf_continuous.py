@@ -18,9 +18,7 @@ PAGE = 32  # tokens; without flash attention every step works through all pages 
 def start(job: Job) -> tuple[object, dict[str, str]]:
     torch.set_num_threads(job.threads)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32, attn_implementation="sdpa").eval()
-    sampling = (
-        {"do_sample": True, "temperature": job.temperature, "top_k": 0} if job.temperature else {"do_sample": False}
-    )
+    sampling = {"do_sample": False} if job.is_greedy else {"do_sample": True, "top_k": 0}
     pages = math.ceil(job.max_len / PAGE)
     settings = ContinuousBatchingConfig(
         page_size=PAGE,
@@ -29,6 +27,7 @@ def start(job: Job) -> tuple[object, dict[str, str]]:
         max_requests_per_batch=job.batch,
         allow_block_sharing=False,
         use_async_batching=False,
+        return_logprobs=not job.is_greedy,
     )
     manager = model.init_continuous_batching(GenerationConfig(eos_token_id=-1, pad_token_id=0, **sampling), settings)
     manager.start()
@@ -45,6 +44,8 @@ def start(job: Job) -> tuple[object, dict[str, str]]:
                 if result.error is not None:
                     raise RuntimeError(result.error)
                 lengths[result.request_id] = len(result.generated_tokens)
+                if not job.is_greedy and len(result.logprobs) != len(result.generated_tokens):
+                    raise RuntimeError("there are tokens without a logprob")
             elif result is None and not manager.is_running():
                 raise RuntimeError("the manager's thread has ended")
         return [lengths[name] for name in names]

@@ -18,7 +18,9 @@ CACHE = "dynamic"
 def start(job: Job) -> tuple[object, dict[str, str]]:
     torch.set_num_threads(job.threads)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32, attn_implementation="sdpa").eval()
-    sampling = {"do_sample": True, "temperature": job.temperature, "top_k": 0} if job.temperature else {}
+    sampling = (
+        {} if job.is_greedy else {"do_sample": True, "top_k": 0, "output_logits": True, "return_dict_in_generate": True}
+    )
     # The model's own defaults fill what a call leaves out, its end token among it.
     model.generation_config = GenerationConfig(pad_token_id=0, cache_implementation=CACHE, **sampling)
 
@@ -30,6 +32,11 @@ def start(job: Job) -> tuple[object, dict[str, str]]:
             wanted = workload.lengths[first : first + job.batch]
             longest = max(wanted)
             out = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=longest)
+            if not job.is_greedy:
+                for step, logits in enumerate(out.logits):
+                    tokens = out.sequences[:, prompts.shape[1] + step, None]
+                    logits.log_softmax(-1).gather(1, tokens)
+                out = out.sequences
             made = out.shape[1] - prompts.shape[1]
             lengths += [min(length, made) for length in wanted]
         return lengths

@@ -44,7 +44,7 @@ def start(job: Job) -> tuple[object, dict[str, str]]:
                 sample=0,
                 prompt_tokens=np.array(prompt, np.int32),
                 max_new_tokens=length,
-                temperature=job.temperature,
+                temperature=0.0 if job.is_greedy else 1.0,
             )
             for prompt, length in zip(workload.prompts, workload.lengths, strict=True)
         ]

@@ -39,7 +39,7 @@ class Job:
     batch: int
     max_len: int
     threads: int
-    temperature: float  # 0: greedy
+    is_greedy: bool  # else sampled at temperature 1, with the logprob of every sampled token
     precision: str
     workloads: dict[str, Workload]
 

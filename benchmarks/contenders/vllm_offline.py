@@ -28,15 +28,20 @@ def start(job: Job) -> tuple[object, dict[str, str]]:
         max_num_seqs=job.batch,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
     )
+    # logprobs=0: of the sampled token alone
+    sampling = {"temperature": 0.0} if job.is_greedy else {"temperature": 1.0, "logprobs": 0}
 
     def generate(workload: Workload) -> list[int]:
         prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
         limits = [
-            SamplingParams(temperature=job.temperature, max_tokens=length, ignore_eos=True, detokenize=False)
+            SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, **sampling)
             for length in workload.lengths
         ]
         outputs = llm.generate(prompts, limits, use_tqdm=False)
+        if not job.is_greedy and any(len(o.outputs[0].logprobs) != len(o.outputs[0].token_ids) for o in outputs):
+            raise RuntimeError("there are tokens without a logprob")
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     def run(workload: Workload) -> Run:
