@@ -15,8 +15,13 @@ VOCAB = 48
 STOP = 1
 
 
-def random_model(seed: int = 0, *, num_kv_heads: int = 2, scale: float = 0.15) -> Transformer:
-    """A two-layer Llama with weights large enough that its distributions are far from uniform."""
+def random_model(
+    seed: int = 0, *, num_kv_heads: int = 2, head_dim: int = 8, max_positions: int = 160, scale: float = 0.15
+) -> Transformer:
+    """A two-layer Llama with weights large enough that its distributions are far from uniform.
+
+    Heads narrower than 16, as these are by default, are attended over the whole length, wider ones by buckets of it.
+    """
     config = TransformerConfig(
         family="llama",
         vocab_size=VOCAB,
@@ -25,8 +30,8 @@ def random_model(seed: int = 0, *, num_kv_heads: int = 2, scale: float = 0.15) -
         num_layers=2,
         num_heads=4,
         num_kv_heads=num_kv_heads,
-        head_dim=8,
-        max_positions=160,
+        head_dim=head_dim,
+        max_positions=max_positions,
         tie_embeddings=False,
     )
     model = Transformer(config)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_kit import assert_same_bits, drain, new_engine, random_model, requests, run
+from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, requests, run
 
 from slipstream.generator.kv_cache import DecodeAttention, SlotKV
+from slipstream.generator.requests import Request
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
@@ -43,6 +44,18 @@ def test_others_joining_and_leaving_change_nothing(num_threads: int) -> None:
     assert joined.keys() == alone.keys()
     for key, completion in alone.items():
         assert_same_bits(joined[key], completion)
+
+
+def test_length_buckets_of_the_company_change_nothing(num_threads: int) -> None:
+    """Heads wide enough for buckets; sequences that pass the ends of several, beside short and long ones."""
+    model = random_model(head_dim=16, max_positions=320)
+    lengths = [30, 31, 32, 33, 63, 64, 95, 126, 127, 128, 129, 159, 250]
+    batch = [Request(i, 0, random_prompt(n, seed=i), max_new_tokens=8) for i, n in enumerate(lengths)]
+    longest = Request(99, 0, random_prompt(2), max_new_tokens=300)
+    crowd = run(new_engine(model, max_len=320, stop_token_ids=[]), [longest, *batch])
+    for request in [longest, *batch]:
+        alone = run(new_engine(model, max_len=320, stop_token_ids=[]), [request])
+        assert_same_bits(alone[request.ordinal, 0], crowd[request.ordinal, 0])
 
 
 def test_gemm_rows_are_stable_at_multiples_of_eight(num_threads: int) -> None:

@@ -36,7 +36,7 @@ SIZES: dict[str, object] = {
 }
 
 
-def hf_model(family: str, seed: int = 0) -> PreTrainedModel:
+def hf_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     torch.manual_seed(seed)
     classes: dict[str, tuple[type, type]] = {
         "llama": (LlamaConfig, LlamaForCausalLM),
@@ -45,7 +45,7 @@ def hf_model(family: str, seed: int = 0) -> PreTrainedModel:
     }
     config_class, model_class = classes[family]
     extra = {"head_dim": 8} if family == "qwen3" else {}
-    model: PreTrainedModel = model_class(config_class(**SIZES, **extra)).float().eval()
+    model: PreTrainedModel = model_class(config_class(**(SIZES | extra | changes))).float().eval()
     return model
 
 
@@ -70,6 +70,23 @@ def test_greedy_ids_and_logprobs(family: str, prefill_chunk: int, tmp_path: Path
         assert completion.tokens.tolist() == expected[ids.shape[1] :].tolist()
         logprobs = torch.log_softmax(logits, -1)[ids.shape[1] - 1 : -1]
         scores = logprobs.gather(1, expected[ids.shape[1] :, None])[:, 0].numpy()
+        assert np.abs(scores - completion.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("prefill_chunk", [512, 40])
+def test_logprobs_in_every_length_bucket(prefill_chunk: int, tmp_path: Path) -> None:
+    """Heads wide enough for buckets of 32 positions; decoded and prefilled up to 300, past two blocks of 128."""
+    reference = hf_model("qwen3", hidden_size=64, head_dim=16, max_position_embeddings=320, initializer_range=0.1)
+    reference.save_pretrained(tmp_path)
+    engine = new_engine(load_model(tmp_path), max_len=320, stop_token_ids=[], prefill_chunk=prefill_chunk)
+    lengths = [1, 31, 32, 33, 64, 100, 127, 128, 129, 200, 256, 290]
+    batch = [Request(i, 0, random_prompt(n, seed=i), max_new_tokens=10) for i, n in enumerate(lengths)]
+    for completion in run(engine, [*batch, Request(99, 0, random_prompt(2), max_new_tokens=300)]).values():
+        num_prompt = len(completion.request.prompt_tokens)
+        ids = torch.from_numpy(np.concatenate([completion.request.prompt_tokens, completion.tokens]).astype(np.int64))
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(reference(ids[None]).logits[0].double(), -1)[num_prompt - 1 : -1]
+        scores = logprobs.gather(1, ids[num_prompt:, None])[:, 0].numpy()
         assert np.abs(scores - completion.logprobs).max() < 1e-4
 
 

@@ -117,6 +117,22 @@ def test_of_equals_at_a_boundary_the_lower_ids_stay() -> None:
     assert sets_of(sample(even, np.array([0.5]), top_k=8, min_p=1.0, keep=True)) == [list(range(8))]
 
 
+def test_the_last_tokens_of_a_vocabulary_that_ends_within_a_block_count_once() -> None:
+    logits = random_logits(4, 60 * BLOCK + 5, seed=2, scale=1.0)
+    logits[:, -2:] = torch.tensor([9.0, 10.0])
+    sampled = sample(logits, np.linspace(0.01, 0.99, 4), top_k=4, keep=True)
+    expected = torch.topk(logits.double(), 4)
+    assert sets_of(sampled) == [sorted(row) for row in expected.indices.tolist()]
+    totals = expected.values.logsumexp(-1)
+    assert (sampled.logprobs - (logits.gather(1, sampled.tokens[:, None])[:, 0] - totals)).abs().max() < 1e-6
+
+
+def test_without_top_p_even_the_rarest_candidates_stay() -> None:
+    """Of a share that no float64 sum of all of them shows."""
+    logits = torch.tensor([[0.0, -50.0, -60.0, -70.0]])
+    assert sets_of(sample(logits, np.array([0.5]), top_k=3, keep=True)) == [[0, 1, 2]]
+
+
 def test_the_likeliest_token_always_stays() -> None:
     logits = random_logits(8, 40, seed=7)
     for cut in ({"top_p": 1e-6}, {"min_p": 1.0}, {"top_p": 1e-6, "min_p": 1.0}):
