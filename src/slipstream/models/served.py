@@ -242,6 +242,7 @@ class ServedWeights:
             self._arrived: Tensor | None = None  # whose bytes lie in `_arrival`
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()  # whoever had the buffer's memory before may be reading it until here
 
     def _copy_in(self, flat: Tensor) -> None:
         source = flat

@@ -1,0 +1,21 @@
+"""The kernels compile for GPUs, which takes none: what `triton_on_cpu.py` interprets is a program for them, too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    """In the precisions and head sizes there are, within the shared memory there is."""
+    script = Path(__file__).with_name("triton_for_gpus.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr

@@ -1,0 +1,186 @@
+"""The decode step and served weights on tensors that only say they lie on CUDA: devices, types and layouts are checked.
+
+`FakeTensorMode` applies an operator's rules, those for CUDA here, and computes nothing. It refuses what a capture does:
+looking at a value from the host. `NoCopies` refuses what is left, bringing values of the host's along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slipstream.core.sections import Precision
+from slipstream.generator.native import move_but_linear
+from slipstream.generator.paged_runner import PagedRunner
+from slipstream.generator.sampler import SamplingPlan
+from slipstream.models.config import TransformerConfig
+from slipstream.models.products import DenseProduct, Fp8Product, WideProduct
+from slipstream.models.quantized import FP8, WeightLayout
+from slipstream.models.served import ServedWeights
+from slipstream.models.transformer import Transformer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # by deepcopy
+
+CUDA = torch.device("cuda", 0)
+CONFIG = TransformerConfig(
+    family="llama",
+    vocab_size=2050,  # more than the sampler reads at once, and no whole number of its blocks
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=512,
+    tie_embeddings=False,
+)
+CONFIGS = {
+    "llama": CONFIG,
+    "qwen2": replace(CONFIG, family="qwen2", qkv_bias=True, tie_embeddings=True),
+    "gpt2": replace(
+        CONFIG,
+        family="gpt2",
+        layer_norm=True,
+        num_kv_heads=4,
+        rotary_fraction=0.0,
+        gated_mlp=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        activation="gelu_tanh",
+        tie_embeddings=True,
+    ),
+}
+PLANS = (
+    SamplingPlan(),
+    SamplingPlan(has_greedy=True, all_greedy=True),
+    SamplingPlan(has_greedy=True, has_temperature=True, truncates=True, has_whole=True),
+    SamplingPlan(has_temperature=True, truncates=True, has_whole=False, num_candidates=8, num_kept=8),
+)
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses operations on values that lie elsewhere than on CUDA, single numbers excepted, and moves to there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs or {}, out)):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.device.type != "cuda":
+                raise AssertionError(f"{func} touches a tensor on {tensor.device}")
+        return out
+
+
+def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """`x[index]` by operators: Python's own indexing looks for a CUDA library first, which CPU builds have not."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
+        place = items.index(Ellipsis)
+        missing = x.ndim - sum(item is not None for item in items) + 1
+        items[place : place + 1] = [slice(None)] * missing
+    axis = 0
+    for item in items:
+        if item is None:
+            x = x.unsqueeze(axis)
+        elif isinstance(item, slice):
+            x = torch.ops.aten.slice.Tensor(x, axis, item.start, item.stop, item.step or 1)
+        elif isinstance(item, int):
+            x, axis = x.select(axis, item), axis - 1
+        else:
+            x = torch.ops.aten.index.Tensor(x, [None] * axis + [item])
+        axis += 1
+    return x
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Hopper, as far as tensors can tell. What a CPU build of torch refuses even so is replaced."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(ServedWeights, "_bring", lambda self, flat: setattr(self, "_arrived", flat))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: SimpleNamespace(numpy=lambda: None, shape=self.shape))
+    monkeypatch.setattr(torch.Tensor, "__getitem__", indexed)
+    monkeypatch.setattr(torch.Tensor, "__invert__", lambda self: torch.bitwise_not(self))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: (source.expand(self.shape), self)[1])
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield
+
+
+def served_model(config: TransformerConfig, precision: Precision) -> tuple[Transformer, ServedWeights]:
+    model = Transformer(config)
+    flat = torch.zeros(WeightLayout(model, precision).num_bytes, dtype=torch.uint8)
+    move_but_linear(model, CUDA)
+    return model, ServedWeights(model, precision, flat=flat)
+
+
+def attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, lengths: torch.Tensor
+) -> Any:
+    """In the place of the kernels, which `test_paged_attention.py` compiles: what they ask of their arguments."""
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert q.stride(-1) == blocks.stride(-1) == lengths.stride(-1) == 1
+    assert (blocks.dtype, lengths.dtype) == (torch.int32, torch.int64)
+    assert {x.device for x in (q, keys, values, blocks, lengths)} == {CUDA}
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_step_stays_on_the_device(family: str, precision: Precision, cuda: None) -> None:
+    """From tokens to sampled tokens, for every kind of plan: nothing in it needs the host."""
+    model, weights = served_model(CONFIGS[family], precision)
+    wide = torch.float32 if precision == "float32" else torch.bfloat16
+    assert {(p.device, p.dtype) for p in model.parameters()} == {(CUDA, wide)}
+    runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, captures=False)
+    assert (runner._kv.keys.device, runner._kv.keys.dtype) == (CUDA, wide)
+    for version in (weights.flat, torch.zeros_like(weights.flat)):
+        weights.prepare(version)
+        weights.rebind(version)
+        for plan in PLANS:
+            with NoCopies():
+                out = runner._step(runner._shape(3, 300, plan))
+            assert (out.shape, out.dtype, out.device) == ((4, 2 + plan.num_kept), torch.int32, CUDA)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_fp8_matrices_are_multiplied_as_they_are(family: str, cuda: None) -> None:
+    model, weights = served_model(CONFIGS[family], "fp8")
+    weights.prepare(torch.zeros_like(weights.flat))
+    for served in (model, weights.prepared_model):
+        products = [
+            module.product for layer in served.layers for module in (layer.qkv, layer.output, layer.up, layer.down)
+        ]
+        assert all(isinstance(p, Fp8Product) and p._weight.dtype == FP8 for p in products)
+        assert isinstance(served.served_head, WideProduct)
+        logits = served.logits(torch.empty(3, 32, dtype=torch.bfloat16, device=CUDA))
+        assert (logits.shape, logits.dtype) == ((3, 2050), torch.float32)
+
+
+def test_sizes_that_fp8_cannot_multiply_are_bfloat16(cuda: None) -> None:
+    model, _ = served_model(replace(CONFIG, intermediate_size=40), "fp8")
+    assert model.layers[0].qkv.product._weight.dtype == FP8
+    assert model.layers[0].down.product._weight.dtype == torch.bfloat16
+    out = model.layers[0].mlp(torch.empty(3, 32, dtype=torch.bfloat16, device=CUDA))
+    assert (out.shape, out.dtype) == ((3, 32), torch.bfloat16)
+
+
+def test_what_these_tests_refuse(cuda: None) -> None:
+    """The oracle itself: it knows a look from the host, and a copy to the device."""
+    x = torch.empty(3, device=CUDA)
+    with pytest.raises(DataDependentOutputException):
+        x.sum().item()
+    with pytest.raises(AssertionError, match="cpu"), NoCopies():
+        torch.zeros(3).to(CUDA)
+    with NoCopies():
+        assert torch.where(x > 0, 1.0, x).device == CUDA
+    assert isinstance(DenseProduct(torch.empty(4, 3, device=CUDA))(x[None]), torch.Tensor)
