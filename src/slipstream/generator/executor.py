@@ -200,6 +200,8 @@ class Generator(Executor):
         """Commit a staged version where the mode allows it: at once in flight, or when no completion would span it."""
         version = self.weights.pending_version
         if version is None:
+            if self.spans.state is not None and not self.engine.num_live:
+                self._resume([])  # what was drained for gave way to a newer version, which may have failed to arrive
             return False
         if not self.backend.may_swap:
             self._resume([])  # an evaluation came while completions were being drained: it needs admission

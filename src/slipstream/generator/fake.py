@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.types import VersionSpan
-from slipstream.generator.requests import Finished, Request, Resume, check_request, extended_spans
+from slipstream.generator.requests import Finished, KvOnUpdate, Request, Resume, check_request, extended_spans
 
 Script = Callable[[Request], Sequence[int]]
 
@@ -109,7 +109,13 @@ class ScriptedGenerator:
         self._playing = still_playing
         return finished
 
-    def set_version(self, version: int, *, recompute_kv: bool = False) -> None:  # noqa: ARG002 - there is no KV
+    def set_version(
+        self,
+        version: int,
+        *,
+        kv_on_update: KvOnUpdate = "keep",  # noqa: ARG002 - there is no KV
+        max_kv_age: int = 0,  # noqa: ARG002
+    ) -> None:
         """Tokens from here on are stamped with `version`."""
         self.version = version
         for playing in self._playing:

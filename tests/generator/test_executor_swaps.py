@@ -1,0 +1,315 @@
+"""The generator's executor and new versions: when it pauses, drains, cuts, commits and goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.core.clock import VirtualClock
+from slipstream.core.config import RunConfig
+from slipstream.core.executor import Context, Swap
+from slipstream.core.types import Admit, Completion, CompletionFinished, Evaluate, Message, Prompt, Swapped, VersionSpan
+from slipstream.generator.backend import Pin
+from slipstream.generator.executor import Generator
+from slipstream.generator.fake import ScriptedGenerator
+from slipstream.generator.requests import GenerationEngine, KvOnUpdate, StateSpans
+
+MAX_LEN = 24
+
+
+class Queue:
+    """A channel's two ends."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+
+    def put(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def get_nowait(self) -> Message | None:
+        return self.messages.popleft() if self.messages else None
+
+
+class NoSpans:
+    def span(self, state: str, **args: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def instant(self, name: str, **args: Any) -> None: ...
+
+    def set_idle_state(self, state: str) -> None: ...
+
+
+class Subscriber:
+    """Versions are pending, are lost, or vanish at commit when the test says so."""
+
+    def __init__(self) -> None:
+        self.pending_version: int | None = None
+        self.vanishes = False
+
+    def open(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def poll(self) -> bool:
+        return False
+
+    def commit(self) -> Swap | None:
+        version, self.pending_version = self.pending_version, None
+        return None if version is None or self.vanishes else Swap(version, 0.1, 0.01, 0.0)
+
+    def wait_fds(self) -> list[int]:
+        return []
+
+    def close(self) -> None: ...
+
+
+class Recorded(ScriptedGenerator):
+    """Notes how versions are set and what is submitted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.swaps: list[tuple[int, str, int]] = []
+        self.requests: list[Any] = []
+
+    def submit(self, requests: Any) -> None:
+        self.requests.extend(requests)
+        super().submit(requests)
+
+    def set_version(self, version: int, *, kv_on_update: KvOnUpdate = "keep", max_kv_age: int = 0) -> None:
+        self.swaps.append((version, kv_on_update, max_kv_age))
+        super().set_version(version)
+
+
+class ScriptedBackend:
+    """Completions of 6 tokens and more: sample s has 6 + 4 s; two slots."""
+
+    weights: Any = None
+    probes_prepared = False
+    idle_state = "wait_trainer"
+    max_len = MAX_LEN
+
+    def __init__(self) -> None:
+        self.may_swap = True
+        self.engine: Any = self.new_engine()
+
+    def new_engine(self) -> GenerationEngine:
+        clock = VirtualClock()
+        return Recorded(lambda r: list(range(10, 16 + 4 * r.sample)), num_slots=2, max_len=MAX_LEN, clock=clock)
+
+    def probe(self, tokens: np.ndarray) -> np.ndarray:
+        return np.zeros(len(tokens) - 1, dtype=np.float32)
+
+    def pin(self) -> Pin:
+        return Pin(self.engine.version)
+
+    def unpin(self, pin: Pin) -> None: ...
+
+    def evaluation_engine(self, pin: Pin, spans: StateSpans) -> GenerationEngine:
+        self.evaluation = self.new_engine()
+        return self.evaluation
+
+    def has_work(self) -> bool:
+        return not self.engine.is_idle
+
+    def wait_fds(self) -> list[int]:
+        return []
+
+    def wait_s(self) -> float | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+class Node:
+    """A generator with its ports."""
+
+    def __init__(self, tmp_path: Path, **settings: Any) -> None:
+        generator = {"max_new_tokens": 20, **settings.pop("generator", {})}
+        sections = {"prompts": {"tasks": [{"name": "chain_sum"}]}, "completions_per_group": 4, "generator": generator}
+        config = RunConfig.model_validate(sections | settings)
+        self.backend, self.weights = ScriptedBackend(), Subscriber()
+        self.commands, self.completions, self.events = Queue(), Queue(), Queue()
+        self.generator = Generator(config=config)
+        self.generator._build_backend = lambda: self.backend  # type: ignore[method-assign]
+        self.generator.init(
+            Context(
+                name="generator",
+                run_dir=tmp_path,
+                inputs={"commands": self.commands},
+                outputs={"completions": self.completions, "events": self.events},
+                spans=NoSpans(),
+                clock=VirtualClock(),
+                subscriber=self.weights,
+            )
+        )
+
+    @property
+    def engine(self) -> Recorded:
+        engine = self.backend.engine
+        assert isinstance(engine, Recorded)
+        return engine
+
+    def admit(self, ordinal: int, num_samples: int, num_prompt: int = 3) -> None:
+        self.commands.put(Admit(ordinal=ordinal, replica=0, prompt=prompt(num_prompt), num_samples=num_samples))
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.generator.step()
+
+    def finished(self) -> dict[tuple[int, int], Completion]:
+        return {(m.ordinal, m.sample): m for m in self.completions.messages if isinstance(m, Completion)}
+
+    def swapped(self) -> list[int]:
+        return [message.version for message in self.events.messages if isinstance(message, Swapped)]
+
+
+def prompt(num_tokens: int) -> Prompt:
+    return Prompt(prompt_id="p", text="x" * num_tokens, tokens=np.arange(num_tokens, dtype=np.int32), task="chain_sum")
+
+
+@pytest.fixture
+def num_threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def at(tmp_path: Path, num_threads: int) -> Path:
+    return tmp_path
+
+
+BETWEEN: dict[str, Any] = {"weight_update": "between_batches", "max_staleness": 2}
+
+
+def spans(completion: Completion) -> list[tuple[int, int]]:
+    return [(span.start, span.version) for segment in completion.segments for span in segment.version_spans]
+
+
+def test_in_flight_a_version_is_committed_at_once_with_the_policy_for_old_keys(at: Path) -> None:
+    node = Node(at, weight_update="in_flight", generator={"kv_on_update": "recompute_if_older_than", "max_kv_age": 3})
+    node.admit(0, 1)
+    node.steps(2)
+    node.weights.pending_version = 1
+    node.steps(4)
+    assert node.engine.swaps == [(1, "recompute_if_older_than", 3)]
+    assert node.swapped() == [1]
+    assert spans(node.finished()[0, 0]) == [(0, 0), (2, 1)]
+
+
+def test_between_batches_nothing_starts_until_all_that_has_begun_is_done(at: Path) -> None:
+    node = Node(at, **BETWEEN)
+    node.admit(0, 3)
+    node.steps(2)
+    node.weights.pending_version = 1
+    node.steps(8)  # sample 0 ends after 6 tokens, sample 1 after 10; sample 2 may not take the free slot
+    assert sorted(node.finished()) == [(0, 0), (0, 1)]
+    assert node.swapped() == []
+    node.steps(1)
+    assert node.swapped() == [1]
+    node.steps(14)
+    assert {key: spans(each) for key, each in node.finished().items()} == {
+        (0, 0): [(0, 0)],
+        (0, 1): [(0, 0)],
+        (0, 2): [(0, 1)],
+    }
+
+
+def test_stragglers_are_cut_after_so_many_steps_and_go_on_under_the_new_version(at: Path) -> None:
+    node = Node(at, **BETWEEN, generator={"segment_tokens": 3})
+    node.admit(0, 3)
+    node.steps(2)
+    for version, num_more in ((1, 3), (2, 3)):
+        node.weights.pending_version = version
+        node.steps(num_more)
+        assert node.swapped() == list(range(1, version))  # three steps of draining, and then
+        node.steps(1)
+        assert node.swapped() == list(range(1, version + 1))
+    node.steps(20)
+    found = node.finished()
+    assert sorted(found) == [(0, 0), (0, 1), (0, 2)]
+    assert spans(found[0, 1]) == [(0, 0), (5, 1), (9, 2)]
+    assert found[0, 1].tokens.tolist() == list(range(10, 20))
+    assert [each.sample for each in node.engine.requests] == [0, 1, 2, 0, 1, 1]
+
+
+@pytest.mark.parametrize("segment_tokens", [None, 2])
+def test_a_version_that_is_gone_when_it_should_be_committed_changes_nothing(
+    at: Path, segment_tokens: int | None
+) -> None:
+    node = Node(at, **BETWEEN, generator={"segment_tokens": segment_tokens})
+    node.admit(0, 3)
+    node.steps(2)
+    node.weights.pending_version, node.weights.vanishes = 1, True
+    node.steps(30)
+    assert node.swapped() == []
+    assert node.engine.swaps == []
+    assert {key: spans(each) for key, each in node.finished().items()} == {(0, s): [(0, 0)] for s in range(3)}
+
+
+def test_a_version_that_is_lost_while_others_drain_for_it_stops_nobody(at: Path) -> None:
+    """A newer one takes its place and fails in transfer: nothing is pending any more, and nobody will say so."""
+    node = Node(at, **BETWEEN)
+    node.admit(0, 3)
+    node.steps(2)
+    node.weights.pending_version = 1
+    node.steps(2)
+    node.weights.pending_version = None
+    node.steps(30)
+    assert sorted(node.finished()) == [(0, 0), (0, 1), (0, 2)]
+    assert node.generator.spans.state is None
+    node.admit(1, 1)
+    node.weights.pending_version = 2
+    node.steps(20)
+    assert node.swapped() == [2]
+    assert spans(node.finished()[1, 0])[-1][1] in (0, 2)
+
+
+def test_a_drain_gives_way_to_an_evaluation_that_keeps_the_old_version(at: Path) -> None:
+    """A backend of one version only; what it drains counts anew afterwards."""
+    node = Node(at, **BETWEEN, generator={"segment_tokens": 3})
+    node.admit(0, 2)
+    node.steps(2)
+    node.weights.pending_version = 1
+    node.steps(2)
+    node.backend.may_swap = False
+    node.steps(2)
+    assert (node.swapped(), node.generator.spans.state) == ([], None)
+    node.backend.may_swap = True
+    node.steps(3)
+    assert node.swapped() == []
+    node.steps(1)
+    assert node.swapped() == [1]
+
+
+def test_cuts_and_limits_are_for_training_only(at: Path) -> None:
+    cuts = {"top_k": 4, "top_p": 0.9, "min_p": 0.05, "keep_sets": True, "time_limit_s": 9.0}
+    node = Node(at, generator=cuts)
+    node.admit(0, 5)  # one more than a group: a greedy baseline
+    node.commands.put(Evaluate(eval_id=1, prompts=(prompt(3),), temperature=0.6))
+    node.steps(3)
+    train, baseline = node.engine.requests[0], node.engine.requests[4]
+    [evaluation] = node.backend.evaluation.requests  # type: ignore[attr-defined]
+
+    def cut(request: Any) -> tuple[Any, ...]:
+        return request.temperature, request.top_k, request.top_p, request.min_p, request.keep_sets, request.time_limit_s
+
+    assert cut(train) == (1.0, 4, 0.9, 0.05, True, 9.0)
+    assert cut(baseline) == (0.0, 0, 1.0, 0.0, False, 9.0)
+    assert cut(evaluation) == (0.6, 0, 1.0, 0.0, False, None)
+    assert (train.stream, baseline.stream, evaluation.stream) == (0, 0, 1)
+
+
+def test_a_completion_has_no_more_tokens_than_there_is_room_for(at: Path) -> None:
+    node = Node(at)
+    node.admit(0, 1, num_prompt=MAX_LEN - 4)
+    node.steps(5)
+    [completion] = node.finished().values()
+    assert (completion.num_tokens, completion.finish_reason) == (4, "length")
+    assert completion.segments[0].version_spans == (VersionSpan(start=0, version=0),)
+    assert any(isinstance(message, CompletionFinished) for message in node.events.messages)
