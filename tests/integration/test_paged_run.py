@@ -49,6 +49,12 @@ def paged_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[PagedRunner]:
     return runners
 
 
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_run_in_pages_with_weights_in_place(tiny, tmp_path, paged_on_a_cpu, precision) -> None:
     overrides = tiny | SYNCHRONOUS | {"host": "inline", "eval": EVALUATED}
@@ -73,7 +79,7 @@ def test_a_run_in_pages_with_weights_in_place(tiny, tmp_path, paged_on_a_cpu, pr
 @pytest.mark.parametrize(
     ("precision", "host"), [("float32", "inline"), ("bfloat16", "inline"), ("bfloat16", "process")]
 )
-def test_a_run_on_a_gpu(tiny, tmp_path, precision, host) -> None:
+def test_a_run_on_a_gpu(gpu, tiny, tmp_path, precision, host) -> None:
     """Versions reach the GPU as they were trained: their logprobs are the trainer's, up to the precision."""
     overrides = tiny | SYNCHRONOUS | {"host": host, "eval": EVALUATED}
     overrides["generator"] = tiny["generator"] | {"precision": precision, "device": "cuda"}
@@ -91,7 +97,7 @@ def test_a_run_on_a_gpu(tiny, tmp_path, precision, host) -> None:
 
 
 @pytest.mark.gpu
-def test_versions_are_swapped_in_while_a_gpu_decodes(tiny, tmp_path) -> None:
+def test_versions_are_swapped_in_while_a_gpu_decodes(gpu, tiny, tmp_path) -> None:
     """Staged and probed by a thread beside captured steps, with 19 pages for 16 rows of up to 2."""
     overrides = tiny | {"steps": 8, "eval": EVALUATED}
     overrides["generator"] = tiny["generator"] | {"precision": "bfloat16", "device": "cuda:0", "kv_cache_gb": 8e-5}
@@ -101,7 +107,7 @@ def test_versions_are_swapped_in_while_a_gpu_decodes(tiny, tmp_path) -> None:
 
 
 @pytest.mark.gpu
-def test_fp8_on_a_gpu_that_has_it(tiny, tmp_path) -> None:
+def test_fp8_on_a_gpu_that_has_it(gpu, tiny, tmp_path) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not multiply fp8")
     overrides = tiny | SYNCHRONOUS | {"host": "inline"}
