@@ -43,17 +43,42 @@ def test_rows_are_given_back_oldest_first_whatever_row_they_had() -> None:
         assert np.array_equal(each.tokens, undisturbed[each.ordinal, 0].tokens)
 
 
+def test_the_youngest_leave_first() -> None:
+    engine = new_engine(random_model(), num_slots=2, stop_token_ids=[], prefill_chunk=8, prefill_tokens=1)
+    engine.submit([request(0, 5, 30), request(1, 40, 30)])
+    while engine.num_waiting:
+        engine.step()
+    engine.preempt(1)
+    for _ in range(3):  # of six that its prefill takes
+        assert engine.step() == []
+    old, young = (each.resume for each in engine.export_live())
+    assert old is not None
+    assert young is not None
+    assert len(young.tokens) == 1
+    assert len(old.tokens) > 3 + len(young.tokens)
+
+
+def test_what_was_begun_elsewhere_goes_before_what_has_not_started() -> None:
+    elsewhere = new_engine(random_model(), stop_token_ids=[])
+    elsewhere.submit([request(7, 5, 3), request(8, 5, 3)])
+    elsewhere.step()
+    engine = new_engine(random_model(), num_slots=1, stop_token_ids=[])
+    engine.submit([request(0, 5, 2)])
+    engine.submit([request(1, 5, 2), *elsewhere.export_live()])
+    assert list(drain(engine)) == [(7, 0), (8, 0), (0, 0), (1, 0)]
+
+
 def test_what_was_preempted_drains_before_what_was_begun_elsewhere() -> None:
     """A paused engine takes none of the latter, and they do not stand in the way."""
     elsewhere = new_engine(random_model(), stop_token_ids=[])
     elsewhere.submit([request(7, 5, 9)])
     elsewhere.step()
-    engine = new_engine(random_model(), num_slots=2, stop_token_ids=[])
-    engine.submit([request(0, 5, 3), request(1, 5, 3), request(2, 5, 3)])
+    engine = new_engine(random_model(), num_slots=3, stop_token_ids=[])
+    engine.submit([request(0, 5, 3), request(1, 5, 3)])
     engine.step()
     engine.pause_admission(True)
     engine.preempt(1)
-    engine.submit(elsewhere.export_live())
+    engine.submit([request(2, 5, 3), *elsewhere.export_live()])
     assert (engine.num_live, engine.num_waiting) == (2, 2)
     assert ordinals([*engine.step(), *engine.step()]) == [0, 1]
     assert (engine.num_live, engine.num_waiting) == (0, 2)
@@ -127,6 +152,7 @@ def test_a_shortage_lasts_until_a_row_is_given_back() -> None:
             assert engine.num_free_rows == 1
         found = drain(engine)
         assert engine.stats.preemptions <= 3
+        assert engine.stats.prefilled_tokens <= 3 * 9 + (3 + is_disturbed) * 38
         assert all(np.array_equal(found[key].tokens, each.tokens) for key, each in texts.items())
 
 

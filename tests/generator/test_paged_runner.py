@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,21 @@ def test_the_same_texts_as_dense_slots(num_kv_heads: int) -> None:
         if completion.kept is not None and found[key].kept is not None:
             for left, right in zip(as_rows(found[key].kept), as_rows(completion.kept), strict=True):
                 assert np.array_equal(left, right)
+
+
+@pytest.mark.parametrize("make", [new_engine, paged_engine])
+def test_rows_that_join_are_sampled_in_their_own_way(make: Callable[..., Engine]) -> None:
+    """Each joins while the others go on, so that nothing but its coming says that there is a new way."""
+    model = random_model()
+    batch = [replace(request, max_new_tokens=20) for request in MIXED[:5]]
+    engine = make(model, stop_token_ids=[])
+    for request in batch:
+        engine.submit([request])
+        assert engine.step() == []
+    found = drain(engine)
+    for request in batch:
+        alone = run(new_engine(model, stop_token_ids=[]), [request])
+        assert_same_texts({key: found[key] for key in alone}, alone)
 
 
 @pytest.mark.parametrize("num_pages", [9, 14, 30])

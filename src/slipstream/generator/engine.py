@@ -154,7 +154,6 @@ class Engine:
         self._clock = clock if clock is not None else WallClock()
         self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
         self._is_paused = False
-        self._is_short = False  # of memory: nothing is admitted until a row is given back
         self._waiting: deque[_Waiting] = deque()  # those that were live here, then resumed ones, then new ones
         self._num_left = 0  # waiting requests that were live here
         self._num_starts = 0
@@ -254,7 +253,6 @@ class Engine:
 
     def _close(self, rows: list[int]) -> None:
         self._runner.close_rows(rows)
-        self._is_short &= not rows
         self._rows.is_live[rows] = False
         for row in rows:
             self._rows.live[row] = None
@@ -308,7 +306,7 @@ class Engine:
         line always gets on by a chunk, so nobody waits for ever.
         """
         is_any_live = bool(self._rows.is_live.any())
-        if not self._waiting or self._is_short or (self._is_paused and not self._num_left):
+        if not self._waiting or (self._is_paused and not self._num_left):
             return
         free = np.flatnonzero(~self._rows.is_live).tolist()
         if not free:
@@ -440,7 +438,10 @@ class Engine:
     # Decoding
 
     def _make_room(self) -> None:
-        """Give every live row room for one more token: what the prefix table holds first, then the youngest rows."""
+        """Give every live row room for one more token: what the prefix table holds first, then the youngest rows.
+
+        One that leaves is the first in line and finds no memory, and lets nobody pass, until a row gives some back.
+        """
         while self._runner.rows_without_room():
             num_live = int(np.count_nonzero(self._rows.is_live))
             if self._prefixes.evict((), even_wanted=num_live == 1):
@@ -449,7 +450,6 @@ class Engine:
                 raise self._no_room()
             self.stats.preemptions += 1
             self.preempt(1)
-            self._is_short = True
 
     def _no_room(self) -> ConfigError:
         return ConfigError(
