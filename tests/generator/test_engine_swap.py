@@ -10,6 +10,7 @@ from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.requests import Request
 from slipstream.models.attention import PackedAttention
+from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
 
 
@@ -50,6 +51,30 @@ def test_swap_to_identical_weights_changes_no_bit() -> None:
     for key, completion in uninterrupted.items():
         assert_same_bits(swapped[key], completion)
         assert swapped[key].version_spans == (VersionSpan(start=0, version=0), VersionSpan(start=10, version=1))
+
+
+def test_a_version_that_is_staged_and_refused_changes_no_bit() -> None:
+    """What weight sync does while it stages, and when the probe disagrees: the old weights are back before a step."""
+    batch = requests(3, 3)
+    undisturbed = run(new_engine(random_model(0)), batch)
+    model = random_model(0)
+    weights, newer = (ServedWeights(each, "float32") for each in (model, random_model(1)))
+    old, new = weights.flat, newer.flat
+    engine = new_engine(model)
+    engine.submit(batch)
+    finished = {}
+    for step in range(12):
+        if step % 4 == 0:
+            weights.prepare(new)
+        if step % 4 == 2:
+            weights.rebind(new)
+            weights.rebind(old)
+        finished |= {(each.ordinal, each.sample): each for each in engine.step()}
+    finished |= drain(engine)
+    assert finished.keys() == undisturbed.keys()
+    for key, completion in undisturbed.items():
+        assert_same_bits(finished[key], completion)
+        assert finished[key].version_spans == (VersionSpan(start=0, version=0),)
 
 
 def test_recompute_equals_a_fresh_prefill_under_the_new_weights() -> None:
