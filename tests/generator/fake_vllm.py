@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -78,6 +79,8 @@ class FakeLLM:
     async def outputs(self) -> None:
         while True:
             request, token, logprob, reason = await self.queue.get()
+            if FAKE.get("slow_outputs"):
+                await asyncio.sleep(2 * STEP_S)
             request.outputs.put_nowait((token, logprob, reason))
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
@@ -186,6 +189,8 @@ class KeepingLLM(PausingLLM):
 def make(spec: Any) -> Any:
     if FAKE.get("cannot_start"):
         raise RuntimeError("no memory for the cache")
+    if FAKE.get("has_child"):
+        subprocess.Popen(["sleep", "600"])
     if FAKE.get("never_starts"):
         import time
 
@@ -196,8 +201,21 @@ def make(spec: Any) -> Any:
     return llm, "0.0-fake", sampling, worker.reload_from(llm)
 
 
+def spoiled(frame: Any) -> Any:
+    """A frame as a worker that is out of step, or out of its mind, would send it."""
+    if FAKE.get("answers_others") and isinstance(frame, worker.protocol.Updated):
+        return worker.protocol.Updated(push=frame.push - 1, pause_s=frame.pause_s)
+    if FAKE.get("answers_others") and isinstance(frame, worker.protocol.Probed):
+        return worker.protocol.Probed(id=frame.id - 1, logprobs=frame.logprobs)
+    return frame
+
+
 if __name__ == "__main__":
-    if FAKE.get("talks_nonsense"):
-        real = worker.protocol.encode
-        worker.protocol.encode = lambda frame: b"\x93\x01" if isinstance(frame, worker.protocol.Tokens) else real(frame)
+    real = worker.protocol.encode
+
+    def encode(frame: Any) -> bytes:
+        is_nonsense = FAKE.get("talks_nonsense") and isinstance(frame, worker.protocol.Tokens)
+        return b"\x93\x01" if is_nonsense else real(spoiled(frame))
+
+    worker.protocol.encode = encode
     worker.main(sys.argv[1], make)

@@ -126,17 +126,28 @@ def by_key(finished: list[Finished]) -> dict[tuple[int, int], Finished]:
     return {(item.ordinal, item.sample): item for item in finished}
 
 
-def forced_logprobs(model: Transformer, item: Finished, *, top_k: int = 0) -> np.ndarray:
-    """float32 [T]: what our model gives the completion's tokens, at its temperature, among the `top_k` likeliest."""
-    tokens = torch.from_numpy(np.concatenate([item.request.prompt_tokens, item.tokens]).astype(np.int64))
-    start = len(item.request.prompt_tokens)
+def forced_logprobs(model: Transformer, item: Finished) -> np.ndarray:
+    """float32 [T]: what our model gives the completion's tokens, at its temperature and over what its cuts leave."""
+    request = item.request
+    tokens = torch.from_numpy(np.concatenate([request.prompt_tokens, item.tokens]).astype(np.int64))
+    start = len(request.prompt_tokens)
     with torch.no_grad():
-        logits = all_logits(model, tokens)[start - 1 : -1] / item.request.temperature
-        if top_k:
-            least = logits.topk(top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        logprobs = torch.log_softmax(logits, dim=-1)
+        logits = all_logits(model, tokens)[start - 1 : -1] / request.temperature
+        logprobs = torch.log_softmax(cut(logits, request), dim=-1)
     return logprobs.gather(1, tokens[start:, None])[:, 0].numpy()
+
+
+def cut(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """`logits` [T, V] with -inf where `top_k`, then `top_p`, then `min_p` leave nothing."""
+    if request.top_k:
+        least = logits.topk(request.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if request.top_p < 1:
+        probabilities, order = logits.softmax(-1).sort(descending=True)
+        is_beyond = probabilities.cumsum(-1) - probabilities >= request.top_p
+        logits = logits.masked_fill(torch.empty_like(is_beyond).scatter_(1, order, is_beyond), -torch.inf)
+    probabilities = logits.softmax(-1)
+    return logits.masked_fill(probabilities < request.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
 
 
 def all_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
@@ -180,12 +191,18 @@ def test_greedy_completions_are_those_of_our_engine(vllm: VLLMEngine, model: Tra
         assert same.finish_reason == item.finish_reason
 
 
-@pytest.mark.parametrize("top_k", [0, 5])
-def test_logprobs_are_those_of_what_was_sampled_from(vllm: VLLMEngine, model: Transformer, top_k: int) -> None:
-    """After the temperature, and over the tokens that the cut has left."""
-    vllm.submit(requests(12, top_k=top_k))
+@pytest.mark.parametrize(
+    "cuts",
+    [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.7}, {"top_k": 20, "min_p": 0.1}],
+    ids=str,
+)
+def test_logprobs_are_those_of_what_was_sampled_from(
+    vllm: VLLMEngine, model: Transformer, cuts: dict[str, Any]
+) -> None:
+    """After the temperature, and over the tokens that the cuts have left."""
+    vllm.submit(requests(12, **cuts))
     finished = drive(vllm, deadline_s=120)
-    errors = [difference(forced_logprobs(model, item, top_k=top_k), item.logprobs) for item in finished]
+    errors = [difference(forced_logprobs(model, item), item.logprobs) for item in finished]
     assert max(errors) < TOLERANCE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,19 @@ def test_every_token_carries_the_version_it_was_sampled_under(
         check(item, num_new=50, weights={0: 1.0, 1: 2.0, 2: 3.0})
     assert [span.version for span in finished[0].version_spans] == [0, 1, 2]
     assert [span.version for span in finished[-1].version_spans] == [2], "it waited for room until after both"
+
+
+def test_what_vllm_says_of_versions_decides(model: Transformer, tmp_path: Path) -> None:
+    """Tokens that are read long after the weights have changed still are of the weights they were sampled under."""
+    with fake_engine(model, tmp_path, fake={"slow_outputs": True, "halts": [20]}) as engine:
+        engine.submit([request()])
+        drive(engine, lambda: num_tokens(engine) >= 2)
+        set_weights(model, 2.0)
+        engine.push()
+        engine.set_version(1)
+        (item,) = drive(engine)
+    check(item, num_new=50, weights={0: 1.0, 1: 2.0})
+    assert [span.version for span in item.version_spans] == [0, 1]
 
 
 def test_tokens_between_a_push_and_its_version_are_held_back(model: Transformer, tmp_path: Path) -> None:
@@ -280,6 +294,24 @@ def test_malformed_messages_are_refused(
             drive(engine)
 
 
+def test_an_answer_to_something_else_is_refused(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, fake={"answers_others": True}) as engine:
+        with pytest.raises(ChannelError, match="answered for other weights"):
+            engine.push()
+        with pytest.raises(ChannelError, match="answered another probe"):
+            engine.probe(np.arange(8, dtype=np.int32))
+
+
+def test_late_tokens_of_one_completion_are_not_the_next_ones(model: Transformer, tmp_path: Path) -> None:
+    """In one room, completions out of time follow each other while the last tokens of the one before arrive."""
+    with fake_engine(model, tmp_path, rooms={0: 1}) as engine:
+        engine.submit([request(i, num_prompt=3 + i, max_new_tokens=70, time_limit_s=0.03) for i in range(20)])
+        finished = drive(engine)
+    assert len(finished) == 20
+    for item in finished:
+        check(item, num_new=len(item.tokens))
+
+
 def test_what_vllm_cannot_do_is_refused(model: Transformer, tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match="all of its cache or none"),
@@ -309,6 +341,24 @@ def test_the_end_leaves_nothing_behind(model: Transformer, tmp_path: Path) -> No
     engine.close()
 
 
+def test_vllms_own_processes_end_with_the_worker(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, fake={"has_child": True}) as engine:
+        engine.wait_ready()
+        pid = engine.pid
+        (child,) = (int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    end_s = time.monotonic() + 10
+    while time.monotonic() < end_s and is_running(child):
+        time.sleep(0.01)
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_no_worker_outlives_its_parent(model: Transformer, tmp_path: Path) -> None:
     """Its standard input closes when the parent is killed: it ends, and removes the weights."""
     with fake_engine(model, tmp_path) as engine:
@@ -318,6 +368,7 @@ def test_no_worker_outlives_its_parent(model: Transformer, tmp_path: Path) -> No
         process.stdin.close()
         assert process.wait(10) == -signal.SIGKILL
         assert not engine._folder.path.exists()
+        assert not engine._worker._folder.exists(), "of the socket"
 
 
 def resumed(base: Request, engine_version: int) -> Request:

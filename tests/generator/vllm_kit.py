@@ -53,11 +53,15 @@ def fake_engine(
     spec = protocol.Spec(
         address="", folder="", model="", push=0, stop_token_ids=list(stop_token_ids), engine_args={}, transfer="reload"
     )
-    engine = VLLMEngine(model, WeightFolder(1 << 20), launch, spec, **settings | changes)
+    folder = WeightFolder(1 << 20)
     try:
-        yield engine
+        engine = VLLMEngine(model, folder, launch, spec, **settings | changes)
+        try:
+            yield engine
+        finally:
+            engine.close()
     finally:
-        engine.close()
+        folder.close()
 
 
 def drive(engine: VLLMEngine, until: Callable[[], bool] | None = None, *, deadline_s: float = 30.0) -> list[Finished]:

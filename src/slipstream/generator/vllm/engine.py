@@ -201,6 +201,7 @@ class VLLMEngine:
             updated = self._wait_for(protocol.Updated, f"weights to be loaded (push {self._push})")
             if updated.push != self._push:
                 raise ChannelError("vLLM answered for other weights", got=updated.push, allowed=self._push)
+            _LOG.info("push %d: vLLM sampled nothing for %.3f s", updated.push, updated.pause_s)
             if is_taken_back:
                 self._resubmit()
         except (ExecutorDied, ChannelTimeout) as error:

@@ -23,7 +23,7 @@ from slipstream.core.errors import ChannelError, ChannelTimeout, ExecutorDied
 from slipstream.core.links import MAX_IPC_PATH_BYTES, is_readable
 from slipstream.generator.vllm import protocol
 
-LOG_TAIL_CHARS = 2000
+LOG_TAIL_BYTES, LOG_TAIL_LINES = 8192, 20
 STOP_DEADLINE_S = 5.0
 LAST_WORDS_MS = 100  # what a process sent just before its end may still be on its way
 _CLOCK = WallClock()
@@ -164,7 +164,8 @@ class WorkerProcess:
         return self._process.poll() is not None
 
     def _log_tail(self) -> str:
-        with self._launch.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            tail = log.read().decode(errors="replace")[-LOG_TAIL_CHARS:].strip()
-        return f"{self._launch.log_path} ends with\n{tail}" if tail else f"{self._launch.log_path} says nothing"
+        path = self._launch.log_path
+        with path.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"{path} ends with", *lines]) if lines else f"{path} says nothing"

@@ -373,19 +373,20 @@ def nccl_from(llm: Any, world_size: int) -> Transfer:
 # The process
 
 
-def end_with_parent(folder: str) -> None:
+def end_with_parent(folders: list[Path]) -> None:
     """Kill this process group when standard input closes, and remove what the client can no longer remove."""
 
     def wait() -> None:
         while os.read(0, 1024):
             pass
-        end_group(folder)
+        end_group(folders)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def end_group(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def end_group(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     if os.getpgid(0) == os.getpid():  # started as the leader of a session of its own: vLLM's processes are in it
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -453,7 +454,7 @@ def make_vllm(spec: protocol.Spec) -> tuple[Any, str, Sampling, Transfer]:
 def main(spec_path: str, make: Callable[[protocol.Spec], tuple[Any, str, Sampling, Transfer]] = make_vllm) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
     spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=protocol.Spec)
-    end_with_parent(spec.folder)
+    end_with_parent([Path(spec.folder), Path(spec_path).parent])  # weights, and the socket
     code = asyncio.run(serve(spec, make))
     sys.stdout.flush()
     sys.stderr.flush()
