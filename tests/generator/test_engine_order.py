@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, run
+from engine_kit import VOCAB, assert_same_bits, drain, new_engine, random_model, random_prompt, run
 
 from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import Finished, Request
+from slipstream.generator.runner import Decoded
 
 PAGE = 16
 
@@ -154,6 +155,33 @@ def test_a_shortage_lasts_until_a_row_is_given_back() -> None:
         assert engine.stats.preemptions <= 3
         assert engine.stats.prefilled_tokens <= 3 * 9 + (3 + is_disturbed) * 38
         assert all(np.array_equal(found[key].tokens, each.tokens) for key, each in texts.items())
+
+
+def test_rows_close_up_when_nobody_waits() -> None:
+    """A step is as wide as there are rows to decode, once no others can come; while some wait, holes are for them."""
+    engine = new_engine(random_model(), num_slots=16, stop_token_ids=[])
+    widths = []
+    decode = engine._runner.decode
+
+    def recorded(num_rows: int) -> Decoded:
+        widths.append(num_rows)
+        return decode(num_rows)
+
+    engine._runner.decode = recorded  # type: ignore[method-assign]
+    engine.submit([request(i, 5, 2 + i) for i in range(16)])
+    drain(engine)
+    assert widths == [16, 16, *range(15, 0, -1)]
+
+
+def test_every_stop_token_ends_a_completion() -> None:
+    model, batch = random_model(), [request(0, 5, 30)]
+    [whole] = run(new_engine(model, stop_token_ids=[]), batch).values()
+    for token in set(whole.tokens.tolist()):
+        first = whole.tokens.tolist().index(token)
+        [cut] = run(new_engine(model, stop_token_ids=[VOCAB - 1 - token, token]), batch).values()
+        other = VOCAB - 1 - token
+        if other not in whole.tokens[:first]:
+            assert (cut.tokens.tolist(), cut.finish_reason) == (whole.tokens[: first + 1].tolist(), "stop")
 
 
 def test_the_same_request_twice_is_answered_twice() -> None:
