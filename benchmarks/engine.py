@@ -422,7 +422,8 @@ def main() -> None:
     print(f"versions: {versions()}")
     for name, value in describe().lines().items():
         print(f"{name}: {value}")
-    print(f"task: {arguments.task}, threads: {arguments.threads} each, seed: {SEED}, turns: {arguments.repeats}", flush=True)
+    print(f"task: {arguments.task}")
+    print(f"threads: {arguments.threads} each, seed: {SEED}, turns: {arguments.repeats}", flush=True)
     if arguments.device == "cuda":
         from contenders.gpu import measure_all
 

@@ -66,6 +66,6 @@ def test_what_the_configuration_refuses(tiny):
     with pytest.raises(ConfigError, match="vLLM takes float32"):
         resolve("quickstart", tiny | {"generator": {"precision": "int8", "engine": "vllm"}})
     assert resolve("quickstart", tiny).generator.max_probe_error == 1e-3
-    assert resolve("quickstart", tiny | {"generator": {"precision": "int8"}}).generator.max_probe_error == 2.5
+    assert resolve("quickstart", tiny | {"generator": {"precision": "int8"}}).generator.max_probe_error == 0.75
     set_by_hand = {"precision": "int8", "probe_tolerance": 0.25}
     assert resolve("quickstart", tiny | {"generator": set_by_hand}).generator.max_probe_error == 0.25

@@ -177,7 +177,7 @@ def test_a_version_that_staging_found_wrong_never_becomes_live(monkeypatch: pyte
     assert loop.publish(0, offset=10.0)
     loop.subscriber.poll()
     monkeypatch.setattr(loop.served, "rebind", None)
-    with pytest.raises(WeightSyncError, match="largest difference 10 nats"):
+    with pytest.raises(WeightSyncError, match="mean difference 10 nats"):
         loop.subscriber.commit()
     assert loop.subscriber.pending_version is None
     loop.close()

@@ -163,8 +163,9 @@ class ServedWeights:
             self._prepared = (flat, self._version(self._layout.views(flat), packs=True))
             self._checking.point_at(self._prepared[1])
         elif self._device.type == "cuda":
-            self._bring(flat)
-            self._checking.point_at(self._version(self._layout.views(self._arrival), packs=False))
+            with torch.cuda.device(self._device):  # of this thread
+                self._bring(flat)
+                self._checking.point_at(self._version(self._layout.views(self._arrival), packs=False))
         else:
             self._checking.point_at(self._version(self._layout.views(flat), packs=False))
 
@@ -259,6 +260,7 @@ class ServedWeights:
                 target.scales.copy_(weight.scales)
         if self._device.type == "cuda":
             self._copied.record()
+            self._copied.synchronize()  # so that who measures a swap sees all of it
 
     def _bring(self, flat: Tensor) -> None:
         """Copy `flat` to the device beside what runs there; returns when it has arrived."""
