@@ -7,6 +7,7 @@ looking at a value from the host. `NoCopies` refuses what is left, bringing valu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Hopper, as far as tensors can tell. What a CPU build of torch refuses even so is replaced."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     monkeypatch.setattr(ServedWeights, "_bring", lambda self, flat: setattr(self, "_arrived", flat))
