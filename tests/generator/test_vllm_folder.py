@@ -12,6 +12,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.generator.vllm.folder import WeightFolder, save_for_vllm
 from slipstream.models.hf import load_model, new_model
 from slipstream.models.transformer import Transformer
+from slipstream.weight_sync.segment import cleanup, file_prefix
 
 
 def fresh(family: str, *, tied: bool) -> Transformer:
@@ -68,6 +69,16 @@ def test_a_checkpoint_is_there_or_not(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         folder.close()
     assert not folder.path.exists()
+
+
+def test_a_killed_runs_folder_is_removed_with_its_segments() -> None:
+    prefix = file_prefix("folder-test")
+    folder, other = WeightFolder(1 << 20, prefix), WeightFolder(1 << 20, file_prefix("folder-test2"))
+    (folder.path / "unfinished").mkdir()
+    assert cleanup("folder-test") == [folder.path]
+    assert not folder.path.exists()
+    assert other.path.exists()
+    other.close()
 
 
 def test_weights_without_room_are_refused() -> None:

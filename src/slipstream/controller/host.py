@@ -27,7 +27,7 @@ from slipstream.core.executor import Context
 from slipstream.core.types import Counters, Failed
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.segment import SharedMemory
+from slipstream.weight_sync.segment import SharedMemory, file_prefix
 from slipstream.weight_sync.subscriber import Subscriber
 
 CHECK_LIFELINE_EVERY_S = 0.5
@@ -85,6 +85,7 @@ class Host:
             num_threads_alone=node.num_threads_alone,
             publisher=publisher,
             subscriber=subscriber,
+            scratch_prefix=file_prefix(run_id),
         )
 
     def init(self, *, is_inline: bool = False) -> None:

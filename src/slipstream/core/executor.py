@@ -168,6 +168,7 @@ class Context:
     num_threads_alone: int = 1  # while no other executor has work: warm start, evaluation at the ends
     publisher: WeightsPublisher | None = None
     subscriber: WeightsSubscriber | None = None
+    scratch_prefix: str = "slipstream."  # of names in /dev/shm and /tmp: what begins so is removed when the run ends
 
 
 class Executor(abc.ABC):

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import re
+import shutil
 import struct
 import tempfile
 import uuid
@@ -84,7 +85,7 @@ class SharedMemory:
     """Transport between processes of one machine. `run_id` names the files: letters, digits, '_' and '-'."""
 
     def __init__(self, run_id: str, directories: tuple[Path, ...] | None = None) -> None:
-        self._prefix = _prefix(run_id)
+        self._prefix = file_prefix(run_id)
         self._directories = directories if directories is not None else segment_directories()
 
     def create(self, num_bytes: int, num_slots: int) -> SegmentSlots:
@@ -119,10 +120,13 @@ class SharedMemory:
 
 
 def cleanup(run_id: str) -> list[Path]:
-    """Unlink the segments that a killed publisher of this run left behind; returns them."""
-    found = [path for directory in segment_directories() for path in directory.glob(f"{_prefix(run_id)}*")]
+    """Remove the segments and other scratch that killed processes of this run left behind; returns them."""
+    found = [path for directory in segment_directories() for path in directory.glob(f"{file_prefix(run_id)}*")]
     for path in found:
-        path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     return found
 
 
@@ -132,7 +136,8 @@ def segment_directories() -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*([shared] if shared.is_dir() else []), Path(tempfile.gettempdir())]))
 
 
-def _prefix(run_id: str) -> str:
+def file_prefix(run_id: str) -> str:
+    """What the names of a run's files outside its folder begin with."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", run_id):
         raise WeightSyncError("a run id names files", got=repr(run_id), allowed="1..100 letters, digits, '_' and '-'")
     return f"slipstream.{run_id}."

@@ -72,7 +72,7 @@ class VLLMBackend:
         parameters = FlatParameters(model)
         self._max_len = longest_sequence(config, model.config.max_positions)
         self._pins: list[Pin] = []
-        self._folder = WeightFolder(parameters.flat.nbytes)
+        self._folder = WeightFolder(parameters.flat.nbytes, context.scratch_prefix)
         try:
             self.engine = VLLMEngine(
                 model,

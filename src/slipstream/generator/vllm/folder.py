@@ -43,12 +43,15 @@ def save_for_vllm(model: Transformer, path: Path) -> None:
 class WeightFolder:
     """A private folder that holds the newest checkpoint, and while one is being written the one before it."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """`num_bytes` of one set of weights decide where it lies: memory with room for two of them, or the disk."""
+    def __init__(self, num_bytes: int, prefix: str = "slipstream.") -> None:
+        """`num_bytes` of one set of weights decide where it lies: memory with room for two of them, or the disk.
+
+        Its name begins with `prefix`, for whoever clears up behind a process that was killed.
+        """
         places = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []
         for place in [*places, Path(tempfile.gettempdir())]:
             if shutil.disk_usage(place).free > 2 * num_bytes:
-                self.path = Path(tempfile.mkdtemp(prefix="slipstream-vllm-", dir=place))
+                self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}vllm-", dir=place))
                 return
         raise WeightSyncError(
             "no room for the weights on their way to vLLM",
