@@ -248,7 +248,7 @@ class Generator(Executor):
 
     def _decode(self) -> bool:
         is_draining = self.spans.state is not None
-        if not self.backend.has_work() or (is_draining and not self.engine.num_live):
+        if not self.backend.has_work():
             return False
         self.drain_steps += is_draining
         self._deliver(self.engine.step())
