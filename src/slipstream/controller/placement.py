@@ -54,9 +54,11 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
 def thread_environment(num_threads: int) -> dict[str, str]:
     """Variables every numerical library reads when it is loaded.
 
-    Waiting OpenMP threads spin for microseconds, then sleep. Seen with two threads, decoding 64 x 16 tokens and one
-    training pass in ms (`benchmarks/waiting.py`): alone 142 and 214 without spinning, 72 and 154 so, 77 and 174 with
-    OpenMP's default, which spins long; beside two busy processes 231 and 493, 449 and 485, 628 and 1472.
+    Waiting OpenMP threads spin for microseconds, then sleep, and tensors of megabytes lie in large pages. Two threads,
+    decoding 64 x 16 tokens and one training pass in ms (`benchmarks/waiting.py`): without spinning 149 and 269, with
+    OpenMP's default, which spins long, 76 and 202, so 73 and 211, with large pages besides 70 and 167; beside two busy
+    processes 155 and 305, 334 and 697, 330 and 500, 341 and 517.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return dict.fromkeys(names, str(num_threads)) | {"GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
+    others = {"GOMP_SPINCOUNT": "10000", "THP_MEM_ALLOC_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return dict.fromkeys(names, str(num_threads)) | others
