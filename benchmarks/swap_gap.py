@@ -5,8 +5,8 @@
 A publisher in a process of its own (one thread) copies a version into shared memory; here the subscriber stages and
 packs it in its background thread while the engine decodes, and commits it between two steps, as the generator's
 executor does. The publisher prepares a version's weights and probe beforehand and then sleeps until it is told to
-publish: what is seen is publishing, transfer and swap, not training. All of it shares this machine's cores and memory
-bandwidth.
+publish: what is seen is publishing, transfer and swap, not training. As in a run, decoding leaves the trainer a core;
+with a decoding thread on every core, publishing and staging keep one of them waiting at each of OpenMP's barriers.
 
 Batches start together and end together, so no prefill falls between two measured tokens. A *gap* is the time between
 the ends of two decode steps, which give every row a token each. *Quiet* gaps are those with nothing in transit, taken
@@ -414,7 +414,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["smollm2"])
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--swaps", type=int, default=50)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the decoding process")
+    most = max(1, (os.cpu_count() or 1) - 1)
+    parser.add_argument("--threads", type=int, default=most, help="of the decoding process; default: all but one")
     parser.add_argument("--json", type=Path, help="write all measurements there, too")
     arguments = parser.parse_args()
     environment = thread_environment(arguments.threads)
