@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.types import VersionSpan
 from slipstream.generator.fake import ScriptedGenerator
-from slipstream.generator.requests import Request
+from slipstream.generator.requests import KeptSets, Request, Resume, check_request
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,45 @@ def test_impossible_requests_are_refused_before_anything_is_queued(request_: Req
     with pytest.raises(ConfigError):
         engine.submit([Request(1, 0, random_prompt(4), max_new_tokens=4), request_])
     assert engine.is_idle
+
+
+def resume(**changes: Any) -> Resume:
+    """Of three tokens, the last one by version 1; whole but for `changes`."""
+    fitting: dict[str, Any] = {
+        "tokens": np.array([3, 4, 5], np.int32),
+        "logprobs": np.zeros(3, np.float32),
+        "version_spans": (VersionSpan(0, 0), VersionSpan(2, 1)),
+        "started_s": 0.0,
+    }
+    return Resume(**fitting | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"tokens": np.full(4, 3, np.int32), "logprobs": np.zeros(4, np.float32)}, "already complete"),
+        ({"logprobs": np.zeros(2, np.float32)}, "does not fit together"),
+        ({"version_spans": ()}, "does not fit together"),
+        ({"version_spans": (VersionSpan(1, 0),)}, "does not fit together"),
+        ({"version_spans": (VersionSpan(0, 0), VersionSpan(3, 1))}, "does not fit together"),
+        ({"version_spans": (VersionSpan(0, 0), VersionSpan(0, 1))}, "does not fit together"),
+        ({"kept": KeptSets(np.zeros(3, np.int32), np.ones(3, np.int32))}, "does not fit together"),
+    ],
+)
+def test_a_resume_that_does_not_fit_is_refused(changes: dict[str, Any], match: str) -> None:
+    (request,) = requests(1, max_new_tokens=4)
+    check_request(request.resumed_with(resume()), max_len=64)
+    with pytest.raises(ConfigError, match=match):
+        check_request(request.resumed_with(resume(**changes)), max_len=64)
+
+
+def test_kept_sets_are_resumed_with_the_tokens_they_belong_to() -> None:
+    (request,) = requests(1, max_new_tokens=8)
+    kept = KeptSets(np.array([3, 4, 5], np.int32), np.ones(3, np.int32))
+    cut = replace(request, top_k=2, keep_sets=True)
+    check_request(cut.resumed_with(resume(kept=kept)), max_len=64)
+    with pytest.raises(ConfigError, match="0 kept sets"):
+        check_request(cut.resumed_with(resume()), max_len=64)
 
 
 def test_max_len_beyond_the_model_is_refused() -> None:

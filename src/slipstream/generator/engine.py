@@ -233,7 +233,7 @@ class Engine:
         self._requeue(rows[np.argsort(-self._rows.starts[rows])][:count].tolist())
 
     def export_live(self) -> list[Request]:
-        """Take every live completion out, resumable by `submit` here or elsewhere; oldest first."""
+        """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         left = [entry for entry in self._waiting if entry.was_live]
         self._waiting = deque(entry for entry in self._waiting if not entry.was_live)
         self._num_left = 0

@@ -122,7 +122,7 @@ class ScriptedGenerator:
             playing.version_spans = extended_spans(playing.version_spans, start=playing.num_new, version=version)
 
     def export_live(self) -> list[Request]:
-        """Take every live request out, resumable by `submit`; oldest first."""
+        """Take every live request out, resumable by `submit`; by ordinal and sample."""
         exported = [
             playing.request.resumed_with(
                 Resume(

@@ -127,7 +127,7 @@ class GenerationEngine(Protocol):
         ...
 
     def export_live(self) -> list[Request]:
-        """Take every live completion out, resumable by `submit` here or elsewhere; oldest first."""
+        """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         ...
 
 
@@ -161,10 +161,30 @@ def check_request(request: Request, *, max_len: int) -> None:
             allowed=f"{max_len} tokens",
             hint="raise the engine's max_len, lower max_new_tokens or drop long prompts",
         )
-    if request.resume is not None and len(request.resume.tokens) >= request.max_new_tokens:
+    if request.resume is not None:
+        _check_resume(request, request.resume)
+
+
+def _check_resume(request: Request, resume: Resume) -> None:
+    num_tokens = len(resume.tokens)
+    if num_tokens >= request.max_new_tokens:
         raise ConfigError(
             f"ordinal {request.ordinal} sample {request.sample} is already complete",
-            got=f"{len(request.resume.tokens)} tokens of at most {request.max_new_tokens}",
+            got=f"{num_tokens} tokens of at most {request.max_new_tokens}",
+        )
+    starts = [span.start for span in resume.version_spans]
+    num_kept = 0 if resume.kept is None else len(resume.kept.counts)
+    if (
+        len(resume.logprobs) != num_tokens
+        or (num_tokens > 0 and starts[:1] != [0])
+        or any(start >= num_tokens for start in starts)
+        or starts != sorted(set(starts))
+        or num_kept != (num_tokens if request.keep_sets else 0)
+    ):
+        raise ConfigError(
+            f"what ordinal {request.ordinal} sample {request.sample} is to be resumed after does not fit together",
+            got=f"{num_tokens} tokens, {len(resume.logprobs)} logprobs, versions from {starts}, {num_kept} kept sets",
+            allowed="a logprob and a version for each token, and a kept set exactly with keep_sets",
         )
 
 

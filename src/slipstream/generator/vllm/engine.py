@@ -169,7 +169,7 @@ class VLLMEngine:
         self._versions[self._push] = version
 
     def export_live(self) -> list[Request]:
-        """Take every live completion out, resumable by `submit` here or elsewhere; oldest first."""
+        """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         try:
             self._take_out()
         except (ExecutorDied, ChannelTimeout) as error:
