@@ -8,8 +8,6 @@ import itertools
 import numpy as np
 import pytest
 from engine_kit import drain, new_engine, random_model, random_prompt, requests, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
@@ -163,54 +161,3 @@ def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     request = dataclasses.replace(Request(0, 0, random_prompt(4), max_new_tokens=4), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         new_engine(random_model()).submit([request])
-
-
-MODEL = random_model()
-BATCH = requests(5, 2, max_new_tokens=20)
-ALONE = {(r.ordinal, r.sample): run(new_engine(MODEL), [r])[r.ordinal, r.sample] for r in BATCH}
-ACTIONS = st.one_of(
-    st.just(("step", 0)),
-    st.just(("step", 0)),
-    st.tuples(st.just("submit"), st.integers(1, 4)),
-    st.tuples(st.just("preempt"), st.integers(1, 4)),
-    st.tuples(st.just("move"), st.just(0)),
-    st.tuples(st.sampled_from(["keep", "recompute", "recompute_if_older_than"]), st.integers(0, 2)),
-    st.tuples(st.just("pause"), st.integers(0, 1)),
-)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(ACTIONS, max_size=40), st.integers(1, 9), st.sampled_from([8, 64]), st.sampled_from([8, 512]))
-def test_any_order_of_events_finishes_every_request_once_with_its_own_text(
-    actions: list[tuple[str, int]], num_slots: int, prefill_tokens: int, prefill_chunk: int
-) -> None:
-    engine = new_engine(
-        MODEL, num_slots=num_slots, prefill_tokens=prefill_tokens, prefill_chunk=prefill_chunk, prefix_cache_tokens=30
-    )
-    waiting, finished, version = list(BATCH), [], 0
-    for action, number in actions:
-        match action:
-            case "step":
-                finished.extend(engine.step())
-            case "submit":
-                engine.submit(waiting[:number])
-                del waiting[:number]
-            case "preempt":
-                engine.preempt(number)
-            case "move":  # everything goes on elsewhere
-                engine.submit(engine.export_live())
-            case "pause":
-                engine.pause_admission(bool(number))
-            case _:
-                version += 1
-                engine.set_version(version, kv_on_update=action, max_kv_age=number)  # type: ignore[arg-type]
-    engine.pause_admission(False)
-    engine.submit(waiting)
-    finished.extend(drain(engine).values())
-    assert sorted((f.ordinal, f.sample) for f in finished) == sorted(ALONE)
-    for completion in finished:
-        assert_same_text(completion, ALONE[completion.ordinal, completion.sample])
-        starts = [span.start for span in completion.version_spans]
-        assert starts[0] == 0
-        assert starts == sorted(set(starts))
-        assert starts[-1] < len(completion.tokens)

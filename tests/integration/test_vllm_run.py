@@ -178,6 +178,7 @@ def await_vllm(run: subprocess.Popen[str], out: Path, *, steps: int) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_vllm_is_replaced_in_the_middle_of_a_run(tiny: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = start(tiny, tmp_path, max_restarts=1)
