@@ -99,7 +99,8 @@ def publish(folder: str, directory: Path, run_id: str) -> None:
         next_line()
         publisher.publish(version, PROBE, logprobs)
         while publisher.stats.num_published < version:  # no slot was free: it is offered when one comes free
-            wait(ports.inputs.values(), ports.outputs.values())
+            if not wait(ports.inputs.values(), ports.outputs.values(), timeout_s=PATIENCE_S):
+                raise SystemExit(f"no release within {PATIENCE_S:.0f} s")
             publisher.poll()
         print(publisher.stats.staging_s, flush=True)
 

@@ -35,6 +35,12 @@ def random_model(
         tie_embeddings=False,
     )
     model = Transformer(config)
+    fill(model, seed, scale=scale)
+    return model
+
+
+def fill(model: Transformer, seed: int, *, scale: float = 0.15) -> None:
+    """Random matrices, large enough that distributions are far from uniform; norms of one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,7 +48,6 @@ def random_model(
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=scale, generator=generator)
-    return model
 
 
 def random_prompt(length: int, seed: int = 0) -> np.ndarray:

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ports import NoSpans, Port
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Swap
-from slipstream.core.types import Admit, Completion, CompletionFinished, Evaluate, Message, Prompt, Swapped, VersionSpan
+from slipstream.core.types import Admit, Completion, CompletionFinished, Evaluate, Prompt, Swapped, VersionSpan
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
 from slipstream.generator.fake import ScriptedGenerator
 from slipstream.generator.requests import GenerationEngine, KvOnUpdate, StateSpans
 
 MAX_LEN = 24
-
-
-class Queue:
-    """A channel's two ends."""
-
-    def __init__(self) -> None:
-        self.messages: deque[Message] = deque()
-
-    def put(self, message: Message) -> None:
-        self.messages.append(message)
-
-    def get_nowait(self) -> Message | None:
-        return self.messages.popleft() if self.messages else None
-
-
-class NoSpans:
-    def span(self, state: str, **args: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def instant(self, name: str, **args: Any) -> None: ...
-
-    def set_idle_state(self, state: str) -> None: ...
 
 
 class Subscriber:
@@ -133,7 +110,7 @@ class Node:
         sections = {"prompts": {"tasks": [{"name": "chain_sum"}]}, "completions_per_group": 4, "generator": generator}
         config = RunConfig.model_validate(sections | settings)
         self.backend, self.weights = ScriptedBackend(), Subscriber()
-        self.commands, self.completions, self.events = Queue(), Queue(), Queue()
+        self.commands, self.completions, self.events = Port(), Port(), Port()
         self.generator = Generator(config=config)
         self.generator._build_backend = lambda: self.backend  # type: ignore[method-assign]
         self.generator.init(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_kit import fill
 from vllm_kit import drive, num_tokens
 
 from slipstream.algorithms.logprobs import probe_logprobs
@@ -35,17 +36,6 @@ CONFIG = RunConfig(
     generator={"engine": "vllm", "num_slots": 16},  # type: ignore[arg-type]
     eval={"num_slots": 8},  # type: ignore[arg-type]
 )
-
-
-def fill(model: Transformer, seed: int) -> None:
-    """Random weights, large enough that distributions are far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(std=0.15, generator=generator)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.algorithms.logprobs import probe_logprobs
-from slipstream.core.channel import ChannelSpec, Kind, connect_local
+from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.sections import PROBE_TOLERANCES, Precision
@@ -75,6 +75,11 @@ class Loop:
         self.subscriber.close()
         for ports in self.ports.values():
             ports.close()
+
+
+def poll_until_quiet(subscriber: Subscriber) -> None:
+    while subscriber.poll() or wait([], [], subscriber.wait_fds(), timeout_s=10):
+        pass
 
 
 @pytest.fixture(params=["process", "memory"])
@@ -179,6 +184,22 @@ def test_a_version_that_staging_found_wrong_never_becomes_live(monkeypatch: pyte
     monkeypatch.setattr(loop.served, "rebind", None)
     with pytest.raises(WeightSyncError, match="mean difference 10 nats"):
         loop.subscriber.commit()
+    assert loop.subscriber.pending_version is None
+    loop.close()
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_a_probe_that_breaks_down_is_no_failed_transfer(is_threaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the run with its own error, where a transfer that failed would only be waited out."""
+    loop = Loop(InProcess(), "float32", in_place=False, is_threaded=is_threaded)
+
+    def probe(tokens: np.ndarray) -> np.ndarray:
+        raise MemoryError("no room for the probe")
+
+    monkeypatch.setattr(loop.subscriber, "_probe", probe)
+    assert loop.publish(0)
+    with pytest.raises(MemoryError, match="no room for the probe"):
+        poll_until_quiet(loop.subscriber)
     assert loop.subscriber.pending_version is None
     loop.close()
 

@@ -166,7 +166,7 @@ VLLM_MIN_TEMPERATURE = 0.01
 
 
 PROBE_TOLERANCES: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 0.75, "fp8": 1.5}
-"""Nats: about twice the largest mean error seen on probe texts (`benchmarks/probe.py`)."""
+"""Nats: one and a half to two and a half times the largest mean error seen on probe texts (`benchmarks/probe.py`)."""
 
 
 MAX_KEPT = 512

@@ -60,19 +60,9 @@ class _Version:
 
 
 class _Skeleton:
-    """A model whose linear layers and embedding are replaced by ones that point at a version's weights."""
+    """A model without weights (`_hollow_out`), and where those of a version belong."""
 
-    def __init__(self, model: Transformer, activations: torch.dtype) -> None:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, Linear):
-                parent, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(parent), attribute, ServedLinear())
-        model.embedding = ServedEmbedding(activations)  # type: ignore[assignment]
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        self._find(model)
-
-    def _find(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer) -> None:
         self.model = model
         self.linears = {name: module for name, module in model.named_modules() if isinstance(module, ServedLinear)}
         self.embedding = cast(ServedEmbedding, model.embedding)
@@ -80,9 +70,7 @@ class _Skeleton:
 
     def twin(self) -> _Skeleton:
         """Another one of the same model, to point elsewhere. To be made before the first `point_at`."""
-        twin = copy.copy(self)
-        twin._find(copy.deepcopy(self.model, {id(buffer): buffer for buffer in self.model.buffers()}))
-        return twin
+        return _Skeleton(copy.deepcopy(self.model, {id(buffer): buffer for buffer in self.model.buffers()}))
 
     def point_at(self, version: _Version) -> None:
         for name, product in version.products.items():
@@ -91,6 +79,17 @@ class _Skeleton:
         self.model.served_head = version.head
         for name, vector in version.vectors.items():
             self.vectors[name].data = vector
+
+
+def _hollow_out(model: Transformer, activations: torch.dtype) -> None:
+    """Replace linear layers and embedding by ones that point at weights elsewhere; the model's own are let go."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Linear):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, ServedLinear())
+    model.embedding = ServedEmbedding(activations)  # type: ignore[assignment]
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
@@ -135,7 +134,8 @@ class ServedWeights:
             with torch.no_grad():
                 for _ in self._layout.pack(self._parameters, flat):
                     pass
-        self._serving = _Skeleton(model, self._activations)
+        _hollow_out(model, self._activations)
+        self._serving = _Skeleton(model)
         self._checking = self._serving.twin()
         self._parameters.clear()
         if self._is_in_place:

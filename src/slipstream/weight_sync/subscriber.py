@@ -54,7 +54,7 @@ class Staging:
     ) -> None:
         self.offer = offer
         self.probe_error: float | None = None
-        self.error: WeightSyncError | None = WeightSyncError(f"staging version {offer.version} did not finish")
+        self.error: Exception | None = WeightSyncError(f"staging version {offer.version} did not finish")
         self.is_done = threading.Event()
         self.transfer_s = 0.0
         self._shadow, self._weights, self._attach, self._probe = shadow, weights, attach, probe
@@ -67,7 +67,7 @@ class Staging:
             if self._probe is not None:
                 self.probe_error = _probe_error(self._probe, self.offer)
             self.error = None
-        except WeightSyncError as error:
+        except Exception as error:  # noqa: BLE001 - `poll` tells a transfer that failed from a fault, and raises that
             self.error = error
         self.transfer_s = _CLOCK.now_s() - started_s
 
@@ -149,7 +149,8 @@ class Subscriber:
     def poll(self) -> bool:
         """Take offers, finish a transfer, start staging the newest. True when anything happened.
 
-        A failed transfer is counted, logged and kept in `failure`; the old version keeps running.
+        A failed transfer is counted, logged and kept in `failure`; the old version keeps running. Any other fault of
+        preparing or probing is raised, whatever it was.
         """
         self._wake.clear()
         has_finished = self._finish()
@@ -169,24 +170,26 @@ class Subscriber:
         offer, probe_error = staged.offer, staged.probe_error
         started_s = _CLOCK.now_s()
         previous = self._parameters.flat
-        if probe_error is None:
-            self._parameters.rebind(self._shadow)
-            probe_error = float("inf")
-            try:
+        was_probed, is_good = probe_error is not None, False
+        try:
+            if probe_error is None:
+                self._parameters.rebind(self._shadow)
                 probe_error = _probe_error(self._probe, offer)
-            finally:
-                if not probe_error <= self._tolerance:
+            is_good = probe_error <= self._tolerance  # False for nan
+        finally:
+            if not is_good:
+                self.stats.num_failed_probes += 1
+                if not was_probed:
                     self._parameters.rebind(previous)
-        elif probe_error <= self._tolerance:
-            self._parameters.rebind(self._shadow)
-        if not probe_error <= self._tolerance:  # nan is refused, too
-            self.stats.num_failed_probes += 1
+        if not is_good:
             self.failure = WeightSyncError(
                 f"version {offer.version} does not reproduce the trainer's logprobs; version {self._version} runs on",
                 got=f"mean difference {probe_error:.3g} nats",
                 allowed=f"{self._tolerance:.3g} nats",
             )
             raise self.failure
+        if was_probed:
+            self._parameters.rebind(self._shadow)
         self._shadow = previous
         self._version = offer.version
         self.stats.num_committed += 1
@@ -268,6 +271,8 @@ class Subscriber:
         self._releases.put(_release(self._replica, staging.offer))
         if staging.error is None:
             self._pending = staging
+        elif not isinstance(staging.error, WeightSyncError):
+            raise staging.error
         else:
             self.stats.num_failed_transfers += 1
             self.failure = staging.error

@@ -47,10 +47,9 @@ class VLLMWeights:
         self._parameters.rebind(flat)
         try:
             self._engine.push()
-        except Exception:
+            self.flat = flat
+        finally:
             self._parameters.rebind(self.flat)
-            raise
-        self.flat = flat
 
 
 class VLLMBackend:
