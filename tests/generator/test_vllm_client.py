@@ -224,6 +224,21 @@ def test_one_death_too_many_names_the_process_and_shows_its_log(model: Transform
     assert str(tmp_path / "vllm.log") in str(caught.value)
 
 
+@pytest.mark.parametrize("fake", [{"dies_in_update": True, "halts": [20]}, {"halts": [20]}])
+def test_once_lost_everything_that_is_asked_names_what_ended_it(
+    model: Transformer, tmp_path: Path, fake: dict[str, object]
+) -> None:
+    """A swap that fails is undone, which asks a process that is gone for the weights before: the first error stands."""
+    with fake_engine(model, tmp_path, fake=fake) as engine:
+        engine.wait_ready()
+        if "dies_in_update" not in fake:
+            os.kill(engine.pid, signal.SIGKILL)
+        first = rf"the vLLM process \(pid {engine.pid}\) ended"
+        for ask in (engine.push, lambda: engine.probe(np.arange(8, dtype=np.int32)), engine.push):
+            with pytest.raises(ExecutorDied, match=first):
+                ask()
+
+
 def test_a_replacement_that_computes_something_else_is_refused(model: Transformer, tmp_path: Path) -> None:
     with fake_engine(model, tmp_path, fake={"halts": [20]}, max_restarts=1) as engine:
         engine.submit([request()])

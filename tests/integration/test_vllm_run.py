@@ -206,7 +206,7 @@ def test_one_death_too_many_ends_the_run_and_leaves_nothing(tiny: dict[str, Any]
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 1
     for part in ("generator-0", f"the vLLM process (pid {vllm}) ended", "SIGKILL", "logs/generator-0-vllm.log"):
-        assert part in output
+        assert part in output, output
     assert json.loads((out / "summary.json").read_text())["status"] == "failed"
     assert not any(is_alive(pid) for pid in everything)
 

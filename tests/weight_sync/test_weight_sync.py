@@ -223,6 +223,23 @@ def test_a_failed_probe_rolls_back(rig: Rig, offset: float) -> None:
     assert subscriber.commit() is not None
 
 
+def test_an_exchange_that_fails_is_not_undone_by_another(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who cannot exchange weights has kept the old ones, and its error is the one that is seen."""
+    (subscriber,), (parameters,) = rig.subscribers, rig.parameters
+    asked: list[object] = []
+
+    def rebind(flat: torch.Tensor) -> None:
+        asked.append(flat)
+        raise RuntimeError(f"exchange {len(asked)} failed")
+
+    monkeypatch.setattr(parameters, "rebind", rebind)
+    assert rig.publish(0)
+    subscriber.poll()
+    with pytest.raises(RuntimeError, match="exchange 1 failed"):
+        subscriber.commit()
+    assert subscriber.version == -1
+
+
 def test_staging_in_a_thread_wakes_the_host(transport: Transport) -> None:
     rig = Rig(transport, is_threaded=True)
     (subscriber,), (parameters,) = rig.subscribers, rig.parameters

@@ -171,9 +171,10 @@ class Subscriber:
         started_s = _CLOCK.now_s()
         previous = self._parameters.flat
         was_probed, is_good = probe_error is not None, False
+        if not was_probed:
+            self._parameters.rebind(self._shadow)
         try:
             if probe_error is None:
-                self._parameters.rebind(self._shadow)
                 probe_error = _probe_error(self._probe, offer)
             is_good = probe_error <= self._tolerance  # False for nan
         finally:

@@ -109,6 +109,7 @@ class VLLMEngine:
         self._probed: tuple[np.ndarray, np.ndarray] | None = None
         self._checkpoint = folder.write(model, 0)
         self._has_served = False
+        self._lost: ExecutorDied | ChannelTimeout | None = None  # what ended the process that was not replaced
         self._worker = self._start()
 
     # The engine
@@ -224,7 +225,12 @@ class VLLMEngine:
     # Around it
 
     def wait_ready(self) -> None:
-        """Until vLLM serves. Raises ChannelTimeout after the start's deadline, ExecutorDied when it does not start."""
+        """Until vLLM serves. Raises ChannelTimeout after the start's deadline, ExecutorDied when it does not start.
+
+        Once a process has ended that is not to be replaced, every call raises what ended it.
+        """
+        if self._lost is not None:
+            raise self._lost
         while not self._is_ready:
             try:
                 self._started(self._worker.wait_for(protocol.Started, "vLLM to start", self._deadlines.start_s))
@@ -420,6 +426,7 @@ class VLLMEngine:
             self._receive(refused)  # the last it said
         self._worker.close(is_orderly=False)
         if not self._has_served or self.num_restarts >= self._max_restarts:
+            self._lost = error
             raise error
         _LOG.warning("vLLM is started again with version %d: %s", self.version, error)
         self.num_restarts += 1
