@@ -1,9 +1,9 @@
 """Continuous batching: prompts in, completions out, weights replaced between two steps.
 
-One step admits waiting requests into free rows, prefills prompts within a token budget (once per prompt, shared by its
-group), decodes ONE token for every live row, samples, and retires what finished. The engine knows nothing of processes,
-channels or configuration, and leaves the model to a `Runner`; whoever drives it replaces the weights between two steps
-and says so with `set_version`.
+One step admits waiting requests whose prompts are stored into free rows, decodes ONE token for every live row, samples,
+and retires what finished. The same pass over the weights prefills the prompts of those who come next, within a token
+budget, once per prompt, shared by its group. The engine knows nothing of processes, channels or configuration, and
+leaves the model to a `Runner`; whoever drives it replaces the weights between two steps and says so with `set_version`.
 
 The prefill covers all tokens but the last; that one is the first the row decodes. So every sampled token comes out of
 the same decode path, a completion's first one and a resumed one's included, and a prefix is keys and values only.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 
@@ -197,7 +197,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Admit and prefill within the budget, decode one token per live row, return what finished."""
+        """Admit, decode one token per live row while prefilling within the budget, return what finished."""
+        has_prefilled = not self._rows.is_live.any() and self._prefill_alone()
         self._admit()
         if not self._rows.is_live.any():
             return []
@@ -205,7 +206,7 @@ class Engine:
             self._make_room()
             if not self._waiting or self._is_paused:
                 self._compact()
-            return self._decode()
+            return self._decode([] if has_prefilled else self._choose_chunks(self._num_free_soon()))
 
     def set_version(self, version: int, *, kv_on_update: KvOnUpdate = "keep", max_kv_age: int = 0) -> None:
         """The model's weights are `version` from here on; call between two steps, after they were replaced.
@@ -299,73 +300,67 @@ class Engine:
 
     # Admission
 
-    def _admit(self) -> None:
-        """Prefill within the budget and move waiting requests into free rows, oldest first, lowest row first.
-
-        A request whose prompt takes several steps lets those behind it pass, which would idle otherwise; the first in
-        line always gets on by a chunk, so nobody waits for ever.
-        """
-        is_any_live = bool(self._rows.is_live.any())
-        if not self._waiting or (self._is_paused and not self._num_left):
-            return
-        free = np.flatnonzero(~self._rows.is_live).tolist()
-        if not free:
-            return
-        ready, rounds = self._choose(len(free))
-        if not ready and not rounds:
-            if not is_any_live:
-                raise self._no_room()
-            return
-        with self._spans.span("prefill"):
-            for chunks in rounds:
+    def _prefill_alone(self) -> bool:
+        """Prefill in a pass of its own, where there is nothing to decode; whether there was anything to prefill."""
+        chunks = self._choose_chunks(self._runner.num_rows)
+        if chunks:
+            with self._spans.span("prefill"):
                 self._runner.prefill(chunks)
-                self.stats.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
-            if ready:
-                self._place(ready, free)
+        elif not any(True for _ in self._ready()) and any(True for _ in self._candidates()):
+            raise self._no_room()
+        return bool(chunks)
 
-    def _choose(self, num_free: int) -> tuple[list[_Waiting], list[list[Chunk]]]:
-        """Requests that can start in this step, and the chunks to prefill for that: round by round, one per prompt."""
-        candidates: list[_Waiting] = []
+    def _candidates(self) -> Iterator[_Waiting]:
+        """Requests that may start, in their order; no more of them are looked at than there are rows."""
+        return itertools.takewhile(
+            lambda entry: entry.was_live or not self._is_paused,
+            itertools.islice(self._waiting, self._runner.num_rows),
+        )
+
+    def _ready(self) -> Iterator[_Waiting]:
+        """Candidates whose prompts are stored. They pass those that are being stored, which would idle otherwise, but
+        none that has not begun: it may be short of memory that they would take."""
+        begun = itertools.takewhile(lambda entry: not entry.key or entry.key in self._prefixes, self._candidates())
+        return filter(self._is_ready, begun)
+
+    def _choose_chunks(self, num_wanted: int) -> list[Chunk]:
+        """The next chunk of each prompt, oldest first, until `num_wanted` requests can start or the budget is spent.
+
+        The first in line always gets on by a chunk, so nobody waits for ever. A chunk too long ends the budget, and one
+        whose turn has not come holds no memory, which rows may need.
+        """
+        chunks: list[Chunk] = []
         prefixes: dict[bytes, StoredPrefix] = {}
-        rounds: list[list[Chunk]] = [[]]
         budget = self._prefill_tokens
-        num_ready = 0
         is_alone = not self._rows.is_live.any()
-        for entry in itertools.islice(self._waiting, self._runner.num_rows):
-            if num_ready == num_free or (self._is_paused and not entry.was_live):
+        num_ready = 0
+        for entry in self._candidates():
+            if num_ready == num_wanted or budget <= 0:
                 break
             if entry.key and entry.key not in prefixes:
-                if budget <= 0 and entry.key not in self._prefixes:
-                    continue  # not its turn yet: until then it holds no memory, which rows may need
                 prefix = self._prefixes.get_or_open(entry.key, entry.context, prefixes, even_wanted=is_alone)
                 if prefix is None:
                     break
                 prefixes[entry.key] = prefix
-                budget = self._take_chunk(prefix, rounds[0], budget, is_first=not rounds[0])
+                if (chunk := prefix.next_chunk(self._prefill_chunk)) is not None:
+                    budget -= len(chunk.tokens)
+                    if budget >= 0 or not chunks:
+                        prefix.num_done += len(chunk.tokens)
+                        chunks.append(chunk)
             num_ready += self._is_ready(entry)
-            candidates.append(entry)
-        while rounds[-1] and budget > 0:
-            rounds.append([])
-            for prefix in prefixes.values():
-                budget = self._take_chunk(prefix, rounds[-1], budget)
-        ready = [entry for entry in candidates if self._is_ready(entry)]
-        return ready[:num_free], [chunks for chunks in rounds if chunks]
-
-    def _take_chunk(self, prefix: StoredPrefix, chunks: list[Chunk], budget: int, *, is_first: bool = False) -> int:
-        """Add the next chunk of `prefix` if the budget allows; what is left of it. One too long ends the budget."""
-        chunk = prefix.next_chunk(self._prefill_chunk)
-        if chunk is None:
-            return budget
-        if is_first or len(chunk.tokens) <= budget:
-            chunks.append(chunk)
-            prefix.num_done += len(chunk.tokens)
-        return budget - len(chunk.tokens)
+        self.stats.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
+        return chunks
 
     def _is_ready(self, entry: _Waiting) -> bool:
         return not entry.key or self._prefixes[entry.key].is_complete
 
-    def _place(self, ready: list[_Waiting], free: list[int]) -> None:
-        """Start `ready` in the first of the `free` rows, those of one prefix together; without memory they stay."""
+    def _admit(self) -> None:
+        """Start requests whose prompts are stored in free rows, those of one prefix together, lowest row first; without
+        memory they stay."""
+        free = np.flatnonzero(~self._rows.is_live).tolist()
+        ready = list(itertools.islice(self._ready(), len(free)))
+        if not ready:
+            return
         members_of: dict[bytes, list[int]] = {}
         for index, entry in enumerate(ready):
             members_of.setdefault(entry.key, []).append(index)
@@ -465,11 +460,16 @@ class Engine:
             self._runner.move_rows(sources, destinations)
             self._rows.move(sources, destinations)
 
-    def _decode(self) -> list[Finished]:
-        """One token for every live row."""
+    def _num_free_soon(self) -> int:
+        """Rows that are free after this step for all we know: those that are, and those at their last token."""
+        rows = self._rows
+        return int(np.count_nonzero(~rows.is_live | (rows.num_new + 1 >= rows.max_new)))
+
+    def _decode(self, chunks: Sequence[Chunk]) -> list[Finished]:
+        """One token for every live row, and `chunks` prefilled."""
         rows = self._rows
         live_rows = np.flatnonzero(rows.is_live)
-        decoded = self._runner.decode(int(live_rows[-1]) + 1)
+        decoded = self._runner.decode(int(live_rows[-1]) + 1, chunks)
         tokens, logprobs = decoded.tokens[live_rows], decoded.logprobs[live_rows]
         if not np.isfinite(logprobs).all():
             raise NonFiniteError(f"the policy of version {self.version} gave a logprob that is not finite")

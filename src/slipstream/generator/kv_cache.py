@@ -161,6 +161,7 @@ class PrefillAttention:
         self._prefixes, self._starts, self._num_tokens = prefixes, starts, num_tokens
         padded_lengths = [round_up(count, ROW_MULTIPLE) for count in num_tokens]
         num_layers, num_kv_heads, _, head_dim = prefixes[0].keys.shape
+        self.last_layer = num_layers - 1
         shape = (num_layers, num_kv_heads, sum(padded_lengths), head_dim)
         self._keys = torch.empty(shape)
         self._values = torch.empty(shape)
@@ -176,7 +177,7 @@ class PrefillAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._keys[layer].copy_(k.transpose(0, 1))
         self._values[layer].copy_(v.transpose(0, 1))
-        if layer == len(self._keys) - 1:
+        if layer == self.last_layer:
             return q
         out = torch.empty(q.shape)
         for first, count, length in self._runs:
@@ -206,3 +207,19 @@ class PrefillAttention:
         ):
             prefix.keys[:, :, start : start + count] = self._keys[:, :, row : row + count]
             prefix.values[:, :, start : start + count] = self._values[:, :, row : row + count]
+
+
+class JoinedAttention:
+    """Decoding and prefill in one pass over the weights: the first `num_rows` tokens are decoded, the rest prefilled.
+
+    The last layer goes on with the decoded tokens alone; of the others only its keys and values are wanted.
+    """
+
+    def __init__(self, decode: DecodeAttention, num_rows: int, prefill: PrefillAttention) -> None:
+        self._decode, self._num_rows, self._prefill = decode, num_rows, prefill
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, rest = slice(self._num_rows), slice(self._num_rows, None)
+        decoded = self._decode(layer, q[rows], k[rows], v[rows])
+        prefilled = self._prefill(layer, q[rest], k[rest], v[rest])
+        return decoded if layer == self._prefill.last_layer else torch.cat((decoded, prefilled))

@@ -262,7 +262,9 @@ class PagedRunner:
     # Decoding
 
     @torch.inference_mode()
-    def decode(self, num_rows: int) -> Decoded:
+    def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
+        if chunks:  # a pass of their own: the step is captured, and its shape is that of its rows
+            self.prefill(chunks)
         pages = self._pages
         assert not pages.is_open[num_rows:].any(), f"a row from {num_rows} on is open"
         pages.advance()

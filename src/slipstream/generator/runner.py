@@ -99,6 +99,9 @@ class Runner(Protocol):
         """
         ...
 
-    def decode(self, num_rows: int) -> Decoded:
-        """One token for every open row; all of them lie below `num_rows`. Advances the rows by that token."""
+    def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
+        """One token for every open row; all of them lie below `num_rows`. Advances the rows by that token.
+
+        And `prefill` of `chunks`, in the same pass over the weights where that is faster.
+        """
         ...

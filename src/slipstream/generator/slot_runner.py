@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.generator.kv_cache import (
     ROW_MULTIPLE,
     DecodeAttention,
+    JoinedAttention,
     PrefillAttention,
     PrefixKV,
     SlotKV,
@@ -69,19 +71,8 @@ class SlotRunner:
         return PrefixKV(torch.empty(shape), torch.empty(shape))
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        # Those that begin a sequence first, and by length: neighbours of equal length share a call.
-        chunks = sorted(chunks, key=lambda chunk: (chunk.start > 0, len(chunk.tokens)))
-        lengths = [len(chunk.tokens) for chunk in chunks]
-        padded = [round_up(length, ROW_MULTIPLE) for length in lengths]
-        tokens = np.zeros(sum(padded), dtype=np.int64)
-        positions = np.zeros(sum(padded), dtype=np.int64)
-        row = 0
-        for chunk, length, room in zip(chunks, lengths, padded, strict=True):
-            tokens[row : row + length] = chunk.tokens
-            positions[row : row + length] = np.arange(chunk.start, chunk.start + length)
-            row += room
-        attention = PrefillAttention([_own(chunk.prefix) for chunk in chunks], [c.start for c in chunks], lengths)
-        self._model.prefill(torch.from_numpy(tokens), torch.from_numpy(positions), attention)
+        tokens, positions, attention = _pass_over(chunks)
+        self._model.prefill(tokens, positions, attention)
         attention.store()
 
     def close_prefix(self, prefix: Prefix) -> None:
@@ -120,7 +111,7 @@ class SlotRunner:
     def rows_without_room(self) -> list[int]:
         return []
 
-    def decode(self, num_rows: int) -> Decoded:
+    def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
         states, rows = self._states, round_up(num_rows, ROW_MULTIPLE)
         if self._plan is None:
             self._plan = SamplingPlan.of(
@@ -129,7 +120,16 @@ class SlotRunner:
         tensors = {name: tensor[:rows] for name, tensor in self._tensors.items()}
         positions = tensors["positions"]
         self._attention.prepare(positions, self._attention.bucket(int(states.positions.max()) + 1))
-        hidden = self._model(tensors["input_tokens"], positions, self._attention)
+        if chunks:
+            more_tokens, more_positions, prefill = _pass_over(chunks)
+            hidden = self._model(
+                torch.cat((tensors["input_tokens"], more_tokens)),
+                torch.cat((positions, more_positions)),
+                JoinedAttention(self._attention, rows, prefill),
+            )
+            prefill.store()
+        else:
+            hidden = self._model(tensors["input_tokens"], positions, self._attention)
         uniforms = uniform(states.noise_keys[:rows], states.num_new[:rows])
         cuts = SamplingRows(tensors["temperatures"], tensors["top_k"], tensors["top_p"], tensors["min_p"])
         sampled = sample_tokens(self._model.logits(hidden), cuts, torch.from_numpy(uniforms), self._plan)
@@ -139,6 +139,23 @@ class SlotRunner:
         states.num_new[:rows] += advance
         np.multiply(tokens, advance, out=states.input_tokens[:rows])
         return Decoded(tokens, sampled.logprobs.numpy(), None if sampled.kept is None else sampled.kept.numpy())
+
+
+def _pass_over(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, PrefillAttention]:
+    """Tokens and positions int64 [N] of the chunks, each padded, and their attention."""
+    # Those that begin a sequence first, and by length: neighbours of equal length share a call.
+    chunks = sorted(chunks, key=lambda chunk: (chunk.start > 0, len(chunk.tokens)))
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    padded = [round_up(length, ROW_MULTIPLE) for length in lengths]
+    tokens = np.zeros(sum(padded), dtype=np.int64)
+    positions = np.zeros(sum(padded), dtype=np.int64)
+    row = 0
+    for chunk, length, room in zip(chunks, lengths, padded, strict=True):
+        tokens[row : row + length] = chunk.tokens
+        positions[row : row + length] = np.arange(chunk.start, chunk.start + length)
+        row += room
+    attention = PrefillAttention([_own(chunk.prefix) for chunk in chunks], [c.start for c in chunks], lengths)
+    return torch.from_numpy(tokens), torch.from_numpy(positions), attention
 
 
 def _own(prefix: Prefix) -> PrefixKV:

@@ -31,7 +31,10 @@ class Attention(Protocol):
     """Scaled dot-product attention of one layer; decides what each token sees and keeps whatever cache it needs."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [N, H, D], k and v [N, Hkv, D], both rotated already -> [N, H, D]; the scale is D ** -0.5."""
+        """q [N, H, D], k and v [N, Hkv, D], both rotated already -> [N, H, D]; the scale is D ** -0.5.
+
+        Or [M, H, D] of the first M tokens, where nobody needs the others: the layer goes on without them.
+        """
         ...
 
 
@@ -157,11 +160,15 @@ class Layer(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
-        """x [N, hidden] -> [N, hidden]; rope is (cos, signed sin), each [N, 1, rotary_dim], or None."""
+        """x [N, hidden] -> [N, hidden], or what `attention` leaves of it; rope is (cos, signed sin), each
+        [N, 1, rotary_dim], or None."""
         join = self.ranks.join
+        attended = self.attend(self.attention_norm(x), rope, attention)
+        if len(attended) < len(x):
+            x = x[: len(attended)]
         if self.config.parallel_residual:
-            return join(x, self.attend(self.attention_norm(x), rope, attention), self.mlp(self.mlp_norm(x)))
-        x = join(x, self.attend(self.attention_norm(x), rope, attention))
+            return join(x, attended, self.mlp(self.mlp_norm(x)))
+        x = join(x, attended)
         return join(x, self.mlp(self.mlp_norm(x)))
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
