@@ -84,10 +84,12 @@ def test_only_caches_beyond_the_age_are_made_again() -> None:
     engine.set_version(1, kv_on_update="recompute_if_older_than", max_kv_age=2)
     engine.submit([Request(1, 0, random_prompt(9, seed=1), max_new_tokens=40)])
     engine.step()
+    engine.step()
     recomputed = []
     for version in (2, 3, 4, 5, 6, 7):
         engine.set_version(version, kv_on_update="recompute_if_older_than", max_kv_age=2)
         recomputed.append(engine.stats.recomputed_caches)
+        engine.step()
         engine.step()
     # The first holds keys of version 0 until 3, of 3 until 6; the second those of 1 until 4, of 4 until 7.
     assert recomputed == [0, 1, 2, 2, 3, 4]

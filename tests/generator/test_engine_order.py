@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from engine_kit import VOCAB, assert_same_bits, drain, new_engine, random_model, random_prompt, run
 
@@ -9,7 +11,7 @@ from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import Finished, Request
-from slipstream.generator.runner import Decoded
+from slipstream.generator.runner import Chunk, Decoded
 
 PAGE = 16
 
@@ -81,7 +83,7 @@ def test_what_was_preempted_drains_before_what_was_begun_elsewhere() -> None:
     engine.preempt(1)
     engine.submit([request(2, 5, 3), *elsewhere.export_live()])
     assert (engine.num_live, engine.num_waiting) == (2, 2)
-    assert ordinals([*engine.step(), *engine.step()]) == [0, 1]
+    assert ordinals([*engine.step(), *engine.step(), *engine.step()]) == [0, 1]
     assert (engine.num_live, engine.num_waiting) == (0, 2)
     engine.pause_admission(False)
     assert sorted(ordinal for ordinal, _ in drain(engine)) == [2, 7]
@@ -150,6 +152,7 @@ def test_a_shortage_lasts_until_a_row_is_given_back() -> None:
             engine.preempt(1)
             assert (engine.num_free_rows, runner.num_free_pages) == (2, 3)
             engine.step()
+            engine.step()
             assert engine.num_free_rows == 1
         found = drain(engine)
         assert engine.stats.preemptions <= 3
@@ -163,9 +166,9 @@ def test_rows_close_up_when_nobody_waits() -> None:
     widths = []
     decode = engine._runner.decode
 
-    def recorded(num_rows: int) -> Decoded:
+    def recorded(num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
         widths.append(num_rows)
-        return decode(num_rows)
+        return decode(num_rows, chunks)
 
     engine._runner.decode = recorded  # type: ignore[method-assign]
     engine.submit([request(i, 5, 2 + i) for i in range(16)])
