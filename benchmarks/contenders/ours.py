@@ -54,10 +54,10 @@ def start(job: Job) -> tuple[object, dict[str, str]]:
         started_s = ended_s = time.perf_counter()
         engine.submit(requests)
         while not engine.is_idle:
-            is_full = engine.num_live == job.batch
+            is_full, num_prefilled = engine.num_live == job.batch, engine.stats.prefilled_tokens
             finished += engine.step()
             now_s = time.perf_counter()
-            if is_full:
+            if is_full and engine.stats.prefilled_tokens == num_prefilled:
                 full_step_s.append(now_s - ended_s)
             ended_s = now_s
         lengths = [0] * len(requests)
