@@ -204,7 +204,7 @@ class GeneratorConfig(Section):
         "what holds keys older than max_kv_age versions.",
     )
     max_kv_age: NonNegative = Field(0, description="Versions a key may lag behind with 'recompute_if_older_than'.")
-    prefill_tokens: Positive = Field(512, description="Prompt tokens prefilled between two decode steps at most.")
+    prefill_tokens: Positive = Field(512, description="Prompt tokens prefilled beside one decode step at most.")
     prefill_chunk: Positive = Field(
         512, description="Longer prompts are prefilled in pieces of so many tokens; a piece is the least a step does."
     )

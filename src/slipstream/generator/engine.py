@@ -199,10 +199,10 @@ class Engine:
     def step(self) -> list[Finished]:
         """Admit, decode one token per live row while prefilling within the budget, return what finished."""
         has_prefilled = not self._rows.is_live.any() and self._prefill_alone()
-        self._admit()
-        if not self._rows.is_live.any():
-            return []
         with self._spans.span("decode"):
+            self._admit()
+            if not self._rows.is_live.any():
+                return []
             self._make_room()
             if not self._waiting or self._is_paused:
                 self._compact()
@@ -306,28 +306,31 @@ class Engine:
         if chunks:
             with self._spans.span("prefill"):
                 self._runner.prefill(chunks)
-        elif not any(True for _ in self._ready()) and any(True for _ in self._candidates()):
+        elif any(self._candidates()) and not any(self._ready()):
             raise self._no_room()
         return bool(chunks)
 
     def _candidates(self) -> Iterator[_Waiting]:
         """Requests that may start, in their order; no more of them are looked at than there are rows."""
-        return itertools.takewhile(
-            lambda entry: entry.was_live or not self._is_paused,
-            itertools.islice(self._waiting, self._runner.num_rows),
-        )
+        for entry in itertools.islice(self._waiting, self._runner.num_rows):
+            if self._is_paused and not entry.was_live:
+                return
+            yield entry
 
     def _ready(self) -> Iterator[_Waiting]:
-        """Candidates whose prompts are stored. They pass those that are being stored, which would idle otherwise, but
-        none that has not begun: it may be short of memory that they would take."""
-        begun = itertools.takewhile(lambda entry: not entry.key or entry.key in self._prefixes, self._candidates())
-        return filter(self._is_ready, begun)
+        """Candidates whose prompts are stored. They pass those whose prompts are being stored, since they would idle
+        otherwise, but none that has nothing stored: it may lack the memory that they would take."""
+        for entry in self._candidates():
+            if entry.key and entry.key not in self._prefixes:
+                return
+            if self._is_ready(entry):
+                yield entry
 
     def _choose_chunks(self, num_wanted: int) -> list[Chunk]:
         """The next chunk of each prompt, oldest first, until `num_wanted` requests can start or the budget is spent.
 
-        The first in line always gets on by a chunk, so nobody waits for ever. A chunk too long ends the budget, and one
-        whose turn has not come holds no memory, which rows may need.
+        The first in line always gets on by a chunk, so nobody waits for ever. A chunk too long ends the budget, and a
+        prompt whose turn has not come holds no memory, which rows may need.
         """
         chunks: list[Chunk] = []
         prefixes: dict[bytes, StoredPrefix] = {}
@@ -355,12 +358,13 @@ class Engine:
         return not entry.key or self._prefixes[entry.key].is_complete
 
     def _admit(self) -> None:
-        """Start requests whose prompts are stored in free rows, those of one prefix together, lowest row first; without
-        memory they stay."""
+        """Move requests whose prompts are stored into free rows, oldest first, lowest row first."""
         free = np.flatnonzero(~self._rows.is_live).tolist()
-        ready = list(itertools.islice(self._ready(), len(free)))
-        if not ready:
-            return
+        if ready := list(itertools.islice(self._ready(), len(free))):
+            self._place(ready, free)
+
+    def _place(self, ready: list[_Waiting], free: list[int]) -> None:
+        """Start `ready` in the first of the `free` rows, those of one prefix together; without memory they stay."""
         members_of: dict[bytes, list[int]] = {}
         for index, entry in enumerate(ready):
             members_of.setdefault(entry.key, []).append(index)
