@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from engine_kit import VOCAB, assert_same_bits, drain, new_engine, random_model, random_prompt, run
 
+from slipstream.core.errors import ConfigError
 from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.paged_runner import PagedRunner
@@ -123,6 +125,29 @@ def test_nobody_overtakes_one_that_finds_no_memory() -> None:
         order += ordinals(engine.step())
     assert order == [0, 1, 2]
     assert sorted([*order, *(ordinal for ordinal, _ in drain(engine))]) == list(range(30))
+
+
+def test_nobody_takes_memory_ahead_of_one_that_lacks_it() -> None:
+    engine, runner = paged(3, 4)
+    engine.submit([request(0, 10, 30)])
+    while runner.num_free_pages > 2:
+        engine.step()
+    engine.submit([request(1, 41, 2), request(2, 10, 2)])
+    engine.step()
+    assert (runner.num_free_pages, engine.stats.prefilled_tokens) == (2, 9)
+    assert ordinals([*engine.step(), *engine.step()]) == []
+    assert [ordinal for ordinal, _ in drain(engine)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"), [("open_prefix", None), ("open_rows", False), ("rows_without_room", [0])]
+)
+def test_a_runner_that_never_has_room_is_an_error_and_no_endless_loop(method: str, answer: object) -> None:
+    engine, runner = paged(2, 8)
+    setattr(runner, method, lambda *_: answer)
+    engine.submit([request(0, 10, 3)])
+    with pytest.raises(ConfigError, match="no sequence fits into the memory"):
+        engine.step()
 
 
 def test_prompts_that_wait_take_no_memory_before_their_turn() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, run
 
 from slipstream.generator.engine import Engine
@@ -58,8 +59,9 @@ def test_a_long_prompt_does_not_stall_decoding() -> None:
     assert generated == [1, 1, 1, 1, 1, 1, 1, 2]
 
 
-def test_the_budget_is_shared_by_prompts_and_spent_once_a_step() -> None:
-    engine = new_engine(random_model(), num_slots=8, stop_token_ids=[], prefill_chunk=16, prefill_tokens=40)
+@pytest.mark.parametrize("prefill_tokens", [32, 40])
+def test_the_budget_is_shared_by_prompts_and_spent_once_a_step(prefill_tokens: int) -> None:
+    engine = new_engine(random_model(), num_slots=8, stop_token_ids=[], prefill_chunk=16, prefill_tokens=prefill_tokens)
     engine.submit([Request(i, 0, random_prompt(17, seed=i), max_new_tokens=30) for i in range(5)])
     assert [(prefilled_in_a_step(engine), engine.num_live) for _ in range(4)] == [(32, 2), (32, 2), (16, 4), (0, 5)]
 
