@@ -9,6 +9,7 @@ import pytest
 from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, run
 
 from slipstream.generator.engine import Engine
+from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import Request
 from slipstream.generator.runner import Chunk, Decoded
 
@@ -66,8 +67,11 @@ def test_the_budget_is_shared_by_prompts_and_spent_once_a_step(prefill_tokens: i
     assert [(prefilled_in_a_step(engine), engine.num_live) for _ in range(4)] == [(32, 2), (32, 2), (16, 4), (0, 5)]
 
 
-def test_prefill_has_a_pass_of_its_own_only_where_there_is_nothing_to_decode() -> None:
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_prefill_joins_the_pass_that_decodes_where_the_runner_can(is_paged: bool) -> None:
     engine = new_engine(random_model(), num_slots=2, stop_token_ids=[])
+    if is_paged:
+        engine = Engine(PagedRunner(random_model(), num_rows=2, max_len=48), seed=7, stop_token_ids=[])
     alone, beside = [], []
     prefill, decode = engine._runner.prefill, engine._runner.decode
 
@@ -83,9 +87,20 @@ def test_prefill_has_a_pass_of_its_own_only_where_there_is_nothing_to_decode() -
     engine._runner.decode = recorded_decode  # type: ignore[method-assign]
     engine.submit([Request(i, 0, random_prompt(5 + i, seed=i), max_new_tokens=3 + i) for i in range(4)])
     drain(engine)
-    assert alone == [[4, 5]]
-    # The rows' ends are known a step before: those who come next are stored by then, and no row is ever empty.
-    assert beside == [[], [], [6], [7], [], [], [], [], [], []]
+    # Either way no row is ever empty: the first has 3 and then 5 tokens, the second 4 and then 6.
+    if is_paged:
+        assert alone == [[4, 5], [6], [7]]
+        assert beside == [[]] * 10
+    else:
+        assert alone == [[4, 5]]  # there was nothing to decode
+        assert beside == [[], [6], [7], *[[]] * 7]
+
+
+def test_an_eighth_of_the_rows_has_its_prompts_stored_ahead() -> None:
+    """Who can tell which rows a stop token frees?"""
+    engine = new_engine(random_model(), num_slots=16, stop_token_ids=[])
+    engine.submit([Request(i, 0, random_prompt(5, seed=i), max_new_tokens=9) for i in range(30)])
+    assert [prefilled_in_a_step(engine) for _ in range(3)] == [16 * 4, 2 * 4, 0]
 
 
 def test_one_chunk_is_made_however_small_the_budget() -> None:
@@ -118,10 +133,10 @@ def test_a_prompt_that_is_passed_keeps_what_is_stored_of_it() -> None:
     engine.submit([Request(i, 0, random_prompt(n, seed=i), max_new_tokens=2) for i, n in enumerate((13, 4))])
     assert prefilled_in_a_step(engine) == 8 + 3
     assert (engine.num_live, engine.num_waiting) == (1, 2)
-    assert prefilled_in_a_step(engine) == 0  # the second has taken the row
+    assert prefilled_in_a_step(engine) == 4  # beside the second, which has taken the row
     assert (engine.num_live, engine.num_waiting) == (2, 1)
-    assert prefilled_in_a_step(engine) == 4  # which comes free now
-    assert list(drain(engine)) == [(0, 0), (9, 0)]
+    assert [ordinal for ordinal, _ in drain(engine)] == [1, 0, 9]
+    assert engine.stats.prefilled_tokens == 3 + 12 + 3
 
 
 def test_a_prompt_that_comes_again_is_not_prefilled_again_until_the_version_changes() -> None:

@@ -1,9 +1,9 @@
 """Continuous batching: prompts in, completions out, weights replaced between two steps.
 
 One step admits waiting requests whose prompts are stored into free rows, decodes ONE token for every live row, samples,
-and retires what finished. The same pass over the weights prefills the prompts of those who come next, within a token
-budget, once per prompt, shared by its group. The engine knows nothing of processes, channels or configuration, and
-leaves the model to a `Runner`; whoever drives it replaces the weights between two steps and says so with `set_version`.
+and retires what finished. Prompts are prefilled within a token budget, once for their group, in the pass that decodes
+or in one of their own, as suits the runner. The engine knows nothing of processes, channels or configuration; whoever
+drives it replaces the weights between two steps and says so with `set_version`. The model is a `Runner`'s business.
 
 The prefill covers all tokens but the last; that one is the first the row decodes. So every sampled token comes out of
 the same decode path, a completion's first one and a resumed one's included, and a prefix is keys and values only.
@@ -47,6 +47,8 @@ from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
 
 PREFILL_CHUNK = 512
 """Prompts longer than this are prefilled in pieces, whose places do not depend on the step's budget: so bits do not."""
+ROWS_PER_PROMPT_AHEAD = 8
+"""So many rows let one request more have its prompt stored before a row is free: an eighth of them may end at once."""
 
 
 class _NoSpans:
@@ -198,7 +200,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Admit, decode one token per live row while prefilling within the budget, return what finished."""
-        has_prefilled = not self._rows.is_live.any() and self._prefill_alone()
+        has_prefilled = self._prefill_alone()
         with self._spans.span("decode"):
             self._admit()
             if not self._rows.is_live.any():
@@ -206,7 +208,7 @@ class Engine:
             self._make_room()
             if not self._waiting or self._is_paused:
                 self._compact()
-            return self._decode([] if has_prefilled else self._choose_chunks(self._num_free_soon()))
+            return self._decode(() if has_prefilled else self._chunks_beside())
 
     def set_version(self, version: int, *, kv_on_update: KvOnUpdate = "keep", max_kv_age: int = 0) -> None:
         """The model's weights are `version` from here on; call between two steps, after they were replaced.
@@ -301,14 +303,31 @@ class Engine:
     # Admission
 
     def _prefill_alone(self) -> bool:
-        """Prefill in a pass of its own, where there is nothing to decode; whether there was anything to prefill."""
-        chunks = self._choose_chunks(self._runner.num_rows)
+        """Prefill for free rows in a pass of its own, where decoding takes no chunks or there is nothing to decode.
+
+        Whether there was anything to prefill.
+        """
+        is_any_live = bool(self._rows.is_live.any())
+        if is_any_live and self._runner.joins_prefill:
+            return False
+        chunks = self._choose_chunks(self.num_free_rows)
         if chunks:
             with self._spans.span("prefill"):
                 self._runner.prefill(chunks)
-        elif any(self._candidates()) and not any(self._ready()):
+        elif not is_any_live and any(self._candidates()) and not any(self._ready()):
             raise self._no_room()
         return bool(chunks)
+
+    def _chunks_beside(self) -> Sequence[Chunk]:
+        """What to prefill in the pass that decodes: for rows that are free or at their last token, and some more.
+
+        Which rows a stop token frees nobody knows, and a prompt that is not stored by then leaves them empty.
+        """
+        if not self._runner.joins_prefill:
+            return ()
+        rows = self._rows
+        num_free_soon = int(np.count_nonzero(~rows.is_live | (rows.num_new + 1 >= rows.max_new)))
+        return self._choose_chunks(num_free_soon + -(-self._runner.num_rows // ROWS_PER_PROMPT_AHEAD))
 
     def _candidates(self) -> Iterator[_Waiting]:
         """Requests that may start, in their order; no more of them are looked at than there are rows."""
@@ -463,11 +482,6 @@ class Engine:
             destinations = np.flatnonzero(~self._rows.is_live[:num_live])[: len(sources)].tolist()
             self._runner.move_rows(sources, destinations)
             self._rows.move(sources, destinations)
-
-    def _num_free_soon(self) -> int:
-        """Rows that are free after this step for all we know: those that are, and those at their last token."""
-        rows = self._rows
-        return int(np.count_nonzero(~rows.is_live | (rows.num_new + 1 >= rows.max_new)))
 
     def _decode(self, chunks: Sequence[Chunk]) -> list[Finished]:
         """One token for every live row, and `chunks` prefilled."""

@@ -110,6 +110,8 @@ class PagedRunner:
     it is on CUDA too, to look for what a graph hides.
     """
 
+    joins_prefill = False  # a captured step has the shape of its rows
+
     def __init__(
         self,
         model: Transformer,
@@ -263,8 +265,7 @@ class PagedRunner:
 
     @torch.inference_mode()
     def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
-        if chunks:  # a pass of their own: the step is captured, and its shape is that of its rows
-            self.prefill(chunks)
+        assert not chunks, "prefill has passes of its own"
         pages = self._pages
         assert not pages.is_open[num_rows:].any(), f"a row from {num_rows} on is open"
         pages.advance()

@@ -67,6 +67,8 @@ class Runner(Protocol):
     """Rows that may be open at once."""
     max_len: int
     """Tokens of the longest sequence."""
+    joins_prefill: bool
+    """Whether `decode` takes chunks: prefill beside decoding costs less there than in a pass of its own."""
 
     def open_prefix(self, num_tokens: int) -> Prefix | None:
         """Room for a prefix; None when memory is short now (the engine tries again when something was closed)."""
@@ -102,6 +104,6 @@ class Runner(Protocol):
     def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
         """One token for every open row; all of them lie below `num_rows`. Advances the rows by that token.
 
-        And `prefill` of `chunks`, in the same pass over the weights where that is faster.
+        With `joins_prefill` also what `prefill` does with `chunks`, in the same pass over the weights.
         """
         ...

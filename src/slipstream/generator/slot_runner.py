@@ -27,6 +27,8 @@ from slipstream.models.transformer import Transformer
 class SlotRunner:
     """Implements `runner.Runner`. Rows are slots, opened on a copy of their prefix; they always have room."""
 
+    joins_prefill = True
+
     def __init__(self, model: Transformer, *, num_rows: int, max_len: int) -> None:
         config = model.config
         if num_rows < 1:
