@@ -199,7 +199,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Admit, decode one token per live row while prefilling within the budget, return what finished."""
+        """Prefill within the budget, admit, decode one token per live row, return what finished."""
         has_prefilled = self._prefill_alone()
         with self._spans.span("decode"):
             self._admit()
