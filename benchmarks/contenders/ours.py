@@ -13,8 +13,9 @@ import torch
 from contenders.protocol import Job, Run, Workload, serve
 
 from slipstream.core.sections import Precision
+from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
-from slipstream.generator.requests import Finished, GenerationEngine, Request
+from slipstream.generator.requests import Finished, Request
 from slipstream.models.hf import load_model
 from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
@@ -22,7 +23,7 @@ from slipstream.models.transformer import Transformer
 
 def new_engine(
     model: Transformer, *, precision: Precision, num_slots: int, max_len: int, prefill_tokens: int = 512
-) -> tuple[GenerationEngine, ServedWeights]:
+) -> tuple[Engine, ServedWeights]:
     """The engine under test on weights as a generator holds them; no token ends a completion before its limit."""
     weights = ServedWeights(model, precision)
     engine = native_engine(

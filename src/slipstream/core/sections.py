@@ -206,7 +206,8 @@ class GeneratorConfig(Section):
     max_kv_age: NonNegative = Field(0, description="Versions a key may lag behind with 'recompute_if_older_than'.")
     prefill_tokens: Positive = Field(512, description="Prompt tokens prefilled beside one decode step at most.")
     prefill_chunk: Positive = Field(
-        512, description="Longer prompts are prefilled in pieces of so many tokens; a piece is the least a step does."
+        512,
+        description="Longer prompts are prefilled in pieces of so many tokens, one a step, whatever prefill_tokens is.",
     )
     prefix_cache_tokens: NonNegative = Field(
         2048, description="Tokens of finished prompts kept for later completions of the same prompt and version."

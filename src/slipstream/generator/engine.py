@@ -47,8 +47,8 @@ from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
 
 PREFILL_CHUNK = 512
 """Prompts longer than this are prefilled in pieces, whose places do not depend on the step's budget: so bits do not."""
-ROWS_PER_PROMPT_AHEAD = 8
-"""So many rows let one request more have its prompt stored before a row is free: an eighth of them may end at once."""
+ROWS_PER_REQUEST_AHEAD = 8
+"""For so many rows the prompt of one waiting request is stored before a row is free: a stop token may free one."""
 
 
 class _NoSpans:
@@ -327,7 +327,7 @@ class Engine:
             return ()
         rows = self._rows
         num_free_soon = int(np.count_nonzero(~rows.is_live | (rows.num_new + 1 >= rows.max_new)))
-        return self._choose_chunks(num_free_soon + -(-self._runner.num_rows // ROWS_PER_PROMPT_AHEAD))
+        return self._choose_chunks(num_free_soon + -(-self._runner.num_rows // ROWS_PER_REQUEST_AHEAD))
 
     def _candidates(self) -> Iterator[_Waiting]:
         """Requests that may start, in their order; no more of them are looked at than there are rows."""
