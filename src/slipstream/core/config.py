@@ -116,6 +116,11 @@ class RunConfig(Section):
         "process", description="Executors in processes of their own, or all in this one, deterministically."
     )
     deadline_s: PositiveFloat = Field(120.0, description="Longest wait for any peer, in seconds, before the run fails.")
+    lease_s: PositiveFloat = Field(
+        30.0,
+        description="A generator on another machine that is silent for so many seconds is shut out: its unfinished "
+        "groups go elsewhere, and it may join again.",
+    )
     stages: list[Stage] = Field(
         default_factory=lambda: list(JUST_RL),
         description="What a run goes through, in this order: sft, preferences, reward_model, rl, evaluate. "

@@ -10,11 +10,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slipstream.core.clock import Clock
+from slipstream.core.ranks import RankGroup
 from slipstream.core.types import Message
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class Context:
     num_threads_alone: int = 1  # while no other executor has work: warm start, evaluation at the ends
     publisher: WeightsPublisher | None = None
     subscriber: WeightsSubscriber | None = None
+    group: RankGroup = field(default_factory=RankGroup.alone)
     scratch_prefix: str = "slipstream."  # of names in /dev/shm and /tmp: what begins so is removed when the run ends
 
 

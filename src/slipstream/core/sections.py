@@ -177,6 +177,7 @@ class GeneratorConfig(Section):
     """Sampling and the decode engine."""
 
     replicas: Positive = Field(1, description="Generator processes.")
+    tensor_parallel: Positive = Field(1, description="Processes of each replica, which share every layer.")
     num_slots: Positive = Field(64, description="Completions decoded at once per replica; a multiple of 8 on CPU.")
     max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
@@ -457,6 +458,16 @@ class CriticConfig(Section):
 class TrainerConfig(Section):
     """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
 
+    ranks: Positive = Field(
+        1, description="Processes of the trainer: data parallel (FSDP2) x tensor parallel, with a group of their own."
+    )
+    tensor_parallel: Positive = Field(1, description="Ranks that share each layer; divides `ranks`.")
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = Field(
+        "cpu", description="What the trainer computes on: 'cpu', or 'cuda', a GPU per rank."
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What it computes in on a GPU; weights and optimizer stay float32 there, too."
+    )
     minibatches: Positive = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
     epochs: Positive = Field(1, description="Passes over the batch per step (A4's T).")
     shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")

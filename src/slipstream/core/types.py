@@ -162,11 +162,27 @@ class WarmStart(Message):
     completion_lengths: np.ndarray  # int32 [N]
 
 
+class RolloutHead(Message):
+    """What advantages, selection and metrics need of a rollout besides its tokens, which lie with the rank it is of."""
+
+    ordinal: int
+    sample: int
+    reward: float
+    reward_parts: dict[str, float | None] = {}
+    failure: str | None = None
+    is_truncated: bool = False
+    is_stopped: bool = True  # finish_reason = "stop": there is a step after the last token
+    num_tokens: int = 0
+    min_version: int = 0
+    max_version: int = 0
+
+
 class TrainStep(Message):
-    """Train step `step` on exactly these groups."""
+    """Train step `step` on exactly these groups. Rank 0 of the trainer passes it on with the `heads` of their rollouts."""
 
     step: int
     ordinals: tuple[int, ...]
+    heads: tuple[RolloutHead, ...] = ()
 
 
 class Skip(Message):

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import RankError
+from slipstream.core.ranks import lost_rank
 from slipstream.generator.requests import Finished, GenerationEngine, Request
-from slipstream.models.tensor_parallel import lost_rank
 
 NS_PER_S = 1_000_000_000
 

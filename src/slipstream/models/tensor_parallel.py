@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, RankError, ShapeError
+from slipstream.core.ranks import lost_rank
 from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.hf import canonical_name, open_tensors, read_hf_config, weight_files
 from slipstream.models.layout import LogicalTensor, layout
@@ -152,15 +153,6 @@ class TensorParallel:
             collective(*tensors, group=self.group)
         except RuntimeError as error:
             raise lost_rank(self.group, error) from error
-
-
-def lost_rank(group: dist.ProcessGroup, error: RuntimeError) -> RankError:
-    """What a failed collective of `group` means."""
-    return RankError(
-        "a collective of the ranks that run one model failed",
-        got=f"{str(error).splitlines()[0]} (seen by rank {dist.get_rank(group)} of {dist.get_world_size(group)})",
-        hint="most often another rank has died or hangs: see its log; the group must be started again as a whole",
-    )
 
 
 @dataclass(frozen=True)
