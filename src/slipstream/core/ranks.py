@@ -46,8 +46,8 @@ def data_parallel_rank(ordinal: int, sample: int, num_ranks: int, *, by: Dealt) 
 class RankGroup:
     """`rank` of `world`, and the process group `pg` between them; None where there is one process only.
 
-    Collectives here are for what is small or rare. They wait for all ranks, at most the group's timeout, and a rank that
-    stays away or dies gives the others a RankError.
+    Collectives here are for what is small or rare. They wait for all ranks, at most the group's timeout; a rank that stays
+    away or dies gives the others a RankError.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, pg: dist.ProcessGroup | None = None) -> None:
@@ -70,7 +70,7 @@ class RankGroup:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks of `values` (same shape and type everywhere), as a new tensor; the same bits on every rank."""
+        """The sum over ranks of `values` (same shape and type everywhere), as a new tensor; the same on every rank."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class RankGroup:
 def lost_rank(group: dist.ProcessGroup, error: RuntimeError) -> RankError:
     """What a failed collective of `group` means."""
     return RankError(
-        "a collective of the ranks of one group failed",
+        "a collective of the ranks that run one model failed",
         got=f"{str(error).splitlines()[0]} (seen by rank {dist.get_rank(group)} of {dist.get_world_size(group)})",
         hint="most often another rank has died or hangs: see its log; the group must be started again as a whole",
     )

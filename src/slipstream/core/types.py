@@ -178,7 +178,7 @@ class RolloutHead(Message):
 
 
 class TrainStep(Message):
-    """Train step `step` on exactly these groups. Rank 0 of the trainer passes it on with the `heads` of their rollouts."""
+    """Train step `step` on exactly these groups. Rank 0 of the trainer passes it on, with their rollouts' `heads`."""
 
     step: int
     ordinals: tuple[int, ...]
