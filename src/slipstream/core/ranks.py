@@ -46,8 +46,8 @@ def data_parallel_rank(ordinal: int, sample: int, num_ranks: int, *, by: Dealt) 
 class RankGroup:
     """`rank` of `world`, and the process group `pg` between them; None where there is one process only.
 
-    Collectives here are for what is small or rare. They wait for all ranks, at most the group's timeout; a rank that stays
-    away or dies gives the others a RankError.
+    Collectives here are for what is small or rare. They wait for all ranks, at most the group's timeout; a rank that
+    stays away or dies gives the others a RankError.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, pg: dist.ProcessGroup | None = None) -> None:
