@@ -23,7 +23,8 @@ from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors
-from slipstream.models.tensor_parallel import TensorParallel, load_parallel_model, load_shard
+from slipstream.models.shards import load_parallel_model, load_shard
+from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 
 Tokens = dict[tuple[int, int], tuple[list[int], np.ndarray, tuple[Any, ...], str]]

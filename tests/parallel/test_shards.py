@@ -14,7 +14,8 @@ from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors, save_model
-from slipstream.models.tensor_parallel import TensorParallel, load_shard, shard_boxes, shards, whole_tensors
+from slipstream.models.shards import load_shard, shard_boxes, shards, whole_tensors
+from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 
 

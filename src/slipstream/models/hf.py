@@ -155,7 +155,7 @@ def save_model(
             "one rank's part of a model is no checkpoint",
             got="a model divided over ranks",
             allowed="a whole model",
-            hint="save the model that was divided; a rank's tensors are `tensor_parallel.shards`",
+            hint="save the model that was divided; a rank's tensors are `shards.local_shards`",
         )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
