@@ -13,7 +13,7 @@ from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
-from slipstream.controller.pipeline import Node, Pipeline, gather, weights
+from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
@@ -31,6 +31,7 @@ from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_ta
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.model_executor import RewardModels
+from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.step import needed_columns
 
@@ -195,6 +196,8 @@ def nodes(
             host=config.host,
             num_threads=threads["generator"].together,
             num_threads_alone=threads["generator"].alone,
+            ranks=config.generator.tensor_parallel,
+            device=config.generator.device if config.generator.tensor_parallel > 1 else "cpu",
         )
         for replica in range(config.generator.replicas)
     )
@@ -211,6 +214,8 @@ def nodes(
         host=config.host,
         num_threads=threads["trainer"].together,
         num_threads_alone=threads["trainer"].alone,
+        ranks=config.trainer.ranks,
+        device=config.trainer.device,
     )
     scoring: list[Node] = []
     if has_functions(config, reward):
@@ -238,24 +243,43 @@ def default_pipeline(
     config: RunConfig, *, reward: Callable[..., Any] | None = None, resume: Path | None = None
 ) -> Pipeline:
     """generators -> rewards -> reward models, where there are any -> trainer -> weights -> generators."""
-    replicas = [f"generator-{replica}" for replica in range(config.generator.replicas)]
+    made = nodes(config, reward=reward, resume=resume)
+    replicas = [node for node in made if node.name.startswith("generator")]
+    trainer = next(node for node in made if node.name == "trainer")
+    leaders = trainer.members[:: config.trainer.tensor_parallel]  # of the data-parallel ranks: they get the rollouts
     deadline_s = config.deadline_s
     first = "rewards" if has_functions(config, reward) else "reward_models"
     scored = ("reward_models", "scored") if config.rewards.models else ("rewards", "rollouts")
     channels = [
         *(
-            gather(f"completions/{name}", f"{name}.completions", f"{first}.completions", deadline_s=deadline_s)
-            for name in replicas
+            gather(
+                f"completions/{node.name}", f"{node.name}.completions", f"{first}.completions", deadline_s=deadline_s
+            )
+            for node in replicas
         ),
         *(
             [gather("parts", "rewards.rollouts", "reward_models.completions", deadline_s=deadline_s)]
             if first != scored[0]
             else []
         ),
-        gather("rollouts", ".".join(scored), "trainer.rollouts", deadline_s=deadline_s),
-        *(weights(f"weights/{name}", "trainer.weights", f"{name}.weights", deadline_s=deadline_s) for name in replicas),
+        *scatter(
+            "rollouts",
+            ".".join(scored),
+            [f"{leader}.rollouts" for leader in leaders],
+            f"rollouts/{dealt_by(config)}",
+            deadline_s=deadline_s,
+        ),
+        *(
+            gather(f"arrived/{name}", f"{name}.arrived", "trainer.arrived", deadline_s=deadline_s)
+            for name in leaders[1:]
+        ),
+        *(
+            weights(f"weights/{member}", "trainer.weights", f"{member}.weights", deadline_s=deadline_s)
+            for node in replicas
+            for member in node.members
+        ),
     ]
-    return Pipeline(nodes(config, reward=reward, resume=resume), tuple(channels), deadline_s=deadline_s)
+    return Pipeline(made, tuple(channels), deadline_s=deadline_s)
 
 
 def build_schedule(config: RunConfig, snapshot: Snapshot | None = None) -> Schedule:

@@ -31,6 +31,7 @@ from slipstream.core.channel import connect_hosted, make_transport_dir, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ExecutorDied, SlipstreamError
+from slipstream.core.ranks import RANK_MARK
 from slipstream.core.types import (
     Admit,
     Checkpoint,
@@ -151,15 +152,17 @@ class Controller:
             channels = self.pipeline.all_channels
             inline = [node for node in self.pipeline.nodes if node.host == "inline"]
             for node in self.pipeline.nodes:
-                if node.host == "process":
+                for rank in range(node.ranks if node.host == "process" else 0):
                     self.children.append(
                         Child.start(
                             node,
+                            rank,
                             channels,
                             run_dir=self.run_dir,
                             transport_dir=transport_dir,
                             run_id=run_id,
                             incarnation=1,
+                            deadline_s=self.config.deadline_s,
                         )
                     )
             hosted = [CONTROLLER, *(node.name for node in inline)]
@@ -174,7 +177,7 @@ class Controller:
     def _train(self) -> None:
         """From the first event to the last step; a Ctrl-C before the first version leaves nothing to save."""
         self._run_until(
-            lambda: len(self.ready) == len(self.pipeline.nodes) or self.is_interrupted, "all executors to be ready"
+            lambda: len(self.ready) == len(self.pipeline.members) or self.is_interrupted, "all executors to be ready"
         )
         first = self.schedule.steps_done
         replicas = [node.name for node in self.pipeline.nodes if node.name.startswith("generator")]
@@ -244,7 +247,7 @@ class Controller:
     def _check_deadline(self, what: str) -> None:
         silent_s = self.clock.now_s() - self.heard_s
         if silent_s > self.config.deadline_s:
-            missing = sorted({node.name for node in self.pipeline.nodes} - self.ready)
+            missing = sorted(set(self.pipeline.members) - self.ready)
             raise SlipstreamError(
                 f"nothing happened for {silent_s:.0f} s while waiting for {what}",
                 got=f"not ready: {', '.join(missing)}" if missing else f"the trainer waits for {self.waiting_reason}",
@@ -421,7 +424,7 @@ class Controller:
             for host in reversed(self.hosts):
                 ends.callback(host.close)
             for child in self.children:
-                if not child.has_ended and child.name in self.ready:
+                if not child.has_ended and child.name in self.ready and RANK_MARK not in child.name:
                     with contextlib.suppress(SlipstreamError):
                         self._send(child.name, Stop())
             for child in self.children:

@@ -18,12 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.controller.groups import join_on_one_machine
 from slipstream.controller.pipeline import Node, decode_node, encode_node, weight_readers
 from slipstream.controller.placement import thread_environment
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, wait
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelError, ExecutorDied
 from slipstream.core.executor import Context
+from slipstream.core.ranks import RankGroup, rank_name
 from slipstream.core.types import Counters, Failed
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 from slipstream.weight_sync.publisher import Publisher
@@ -42,13 +44,21 @@ class Host:
     """
 
     def __init__(
-        self, node: Node, ports: Ports, channels: tuple[ChannelSpec, ...], run_dir: Path, *, run_id: str
+        self,
+        node: Node,
+        ports: Ports,
+        channels: tuple[ChannelSpec, ...],
+        run_dir: Path,
+        *,
+        run_id: str,
+        group: RankGroup | None = None,
     ) -> None:
         clock = WallClock()
-        self.name = node.name
+        group = RankGroup.alone() if group is None else group
+        self.name = node.members[group.rank]
         self.ports = ports
         self.executor = node.build()
-        self.timeline = Timeline(node.name, timeline_path(run_dir, node.name), clock)
+        self.timeline = Timeline(self.name, timeline_path(run_dir, self.name), clock)
         publisher = subscriber = None
         readers = weight_readers(channels)
         if "weights" in ports.outputs:
@@ -63,7 +73,7 @@ class Host:
                 ports.inputs["weights"],
                 ports.outputs["weights-released"],
                 SharedMemory(run_id),
-                replica=readers.index(node.name),
+                replica=readers.index(self.name),
             )
         self.counted_s = clock.now_s()
         self.while_idle = ExitStack()
@@ -75,7 +85,7 @@ class Host:
             if end is not None:
                 self.ends.callback(end.close)
         self.context = Context(
-            name=node.name,
+            name=self.name,
             run_dir=run_dir,
             inputs=ports.inputs,
             outputs=ports.outputs,
@@ -86,6 +96,7 @@ class Host:
             publisher=publisher,
             subscriber=subscriber,
             scratch_prefix=file_prefix(run_id),
+            group=group,
         )
 
     def init(self, *, is_inline: bool = False) -> None:
@@ -133,15 +144,19 @@ def main(spec_path: str) -> int:
     spec = json.loads(Path(spec_path).read_text())
     channels = tuple(ChannelSpec(**channel | {"kind": Kind(channel["kind"])}) for channel in spec["channels"])
     lifeline = sys.stdin.fileno()
-    ports = connect(channels, spec["node"]["name"], Path(spec["transport_dir"]), spec["incarnation"])
+    name = rank_name(spec["node"]["name"], spec["rank"])
+    transport_dir = Path(spec["transport_dir"])
+    ports = connect(channels, name, transport_dir, spec["incarnation"])
     host: Host | None = None
     try:
-        host = Host(decode_node(spec["node"]), ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"])
+        node = decode_node(spec["node"])
+        group = join_on_one_machine(node, spec["rank"], transport_dir, timeout_s=spec["deadline_s"])
+        host = Host(node, ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"], group=group)
         host.timeline.backdate("start_up", spec["started_s"])
         host.init()
         return _serve(host, lifeline)
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-        return _report(ports, spec["node"]["name"], error)
+        return _report(ports, name, error)
     finally:
         if host is not None:
             host.close()
@@ -192,25 +207,31 @@ class Child:
     def start(
         cls,
         node: Node,
+        rank: int,
         channels: tuple[ChannelSpec, ...],
         *,
         run_dir: Path,
         transport_dir: Path,
         run_id: str,
         incarnation: int,
+        deadline_s: float,
     ) -> Child:
+        """Start the process of one rank of `node`."""
+        name = node.members[rank]
         spec: dict[str, Any] = {
             "node": encode_node(node),
+            "rank": rank,
             "channels": [asdict(channel) for channel in channels],
             "run_dir": str(run_dir.resolve()),
             "transport_dir": str(transport_dir),
             "run_id": run_id,
             "incarnation": incarnation,
+            "deadline_s": deadline_s,
             "started_s": WallClock().now_s(),
         }
-        spec_path = transport_dir / f"{node.name}.json"
+        spec_path = transport_dir / f"{name}.json"
         spec_path.write_text(json.dumps(spec))
-        log_path = run_dir / "logs" / f"{node.name}.log"
+        log_path = run_dir / "logs" / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
         environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path}
@@ -223,7 +244,7 @@ class Child:
                 env=environment,
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the controller only
             )
-        return cls(node.name, process, os.pidfd_open(process.pid), log_path)
+        return cls(name, process, os.pidfd_open(process.pid), log_path)
 
     @property
     def has_ended(self) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,10 @@ from slipstream.core.channel import ChannelSpec, Kind
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
+from slipstream.core.ranks import RANK_MARK, rank_name
 
 CONTROLLER = "controller"
-
+HostKind = Literal["process", "inline", "torchrun"]
 
 SCRIPTS_BEING_IMPORTED: set[str] = set()
 
@@ -37,16 +38,34 @@ class ReachedRun(BaseException):
 class Node:
     """An executor of the pipeline: its name, what makes it, and where it runs.
 
-    `factory` returns the executor when called with `kwargs`. `host = "inline"` runs it inside the controller's process.
-    Thread counts are those of `controller/placement.py`.
+    `factory` returns the executor when called with `kwargs`. `host = "inline"` runs it inside the controller's process,
+    "process" in processes that the controller starts, "torchrun" in those of a torchrun job that joins the run from
+    anywhere (`slipstream launch`). With several `ranks` that many processes run the executor together; they have a
+    process group, as has a single one with `device` on CUDA. Thread counts, each rank's, are those of
+    `controller/placement.py`.
     """
 
     name: str
     factory: Callable[..., Executor]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    host: Literal["process", "inline"] = "process"
+    host: HostKind = "process"
     num_threads: int = 1
     num_threads_alone: int = 1
+    ranks: int = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.host == "inline" and self.ranks > 1:
+            raise ConfigError(
+                "several ranks need processes of their own",
+                got=f"{self.ranks} ranks of '{self.name}' with host = 'inline'",
+                allowed="host = 'process'",
+            )
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of its processes, by rank."""
+        return tuple(rank_name(self.name, rank) for rank in range(self.ranks))
 
     def build(self) -> Executor:
         return self.factory(**self.kwargs)
@@ -64,6 +83,8 @@ def encode_node(node: Node) -> dict[str, Any]:
         "kwargs": kwargs,
         "num_threads": node.num_threads,
         "num_threads_alone": node.num_threads_alone,
+        "ranks": node.ranks,
+        "device": node.device,
     }
 
 
@@ -79,6 +100,8 @@ def decode_node(data: Mapping[str, Any]) -> Node:
         kwargs=kwargs,
         num_threads=data["num_threads"],
         num_threads_alone=data["num_threads_alone"],
+        ranks=data["ranks"],
+        device=data["device"],
     )
 
 
@@ -137,9 +160,12 @@ class Pipeline:
     deadline_s: float = 120.0
 
     def __post_init__(self) -> None:
-        names = [node.name for node in self.nodes]
-        if len(set(names)) != len(names) or CONTROLLER in names:
-            raise ConfigError("executors need distinct names", got=", ".join(names), allowed=f"not '{CONTROLLER}'")
+        nodes = [node.name for node in self.nodes]
+        if len(set(nodes)) != len(nodes) or CONTROLLER in nodes or any(RANK_MARK in name for name in nodes):
+            raise ConfigError(
+                "executors need distinct names", got=", ".join(nodes), allowed=f"not '{CONTROLLER}', no '@'"
+            )
+        names = self.members
         for channel in self.channels:
             for port in (channel.source, channel.target):
                 executor = port.split(".")[0]
@@ -152,29 +178,43 @@ class Pipeline:
                     )
 
     @property
+    def members(self) -> list[str]:
+        """The names of all processes and inline executors."""
+        return [member for node in self.nodes for member in node.members]
+
+    @property
     def all_channels(self) -> tuple[ChannelSpec, ...]:
-        own: list[ChannelSpec] = []
-        for node in self.nodes:
-            own.append(
-                ChannelSpec(
-                    name=f"commands/{node.name}",
-                    kind=Kind.GATHER,
-                    source=f"{CONTROLLER}.to-{node.name}",
-                    target=f"{node.name}.commands",
-                    deadline_s=self.deadline_s,
-                )
-            )
-            own.append(
-                ChannelSpec(
-                    name=f"events/{node.name}",
-                    kind=Kind.GATHER,
-                    source=f"{node.name}.events",
-                    target=f"{CONTROLLER}.events",
-                    capacity=8192,
-                    deadline_s=self.deadline_s,
-                )
-            )
+        """The channels given, and what every executor has besides: commands, events, releases, relays between ranks."""
+        own = [channel for node in self.nodes for channel in _own_channels(node, self.deadline_s)]
         return (*self.channels, *(release for c in self.channels if (release := _release_of(c))), *own)
+
+
+def _own_channels(node: Node, deadline_s: float) -> Iterator[ChannelSpec]:
+    """The controller speaks with rank 0, which passes on to the others what concerns them; every rank has events."""
+    yield ChannelSpec(
+        name=f"commands/{node.name}",
+        kind=Kind.GATHER,
+        source=f"{CONTROLLER}.to-{node.name}",
+        target=f"{node.name}.commands",
+        deadline_s=deadline_s,
+    )
+    for member in node.members[1:]:
+        yield ChannelSpec(
+            name=f"relay/{member}",
+            kind=Kind.BROADCAST,
+            source=f"{node.name}.relay",
+            target=f"{member}.commands",
+            deadline_s=deadline_s,
+        )
+    for member in node.members:
+        yield ChannelSpec(
+            name=f"events/{member}",
+            kind=Kind.GATHER,
+            source=f"{member}.events",
+            target=f"{CONTROLLER}.events",
+            capacity=8192,
+            deadline_s=deadline_s,
+        )
 
 
 def _release_of(channel: ChannelSpec) -> ChannelSpec | None:
@@ -193,6 +233,26 @@ def _release_of(channel: ChannelSpec) -> ChannelSpec | None:
 def gather(name: str, source: str, target: str, *, capacity: int = 1024, deadline_s: float = 120.0) -> ChannelSpec:
     """A channel into one target, which several sources may share."""
     return ChannelSpec(name, Kind.GATHER, source, target, capacity=capacity, deadline_s=deadline_s)
+
+
+def scatter(
+    name: str, source: str, targets: Sequence[str], route: str, *, capacity: int = 1024, deadline_s: float = 120.0
+) -> list[ChannelSpec]:
+    """Channels from one port, of which `route` chooses one for each message; to a single target, plainly into it."""
+    if len(targets) == 1:
+        return [gather(name, source, targets[0], capacity=capacity, deadline_s=deadline_s)]
+    return [
+        ChannelSpec(
+            f"{name}/{target.split('.')[0]}",
+            Kind.SCATTER,
+            source,
+            target,
+            capacity=capacity,
+            deadline_s=deadline_s,
+            route=route,
+        )
+        for target in targets
+    ]
 
 
 def weights(name: str, source: str, target: str, *, deadline_s: float = 120.0) -> ChannelSpec:

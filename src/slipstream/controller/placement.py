@@ -27,12 +27,25 @@ def num_cores() -> int:
 
 
 def place(config: RunConfig, cores: int) -> dict[str, Threads]:
-    """Threads of the computing executors, by the first word of their names.
+    """Threads of each process of the computing executors, by the first word of their names.
 
     At staleness 0 trainer and generator take turns, so each gets everything; otherwise trainer and replicas divide the
     cores, the trainer taking what is left over. Reward models get as much as a replica, once cores suffice for both:
-    they read each token once, which is a small part of what sampling it costs. A replica on a GPU takes one core.
+    they read each token once, which is a small part of what sampling it costs. A replica on a GPU takes one core. The
+    ranks of a group divide what it gets.
     """
+    whole = _place_groups(config, cores)
+    ranks = {"trainer": config.trainer.ranks, "generator": config.generator.tensor_parallel}
+    return {
+        name: Threads(
+            together=max(1, threads.together // ranks.get(name, 1)), alone=max(1, threads.alone // ranks.get(name, 1))
+        )
+        for name, threads in whole.items()
+    }
+
+
+def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
+    """The same for whole groups."""
     replicas = config.generator.replicas
     is_on_gpu = config.generator.device != "cpu"
     if config.max_staleness == 0:

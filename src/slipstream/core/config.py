@@ -249,8 +249,38 @@ class RunConfig(Section):
                 got=f"hidden_size {model.hidden_size}, heads {model.num_heads}, kv heads {model.num_kv_heads}",
                 allowed="hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0",
             )
+        self._check_ranks()
         self._check_stages()
         return self
+
+    def _check_ranks(self) -> None:
+        trainer, generator = self.trainer, self.generator
+        if trainer.ranks % trainer.tensor_parallel:
+            raise ConfigError(
+                "the trainer's ranks do not divide into tensor-parallel groups",
+                got=f"trainer.ranks = {trainer.ranks}, trainer.tensor_parallel = {trainer.tensor_parallel}",
+                allowed="trainer.ranks: a multiple of trainer.tensor_parallel",
+            )
+        if self.host == "inline" and max(trainer.ranks, generator.tensor_parallel) > 1:
+            raise ConfigError(
+                "several ranks need processes of their own",
+                got=f"trainer.ranks = {trainer.ranks}, generator.tensor_parallel = {generator.tensor_parallel} with "
+                "host = 'inline'",
+                allowed="host = 'process'",
+            )
+        if generator.engine == "vllm" and generator.tensor_parallel > 1:
+            raise ConfigError(
+                "vLLM divides models by itself",
+                got=f"generator.tensor_parallel = {generator.tensor_parallel} with generator.engine = 'vllm'",
+                allowed="generator.tensor_parallel = 1",
+                hint="generator.vllm.engine_args = { tensor_parallel_size = 2 }",
+            )
+        if trainer.precision != "float32" and trainer.device == "cpu":
+            raise ConfigError(
+                "on a CPU the trainer computes in float32",
+                got=f"trainer.precision = '{trainer.precision}' with trainer.device = 'cpu'",
+                allowed="trainer.device = 'cuda'",
+            )
 
     def _check_vllm(self) -> None:
         generator = self.generator

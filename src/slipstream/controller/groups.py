@@ -1,0 +1,57 @@
+"""How the processes of an executor group find each other: a c10d process group of their own, and no other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+
+from slipstream.controller.pipeline import Node
+from slipstream.core.ranks import RankGroup
+
+LOOPBACK = "lo"
+
+
+def join_on_one_machine(node: Node, rank: int, transport_dir: Path, *, timeout_s: float) -> RankGroup:
+    """The group of `node`'s ranks, which meet through a file of the run; alone where nobody else is needed.
+
+    Waits for the others, at most `timeout_s`, as every collective of the group does.
+    """
+    if not _needs_group(node):
+        return RankGroup.alone()
+    if LOOPBACK in {name for _, name in socket.if_nameindex()}:
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK  # whatever the machine calls itself
+    store = FileStore(str(transport_dir / f"{node.name}.store"), node.ranks)
+    return _join(node, rank, timeout_s=timeout_s, store=store)
+
+
+def join_under_torchrun(node: Node, *, timeout_s: float) -> RankGroup:
+    """The group of a torchrun job's ranks, from the environment that torchrun sets."""
+    if not _needs_group(node):
+        return RankGroup.alone()
+    return _join(node, int(os.environ["RANK"]), timeout_s=timeout_s)
+
+
+def _needs_group(node: Node) -> bool:
+    return node.ranks > 1 or node.device.startswith("cuda")
+
+
+def _join(node: Node, rank: int, *, timeout_s: float, store: Store | None = None) -> RankGroup:
+    backend = "gloo"
+    if node.device.startswith("cuda"):
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank if store is not None else -1,
+        world_size=node.ranks if store is not None else -1,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    assert dist.group.WORLD is not None
+    return RankGroup.over(dist.group.WORLD)
