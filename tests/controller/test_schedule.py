@@ -48,9 +48,11 @@ class World:
         self.replica_version = dict.fromkeys(range(replicas), 0)
         self.admitted_at: dict[int, int] = {}  # ordinal -> version of its replica at (last) admission
         self.sampling: dict[int, tuple[int, int]] = {}  # ordinal -> (replica, unfinished completions)
-        self.scoring: set[int] = set()
+        self.scoring: dict[int, int] = {}  # ordinal -> the replica it came from
+        self.orphans: set[int] = set()  # on their way to a score when their replica was lost: regenerated meanwhile
         self.trained: list[int] = []
         self.skipped: set[int] = set()
+        self.absent: set[int] = set()
         self.to_train: TrainStep | None = None
         self.published = 0
         self.lost = 0
@@ -62,7 +64,7 @@ class World:
             match command:
                 case StartGroup(ordinal=ordinal, replica=replica):
                     assert ordinal not in self.sampling
-                    assert ordinal not in self.scoring
+                    assert ordinal not in self.scoring or ordinal in self.orphans
                     assert ordinal not in self.trained
                     load = sum(n for r, n in self.sampling.values() if r == replica)
                     assert load + self.config.completions_per_group <= self.config.capacity
@@ -87,6 +89,7 @@ class World:
         possible += [("score", o) for o in self.scoring]
         possible += [("swap", r) for r, v in self.replica_version.items() if v < self.published]
         possible += [("train", None)] * (self.to_train is not None)
+        possible += [("join", r) for r in sorted(self.absent)]
         return possible
 
     def happen(self, kind: str, what) -> None:
@@ -94,14 +97,19 @@ class World:
             case "finish":
                 replica, unfinished = self.sampling[what]
                 sample = self.config.completions_per_group - unfinished
-                if unfinished == 1:
+                if unfinished == 1 and what in self.orphans:
+                    del self.sampling[what]  # a duplicate: the first copy is being scored
+                elif unfinished == 1:
                     del self.sampling[what]
-                    self.scoring.add(what)
+                    self.scoring[what] = replica
                 else:
                     self.sampling[what] = (replica, unfinished - 1)
                 self.carry_out(self.schedule.apply(finished(what, sample, replica)))
             case "score":
-                self.scoring.remove(what)
+                del self.scoring[what]
+                if what in self.orphans:  # the second copy is a duplicate from now on
+                    self.orphans.remove(what)
+                    self.sampling.pop(what, None)
                 self.carry_out(self.schedule.apply(scored(what, has_signal=self.rng.random() >= self.drop)))
             case "swap":
                 self.replica_version[what] = self.published
@@ -116,18 +124,26 @@ class World:
                     self.published = step.step + 1
                 self.carry_out(self.schedule.apply(StepDone(step=step.step, version=step.step + 1, metrics={})))
             case "lose":
-                version = self.replica_version[what]
+                del self.replica_version[what]
+                self.absent.add(what)
                 self.sampling = {o: (r, n) for o, (r, n) in self.sampling.items() if r != what}
+                for ordinal in [o for o, r in self.scoring.items() if r == what and o not in self.orphans]:
+                    if self.rng.random() < 0.5:  # its last words were lost, too
+                        del self.scoring[ordinal]
+                    else:
+                        self.orphans.add(ordinal)
                 self.lost += 1
                 self.carry_out(self.schedule.apply(ReplicaLost(replica=what)))
-                self.replica_version[what] = version
-                self.carry_out(self.schedule.apply(swapped(what, version)))
+            case "join":
+                self.absent.remove(what)
+                self.replica_version[what] = self.published
+                self.carry_out(self.schedule.apply(swapped(what, self.published)))
 
     def run(self, lose: float = 0.0) -> None:
         for _ in range(100_000):
             if self.schedule.is_finished:
                 break
-            if lose and self.rng.random() < lose:
+            if lose and self.replica_version and self.rng.random() < lose:
                 self.happen("lose", self.rng.choice(list(self.replica_version)))
                 continue
             possible = self.choices()

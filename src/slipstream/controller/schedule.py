@@ -135,8 +135,9 @@ class Schedule:
             case Swapped():
                 self.versions[event.replica] = max(event.version, self.versions.get(event.replica, 0))
             case CompletionFinished():
-                if event.ordinal in self.in_flight:  # its score may overtake it: they travel on different channels
-                    self.in_flight[event.ordinal].unfinished -= 1
+                group = self.in_flight.get(event.ordinal)  # its score may overtake it: they travel on different channels
+                if group is not None and group.replica == event.replica:
+                    group.unfinished -= 1
             case GroupScored():
                 commands += self._scored(event)
             case StepDone():
@@ -154,7 +155,8 @@ class Schedule:
         return commands
 
     def _scored(self, event: GroupScored) -> list[Command]:
-        del self.in_flight[event.ordinal]
+        if self.in_flight.pop(event.ordinal, None) is None:  # its replica was lost with the completions on their way
+            self.readmit.remove(event.ordinal)
         has_failed = event.num_failed >= self.config.completions_per_group
         if event.has_signal or not (self.config.skip_no_signal or has_failed):
             self.ready.add(event.ordinal)
@@ -174,8 +176,12 @@ class Schedule:
         return [Skip(ordinals=(event.ordinal,))]
 
     def _lose(self, replica: int) -> None:
-        del self.versions[replica]
-        lost = [o for o, group in self.in_flight.items() if group.replica == replica and group.unfinished]
+        """All that is not scored is to be regenerated: what the replica said it had finished may be lost on its way.
+
+        If it is not, the group is scored before its second copy is; whatever comes of that is a duplicate.
+        """
+        self.versions.pop(replica, None)
+        lost = [o for o, group in self.in_flight.items() if group.replica == replica]
         for ordinal in lost:
             del self.in_flight[ordinal]
         self.readmit = sorted(self.readmit + lost)
