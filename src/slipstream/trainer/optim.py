@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,47 @@ def corrected_eps(config: OptimizerConfig, *, update: int) -> float:
     if config.adam == "torch":
         return config.eps
     return config.eps / math.sqrt(1.0 - config.betas[1] ** update)
+
+
+class Optimizer(Protocol):
+    """AdamW with clipping and a schedule, over a whole model (`FlatAdamW`) or one rank's part of it (`ShardedAdamW`).
+
+    On several ranks everything but `zero_grad` is called by all of them together, and gives all the same numbers.
+    """
+
+    num_updates: int
+    """Updates made."""
+
+    planned: int
+    """The next update's place in the schedule: beyond `num_updates` where planned ones had nothing to train on."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Clear the gradients: backward passes add to them until `step`."""
+        ...
+
+    def finite_grad_norm(self) -> float:
+        """The norm of the whole model's gradient, each element once. NonFiniteError when it is NaN or inf."""
+        ...
+
+    def step(self) -> float:
+        """Clip by global norm and update; the gradient norm before clipping.
+
+        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
+        """
+        ...
+
+    def named_moments(self) -> dict[str, dict[str, Tensor]]:
+        """AdamW's `exp_avg` and `exp_avg_sq` of what lies on this rank, by parameter name: live, not copies."""
+        ...
+
+    def resume(self, moments: Mapping[str, Mapping[str, Tensor]], num_updates: int) -> None:
+        """Continue exactly where `named_moments` were taken after `num_updates`; they are copied."""
+        ...
 
 
 class FlatAdamW:
