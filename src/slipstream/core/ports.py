@@ -290,7 +290,7 @@ class Outbox(_End):
         return [self.wake.fileno()] + [p for link in self._links if not link.is_closed for p in link.pollables()]
 
     def _targets(self, message: Message) -> list[Link]:
-        index = self._route(message) if self._route else None
+        index = self._route(message, len(self._links)) if self._route else None
         if index is None:
             return [link for link in self._links if not link.is_closed] or list(self._links)
         if not 0 <= index < len(self._links):

@@ -1,0 +1,213 @@
+"""Where ports listen, and how the others find out.
+
+On one machine (`LocalAddresses`) the path of a port's socket follows from the channels of the run. Across machines
+(`StoreAddresses`) every process binds its ports where the system has room, and announces them in the run's c10d store
+under its executor's name and incarnation. Addresses are all that the store gets to see; keys never go there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.core.channel_spec import ChannelSpec
+from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, ConfigError
+from slipstream.core.keys import RunKeys
+
+MAX_IPC_PATH_BYTES = 103  # sun_path holds 104 on macOS and 108 on Linux, with the final NUL
+LOOPBACK = "127.0.0.1"
+_PREFIX = "slipstream/channels/"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a port listens, in ZeroMQ's form, and the incarnation of its executor (0: not known)."""
+
+    at: str
+    incarnation: int = 0
+
+
+class AddressBook(Protocol):
+    """Tells a process where its own ports are to listen and where those of others do."""
+
+    @property
+    def keys(self) -> RunKeys | None:
+        """What sockets are secured with; None: not at all."""
+        ...
+
+    def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
+        """What port 'executor.port' of this process has to bind to."""
+        ...
+
+    def announce(self, executor: str, incarnation: int, bound: Mapping[str, Sequence[str]]) -> None:
+        """All ports of `executor` listen now, at `bound`. ChannelClosed when a later one has done so."""
+        ...
+
+    def find(self, port: str, incarnation: int = 0) -> Address:
+        """Where `port` listens: of this incarnation of its executor, or of the newest (0). Waits until it is announced.
+
+        ChannelTimeout names the executor that did not come in time.
+        """
+        ...
+
+
+class Store(Protocol):
+    """What is used of a c10d store (`torch.distributed.Store`)."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+class LocalAddresses:
+    """Sockets in `transport_dir` (0700, short path), numbered as their ports occur in `specs`. Nobody waits."""
+
+    keys: RunKeys | None = None
+
+    def __init__(self, specs: Sequence[ChannelSpec], transport_dir: Path | None) -> None:
+        self._transport_dir = transport_dir
+        self._numbers = {port: number for number, port in enumerate(dict.fromkeys(spec.target for spec in specs))}
+
+    def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
+        return (self.find(port, incarnation).at,)
+
+    def announce(self, executor: str, incarnation: int, bound: Mapping[str, Sequence[str]]) -> None:
+        """Nobody needs to be told."""
+
+    def find(self, port: str, incarnation: int = 0) -> Address:
+        if self._transport_dir is None:
+            raise ChannelError(f"port '{port}' is in another process, but there is no transport_dir")
+        return Address(ipc_address(self._transport_dir / f"{self._numbers[port]}.sock"), incarnation)
+
+
+class StoreAddresses:
+    """Ports at `host`, the address or name by which others reach this machine, and in `transport_dir` where given.
+
+    Processes of one machine that were given the same `transport_dir` meet there, all others over TCP.
+    Every process of the run makes one over the same store. Without `keys` only loopback addresses are allowed.
+    `deadline_s` bounds the wait for an executor that has not announced itself.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ChannelSpec],
+        store: Store,
+        keys: RunKeys | None,
+        *,
+        host: str = LOOPBACK,
+        transport_dir: Path | None = None,
+        deadline_s: float = 120.0,
+    ) -> None:
+        self._host = numeric_address(host)
+        if keys is None and not self._host.is_loopback:
+            raise ConfigError(
+                "without keys, sockets may listen on loopback only",
+                got=f"{host} ({self._host})",
+                allowed=LOOPBACK,
+                hint="give all processes of the run one key: a file of mode 0600 or SLIPSTREAM_RUN_KEY",
+            )
+        if self._host.is_unspecified or self._host.is_multicast:
+            raise ConfigError("not an address that others can reach", got=host, allowed="an address of this machine")
+        self._keys = keys
+        self._store = store
+        self._transport_dir = transport_dir
+        self._numbers = {port: number for number, port in enumerate(dict.fromkeys(spec.target for spec in specs))}
+        self._machine = "" if transport_dir is None else f"{socket.gethostname()}:{transport_dir.resolve()}"
+        self._deadline_s = deadline_s
+
+    @property
+    def keys(self) -> RunKeys | None:
+        return self._keys
+
+    def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
+        host = f"[{self._host}]" if self._host.version == 6 else str(self._host)
+        remote = f"tcp://{host}:*"
+        if self._transport_dir is None:
+            return (remote,)
+        # One path per incarnation: a replaced process that ends late removes its own socket, not its successor's.
+        return (ipc_address(self._transport_dir / f"{self._numbers[port]}-{incarnation}.sock"), remote)
+
+    def announce(self, executor: str, incarnation: int, bound: Mapping[str, Sequence[str]]) -> None:
+        content = json.dumps({"machine": self._machine, "ports": {port: list(at) for port, at in bound.items()}})
+        self._check_newest(executor, incarnation)
+        self._store.set(f"{_PREFIX}{executor}/{incarnation}", content)
+        self._store.set(f"{_PREFIX}{executor}", str(incarnation))
+
+    def find(self, port: str, incarnation: int = 0) -> Address:
+        executor = port.split(".")[0]
+        if not incarnation:
+            incarnation = int(self._get(f"{_PREFIX}{executor}", executor, "has announced itself"))
+        content = json.loads(
+            self._get(f"{_PREFIX}{executor}/{incarnation}", executor, f"has announced incarnation {incarnation}")
+        )
+        bound = content["ports"].get(port)
+        if not bound:
+            raise ChannelError(
+                f"'{executor}' does not listen at '{port}'",
+                got=", ".join(content["ports"]),
+                hint="all processes of a run need the same channels",
+            )
+        is_here = bool(self._machine) and content["machine"] == self._machine
+        at = next(address for address in bound if address.startswith("ipc:" if is_here else "tcp:"))
+        return Address(at, incarnation)
+
+    def _check_newest(self, executor: str, incarnation: int) -> None:
+        key = f"{_PREFIX}{executor}"
+        newest = int(self._store.get(key)) if self._store.check([key]) else 0
+        if newest > incarnation:
+            raise ChannelClosed(f"incarnation {incarnation} of '{executor}' was replaced by {newest}")
+
+    def _get(self, key: str, executor: str, what: str) -> bytes:
+        try:
+            self._store.wait([key], timedelta(seconds=self._deadline_s))
+            return self._store.get(key)
+        except RuntimeError as error:  # c10d has DistStoreError for a wait in vain, and for a store that is gone
+            raise ChannelTimeout(
+                f"'{executor}' did not come: nobody of that name {what} within {self._deadline_s:g} s",
+                got=str(error).splitlines()[0],
+                hint=f"see the log of '{executor}', and whether its machine reaches the run's store",
+            ) from error
+
+
+def grant_incarnation(store: Store, executor: str) -> int:
+    """The next incarnation of `executor`, from 1: for each start of its group, once (its rank 0 tells the others)."""
+    return store.add(f"{_PREFIX}{executor}/incarnations", 1)
+
+
+def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address of `host`, a name or an address. ConfigError when there is none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return ipaddress.ip_address(found[0][4][0])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "no such host", got=host, allowed="a name or address of this machine", hint=str(error)
+        ) from error
+
+
+def ipc_address(path: Path) -> str:
+    """`path` as an address. ChannelError when others could get at it, or it is too long for a socket."""
+    mode = path.parent.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ChannelError(f"'{path.parent}' is open to other users", got=oct(mode), allowed="0o700")
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise ChannelError(
+            "the path of a socket is too long",
+            got=f"{len(os.fsencode(path))} bytes: {path}",
+            allowed=f"at most {MAX_IPC_PATH_BYTES} bytes",
+            hint="use make_transport_dir()",
+        )
+    return f"ipc://{path}"

@@ -1,0 +1,127 @@
+"""The keys of one run: every socket of a run over TCP is encrypted and authenticated with keys derived from one secret.
+
+The secret is 32 random bytes, made for the run, in a file of mode 0600 or in the environment. Whoever has it belongs to
+the run; nobody else gets past the handshake (CurveZMQ, RFC 26): a caller has to know the listener's public key, which
+is derived from the secret and never shown or sent. The secret is never written to a store, config, log or error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import NoReturn
+
+import zmq
+from zmq.utils import z85
+
+from slipstream.core.errors import ConfigError
+
+RUN_KEY_VARIABLE = "SLIPSTREAM_RUN_KEY"
+_SECRET_BYTES = 32
+_PURPOSE = b"slipstream curve 1"
+
+
+class RunKeys:
+    """All keys of a run. Shows nothing of itself and cannot be pickled."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != _SECRET_BYTES:
+            raise ConfigError("a run key has another length", got=f"{len(secret)} bytes", allowed=_SECRET_BYTES)
+        self.__secret = secret
+
+    @classmethod
+    def new(cls) -> RunKeys:
+        """The keys of a new run, from the system's randomness."""
+        return cls(secrets.token_bytes(_SECRET_BYTES))
+
+    @classmethod
+    def load(cls, path: Path) -> RunKeys:
+        """The keys that `save` wrote. ConfigError unless the file is ours (or root's) and nobody else can read it."""
+        try:
+            with path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                mode = stat.S_IMODE(about.st_mode)
+                if not stat.S_ISREG(about.st_mode) or mode & 0o177 or about.st_uid not in (0, os.geteuid()):
+                    raise ConfigError(
+                        f"the run key '{path}' is not a private file",
+                        got=f"mode {mode:04o}, owner {about.st_uid}",
+                        allowed=f"a regular file of mode 0600 that belongs to user {os.geteuid()}",
+                        hint=f"chmod 600 {path}",
+                    )
+                return cls._parsed(file.read(4096), f"'{path}'")
+        except OSError as error:
+            raise ConfigError(f"the run key '{path}' cannot be read", got=error.strerror) from None
+
+    def save(self, path: Path) -> None:
+        """Write the secret to a new file of mode 0600. ConfigError when it cannot be made, or is there already."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(f"the run key '{path}' cannot be written", got=error.strerror) from None
+        with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o600)
+            file.write(self.__secret.hex() + "\n")
+
+    @classmethod
+    def take(cls, environment: MutableMapping[str, str] = os.environ) -> RunKeys | None:
+        """The keys of the variable SLIPSTREAM_RUN_KEY, which is removed: what this process starts does not get it.
+
+        None when it is not set. A process that is to have the keys gets `as_environment()` explicitly.
+        """
+        text = environment.pop(RUN_KEY_VARIABLE, None)
+        return None if text is None else cls._parsed(text.encode(), f"${RUN_KEY_VARIABLE}")
+
+    def as_environment(self) -> dict[str, str]:
+        """What to add to the environment of a process of the run."""
+        return {RUN_KEY_VARIABLE: self.__secret.hex()}
+
+    def secure_listener(self, socket: zmq.Socket[bytes], port: str, incarnation: int) -> None:
+        """Let `socket`, before it binds, admit callers of this run only."""
+        secret = self._derived("listen", port, incarnation)
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, secret)
+        socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+
+    def secure_caller(self, socket: zmq.Socket[bytes], port: str, incarnation: int) -> None:
+        """Let `socket`, before it connects, talk to this port of this run only.
+
+        Keys differ by port and incarnation: an address that was used before by something else of the run leads nowhere.
+        """
+        secret = self._derived("call", port, incarnation)
+        socket.set(zmq.CURVE_SECRETKEY, secret)
+        socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+        socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(self._derived("listen", port, incarnation)))
+
+    def _derived(self, role: str, port: str, incarnation: int) -> bytes:
+        """A CURVE secret key in Z85: HMAC-SHA256 of what it is for. Any 32 bytes are a key of X25519."""
+        message = b"\0".join((_PURPOSE, role.encode(), port.encode(), str(incarnation).encode()))
+        derived: bytes = z85.encode(hmac.digest(self.__secret, message, hashlib.sha256))
+        return derived
+
+    @classmethod
+    def _parsed(cls, text: bytes, where: str) -> RunKeys:
+        try:
+            return cls(bytes.fromhex(text.decode("ascii").strip()))
+        except ValueError:  # also ConfigError; whatever it says, it must not quote the text
+            raise ConfigError(
+                f"the run key in {where} is malformed",
+                got=f"{len(text.strip())} characters",
+                allowed=f"{2 * _SECRET_BYTES} hexadecimal digits",
+            ) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunKeys) and hmac.compare_digest(self.__secret, other.__secret)
+
+    def __hash__(self) -> int:
+        return hash(RunKeys)
+
+    def __repr__(self) -> str:
+        return "RunKeys(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("keys are not pickled")
