@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_models import CONFIGS, LLAMA, whole_model
 
-from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.core.errors import ConfigError
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors, save_model
-from slipstream.models.shards import load_shard, shard_boxes, shards, whole_tensors
+from slipstream.models.shards import load_shard, local_shards, shard_boxes, whole_tensors
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 
@@ -85,13 +85,13 @@ def check_boxes(config: TransformerConfig, world: int) -> None:
             parameter.data.fill_(torch.nan)
         load_shard(part, whole)
         assert not any(parameter.isnan().any() for parameter in part.parameters())  # all of the rank's storage is named
-        held = shards(part)
+        held = local_shards(part)
         assert sum(shard.view.numel() for shard in held) == sum(p.numel() for p in part.parameters())  # and once
         assert [shard.box for shard in held] == shard_boxes(config, rank, world)
         for shard in held:
             box = shard.box
             assert box.shape == whole[box.name].shape
-            restored[box.name][box.slices] = shard.read()
+            restored[box.name][box.slices] = shard.view
             copies[box.name][box.slices] += 1
     for name, tensor in whole.items():
         assert torch.equal(restored[name], tensor), name
@@ -115,8 +115,8 @@ def test_shards_follow_a_swap_of_a_ranks_flat_weights() -> None:
     load_shard(live, old)
     load_shard(shadow, new)
     weights.rebind(staged.flat)
-    for shard in shards(live):
-        assert torch.equal(shard.read(), new[shard.box.name][shard.box.slices]), shard.box.name
+    for shard in local_shards(live):
+        assert torch.equal(shard.view, new[shard.box.name][shard.box.slices]), shard.box.name
 
 
 def test_boxes_by_hand() -> None:
@@ -157,9 +157,15 @@ def test_only_the_tensors_of_the_whole_are_loaded(change, problem: str) -> None:
         load_shard(part, tensors)
 
 
-def test_a_whole_model_has_no_shards() -> None:
-    with pytest.raises(ShapeError, match="only a rank"):
-        shards(whole_model(LLAMA))
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_whole_model_holds_whole_tensors(case: str) -> None:
+    model, _ = numbered(CONFIGS[case])
+    whole = logical_tensors(model)
+    put_together = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
+    for shard in local_shards(model):
+        assert shard.view.shape == shard.box.extent
+        put_together[shard.box.name][shard.box.slices] = shard.view
+    assert all(torch.equal(put_together[name], tensor) for name, tensor in whole.items())
 
 
 def test_a_ranks_part_is_not_saved_as_if_it_were_the_model(tmp_path) -> None:

@@ -6,11 +6,13 @@ Weight sync, checkpoints and exports speak of boxes only, whatever divided the m
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,9 @@ from slipstream.models.hf import canonical_name, open_tensors, read_hf_config, w
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -45,51 +50,195 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A box, and which part of which parameter of this rank holds it: from element `start` on, its axes in `order`.
+
+    It says where, not in what storage: the same part of a copy of the parameters, at any precision, is `of` that copy.
+    """
+
+    box: Box
+    parameter: str
+    start: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What cuts the part out of the parameter, or of what this rank holds of it."""
+        extent = self.box.extent
+        sizes = [extent[self.order.index(dim)] for dim in range(len(self.start))]
+        return tuple(slice(start, start + size) for start, size in zip(self.start, sizes, strict=True))
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The view of the box's shape into `parameter`, which is of the shape that this rank holds."""
+        return parameter[self.slices].permute(self.order)
+
+
+@dataclass(frozen=True)
 class Shard:
-    """A box, and where this rank stores what is in it: a view into a parameter, of as many elements as the box."""
+    """A box, and where this rank stores what is in it: a view of the box's shape into a parameter."""
 
     box: Box
     view: Tensor
 
-    def read(self) -> Tensor:
-        """The content in the box's shape: a view where strides allow, else a copy."""
-        return self.view.reshape(self.box.extent)
-
     def write(self, value: Tensor) -> None:
         """Copy `value` (of the box's shape, any precision) into the parameter."""
-        self.view.copy_(value.reshape(self.view.shape))
+        self.view.copy_(value)
 
 
-def shards(model: Transformer) -> list[Shard]:
-    """Where a rank's model stores which part of the checkpoint, in the order of `layout`.
+def local_shards(model: Transformer) -> list[Shard]:
+    """What this rank holds of the checkpoint, of a whole model, one rank's of several, and either under FSDP2.
 
-    Views stay valid as long as the parameters' storage: take them again after `FlatParameters.rebind`.
+    In the order of `layout`. Views stay valid as long as the parameters' storage: take them again after
+    `FlatParameters.rebind`. Every stored number is in exactly one shard; several ranks may hold the same box.
     """
+    parameters = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
+    return [Shard(part.box, part.of(parameters[part.parameter])) for part in local_parts(model)]
+
+
+def local_parts(model: Transformer) -> list[Part]:
+    """Where `local_shards` lie in this rank's parameters; boxes without elements are left out."""
     ranks = model.ranks
-    if not isinstance(ranks, TensorParallel):
-        raise ShapeError("only a rank of a tensor-parallel group has shards", hint="for a whole model, see `layout`")
-    whole = whole_shapes(ranks.config)
-    return [shard for part in layout(model) for shard in _cut(part, whole[part.name], ranks)]
+    if isinstance(ranks, TensorParallel):
+        whole, rank, world = whole_shapes(ranks.config), ranks.rank, ranks.world
+    else:
+        whole, rank, world = whole_shapes(model.config), 0, 1
+    held = {name: _held(parameter) for name, parameter in model.named_parameters()}
+    with torch.device("meta"):
+        undivided = Transformer(model.config, ranks)  # as FSDP2 found it: parameters are plain tensors
+    parameters = dict(undivided.named_parameters())
+    owners = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
+    parts = []
+    for tensor in layout(undivided):
+        name = owners[tensor.view.untyped_storage()._cdata]
+        for box, view in _cut(tensor, whole[tensor.name], rank, world):
+            for start, plain in _plain(view, box.extent):
+                part = _within(held[name], box, start, plain, parameters[name], name)
+                if part is not None:
+                    parts.append(part)
+    return parts
 
 
-def _cut(part: LogicalTensor, whole: tuple[int, ...], ranks: TensorParallel) -> Iterator[Shard]:
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank stores of `tensor`: itself, or of a DTensor the local part."""
+    if is_dtensor(tensor):
+        local: Tensor = tensor.to_local()
+        return local
+    return tensor
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Without importing what takes most of a second and what no process on its own needs."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def dtensor_boxes(name: str, tensor: DTensor) -> list[Shard]:
+    """The part of a DTensor that this rank stores, as a box of a tensor `name`; none where it stores nothing.
+
+    For models that DTensor divides: `Shard`, `Replicate` and FSDP2's `_StridedShard` under tensor parallelism, even or
+    not. Raises ShapeError for partial sums, which are no values yet, and for parts that are no box.
+    """
+    start, extent = _placed(name, tensor)
+    if 0 in extent:
+        return []
+    stop = tuple(first + size for first, size in zip(start, extent, strict=True))
+    return [Shard(Box(name, tuple(tensor.shape), start, stop), tensor.detach().to_local())]
+
+
+def _placed(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, extent) of what this rank stores of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # see `is_dtensor`
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ShapeError(f"{name} is a partial sum", got=tensor.placements, allowed="Shard and Replicate")
+    extent, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tuple(tensor.to_local().shape)
+    if tuple(extent) != local or _is_scattered(tensor):
+        raise ShapeError(
+            f"what a rank stores of {name} is no box of it", got=f"{tensor.placements}, {list(local)} stored"
+        )
+    return tuple(start), local
+
+
+def _is_scattered(tensor: DTensor) -> bool:
+    """Whether `_StridedShard` deals out rows in turns instead of ranges: unless it is undone by a later `Shard`."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # see `is_dtensor`
+
+    for dim in range(tensor.ndim):
+        factor = 1
+        for place, size in zip(reversed(tensor.placements), reversed(tensor.device_mesh.shape), strict=True):
+            if not (place.is_shard(dim) or (isinstance(place, _StridedShard) and place.dim == dim)):
+                continue
+            if isinstance(place, _StridedShard) and place.split_factor != factor:
+                return True
+            factor *= size
+    return False
+
+
+def _held(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, extent) of what this rank stores of a parameter, in it."""
+    if is_dtensor(parameter):
+        return _placed("a parameter", parameter)
+    return (0,) * parameter.ndim, tuple(parameter.shape)
+
+
+def _cut(part: LogicalTensor, whole: tuple[int, ...], rank: int, world: int) -> Iterator[tuple[Box, Tensor]]:
     """The boxes of a rank's logical tensor `part`: it is cut along the dimension that is shorter than in the whole.
 
     A dimension of n units starts at unit rank * n // world, which is also what repeats key-value heads on neighbours.
     """
     cut = next((axis for axis, size in enumerate(part.shape) if size != whole[axis]), None)
     if cut is None:
-        yield Shard(Box(part.name, whole, (0,) * len(whole), whole), part.view)
+        yield Box(part.name, whole, (0,) * len(whole), whole), part.view
         return
     period = whole[cut] // part.stacked
-    first = ranks.rank * (period // part.unit) // ranks.world * part.unit
+    first = rank * (period // part.unit) // world * part.unit
     size = part.shape[cut] // part.stacked
     pieces = part.view.chunk(part.stacked, cut) if part.stacked > 1 else (part.view,)
     for number, piece in enumerate(pieces):
         start, stop = [0] * len(whole), list(whole)
         start[cut] = number * period + first
         stop[cut] = start[cut] + size
-        yield Shard(Box(part.name, whole, tuple(start), tuple(stop)), piece)
+        yield Box(part.name, whole, tuple(start), tuple(stop)), piece
+
+
+def _plain(view: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+    """Views with as many dimensions as `shape`, and the row of `shape` where each begins.
+
+    A view that has its first dimension split (GPT-NeoX: heads, q k v, rows of a head) falls into as many as there are
+    indices of all but the last of these.
+    """
+    split = view.ndim - len(shape)
+    rows = view.shape[split]
+    for number, index in enumerate(itertools.product(*map(range, view.shape[:split]))):
+        yield number * rows, view[index]
+
+
+def _within(
+    held: tuple[tuple[int, ...], tuple[int, ...]], box: Box, first: int, view: Tensor, parameter: Tensor, name: str
+) -> Part | None:
+    """The part of `view` that lies in what is held of `parameter`; the view is of `box` from its row `first` on."""
+    order = tuple(range(view.ndim))
+    # Of a single column all strides are 1, transposed or not.
+    if view.ndim == 2 and (view.stride() != parameter.stride() or view.shape[1] > parameter.shape[1]):
+        order = (1, 0)
+    offset = view.storage_offset()
+    places = []
+    for stride in parameter.stride():
+        places.append(offset // stride)
+        offset %= stride
+    start, stop, inner = list(box.start), list(box.stop), [0] * view.ndim
+    start[0] += first
+    stop[0] = start[0] + view.shape[0]
+    for axis, dim in enumerate(order):
+        low, high = held[0][dim], held[0][dim] + held[1][dim]
+        begin, end = max(places[dim], low), min(places[dim] + view.shape[axis], high)
+        if begin >= end:
+            return None
+        start[axis] += begin - places[dim]
+        stop[axis] = start[axis] + end - begin
+        inner[dim] = begin - low
+    return Part(Box(box.name, box.shape, tuple(start), tuple(stop)), name, tuple(inner), order)
 
 
 @functools.cache
@@ -103,7 +252,7 @@ def shard_boxes(config: TransformerConfig, rank: int, world: int) -> list[Box]:
     """What rank `rank` of `world` holds of a model of the whole `config`: any process may ask, for any rank."""
     with torch.device("meta"):
         model = TensorParallel(config, rank, world).new_model()
-    return [shard.box for shard in shards(model)]
+    return [part.box for part in local_parts(model)]
 
 
 @torch.no_grad()
@@ -113,9 +262,7 @@ def load_shard(model: Transformer, whole: Mapping[str, Any]) -> None:
     `whole` maps Hugging Face's names to tensors (`hf.logical_tensors` of a whole model, `whole_tensors` of flat
     weights) or to slices of safetensors files. Raises ConfigError for missing, unexpected or misshapen ones.
     """
-    mine = shards(model)
-    assert isinstance(model.ranks, TensorParallel)
-    shapes = whole_shapes(model.ranks.config)
+    shapes = whole_shapes(model.ranks.config if isinstance(model.ranks, TensorParallel) else model.config)
     problems = [f"missing {name}" for name in shapes if name not in whole]
     for name, tensor in whole.items():
         shape = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
@@ -125,7 +272,7 @@ def load_shard(model: Transformer, whole: Mapping[str, Any]) -> None:
             problems.append(f"{name} has shape {list(shape)}, not {list(shapes[name])}")
     if problems:
         raise ConfigError("these are not the tensors of the model that was divided", got="; ".join(problems[:20]))
-    for shard in mine:
+    for shard in local_shards(model):
         shard.write(whole[shard.box.name][shard.box.slices])
 
 
