@@ -220,6 +220,21 @@ class Stop(Message):
     """Finish what is in hand and end."""
 
 
+# Between the ranks of a generator's replica
+
+
+class Wake(Message):
+    """Rank 0 calls the others, who sleep, to a step: all have staged a version."""
+
+
+class Staged(Message):
+    """A rank without work says which version it holds ready to commit, since the replica's step `after_round`."""
+
+    rank: int
+    version: int | None
+    after_round: int
+
+
 # Executor -> controller
 
 
