@@ -84,11 +84,6 @@ def sums(rank: Rank, num_rows: list[int], fixed: bool) -> list[bytes]:
         return [parallel.join(x[:n], held[:n].clone()).numpy().tobytes() for n in num_rows]
 
 
-def gradient(rank: Rank, config: TransformerConfig) -> None:
-    model = part_of(rank, config)
-    model.logits(model(torch.arange(5), torch.arange(5), PackedAttention([5])))
-
-
 def generate(
     rank: Rank, config: TransformerConfig, requests: list[Request], fixed: bool, paged: bool = False
 ) -> Tokens:

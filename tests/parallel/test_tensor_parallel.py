@@ -68,12 +68,6 @@ def test_in_fixed_order_a_row_does_not_depend_on_the_number_of_rows(ranks: RankP
     assert some.startswith(one)
 
 
-def test_gradients_are_refused(ranks: RankPool) -> None:
-    for status, text in ranks.outcomes(rank_jobs.gradient, LLAMA, world=2):
-        assert status == "failed"
-        assert "RankError: tensor parallelism has no gradients yet" in text
-
-
 @pytest.mark.parametrize("world", [0, 3, 5, 8])
 def test_what_cannot_be_divided_says_what_can(world: int) -> None:
     with pytest.raises(ConfigError, match=r"allowed: 1, 2, 4 ranks"):

@@ -9,10 +9,10 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -120,13 +120,13 @@ def local_parts(model: Transformer) -> list[Part]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank stores of `tensor`: itself, or of a DTensor the local part."""
-    if is_dtensor(tensor):
-        local: Tensor = tensor.to_local()
-        return local
-    return tensor
+    if not is_dtensor(tensor):
+        return tensor
+    local: Tensor = cast("DTensor", tensor).to_local()
+    return local
 
 
-def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: Tensor) -> bool:
     """Without importing what takes most of a second and what no process on its own needs."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -178,7 +178,7 @@ def _is_scattered(tensor: DTensor) -> bool:
 def _held(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(start, extent) of what this rank stores of a parameter, in it."""
     if is_dtensor(parameter):
-        return _placed("a parameter", parameter)
+        return _placed("a parameter", cast("DTensor", parameter))
     return (0,) * parameter.ndim, tuple(parameter.shape)
 
 
@@ -287,6 +287,21 @@ def whole_tensors(config: TransformerConfig, flat: Tensor) -> dict[str, Tensor]:
     return {tensor.name: tensor.read() for tensor in layout(model)}
 
 
+@contextmanager
+def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[str, Any]]:
+    """The tensors of the checkpoint in folder `path`, by canonical name, as slices that are read when they are cut."""
+    wanted = whole_shapes(config)
+    with ExitStack() as stack:
+        found: dict[str, Any] = {}
+        for file in weight_files(path):
+            tensors = stack.enter_context(open_tensors(file))
+            for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
+                name = canonical_name(stored_name, wanted, config.tie_embeddings)
+                if name is not None:
+                    found[name] = tensors.get_slice(stored_name)
+        yield found
+
+
 def load_parallel_model(
     path: str | Path,
     group: dist.ProcessGroup,
@@ -299,14 +314,6 @@ def load_parallel_model(
     path = Path(path)
     config = config_from_hf(read_hf_config(path), max_positions=max_positions)
     model = TensorParallel.over(group, config, fixed_order=fixed_order).new_model().to(dtype)
-    wanted = whole_shapes(config)
-    with ExitStack() as stack:
-        found: dict[str, Any] = {}
-        for file in weight_files(path):
-            tensors = stack.enter_context(open_tensors(file))
-            for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
-                name = canonical_name(stored_name, wanted, config.tie_embeddings)
-                if name is not None:
-                    found[name] = tensors.get_slice(stored_name)
+    with checkpoint_slices(path, config) as found:
         load_shard(model, found)
     return model

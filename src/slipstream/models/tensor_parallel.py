@@ -12,7 +12,12 @@ sum over ranks: two collectives per layer, one where attention and MLP are paral
   its rows, without a copy. It costs memory and, per version, wire: for 128k tokens times 8192 bf16 2 GB of 18 GB that
   one of eight ranks holds of a 70B model. A decode step reads only its tokens' rows, so it costs no time.
 
-For decoding and other inference: gradients of sums over ranks are refused (`join`), not wrong.
+Gradients. Every rank computes the same loss from the same logits, so the gradient of what is alike on all ranks
+(logits, residual stream) is too. `join` hands it to every branch; `fork`, before the products that divide the work,
+sums what comes back: a second collective per branch. So gradients of norms, of an untied embedding and of positions are
+whole on every rank, and those of divided parameters belong to their rank. What remains are parts of a sum: key-value
+heads that several ranks hold, the norms of queries and keys, and a tied embedding, of whose head each rank knows its own
+rows. They are added up once per update, not once per product; `SharedRows.is_partial` says which they are.
 
 Bits. All ranks add the same numbers in the same order, so the residual stream is the same on every rank, too. But the
 order of an all-reduce over three and more ranks depends on where a number lies in the buffer, so that the bits of a
@@ -24,7 +29,7 @@ have that property; on CUDA, where they have not, it would buy nothing.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core.errors import ConfigError, RankError, ShapeError
+from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.ranks import lost_rank
 from slipstream.models.config import TransformerConfig
 from slipstream.models.transformer import Transformer
@@ -72,6 +77,45 @@ def _divides(config: TransformerConfig, world: int) -> bool:
     )
 
 
+class _Fork(torch.autograd.Function):
+    """y = x;  dx = sum over ranks of dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallel) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks._sum(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Join(torch.autograd.Function):
+    """y = x + sum over ranks of all branches;  dx = dy, and so is the gradient of every branch."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: TensorParallel, x: Tensor, *branches: Tensor) -> Tensor:
+        ctx.num_branches = len(branches)
+        return x + ranks._sum(*branches)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad, *[grad] * ctx.num_branches
+
+
+class _GatherVocab(torch.autograd.Function):
+    """All ranks' logits in order; the gradient, which every rank has whole, is cut to this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ranks: TensorParallel) -> Tensor:
+        ctx.rows = ranks._rows
+        return ranks._gather_vocab(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[..., ctx.rows.start : ctx.rows.stop], None
+
+
 class TensorParallel:
     """Rank `rank` of the `world` that run a model of the whole `config` together. Implements `transformer.Ranks`.
 
@@ -92,7 +136,7 @@ class TensorParallel:
         self.config, self.rank, self.world, self.group = config, rank, world, group
         self.local_config = local_config(config, world)
         self.fixed_order = fixed_order
-        self.has_sum_biases = rank == 0
+        self.counts_once = rank == 0
         starts = [n * config.vocab_size // world for n in range(world + 1)]
         self._rows = range(starts[rank], starts[rank + 1])
         self._vocab_sizes = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -111,30 +155,50 @@ class TensorParallel:
             raise ShapeError("another vocabulary than was divided", got=vocab_size, allowed=self.config.vocab_size)
         return self._rows
 
+    def fork(self, x: Tensor) -> Tensor:
+        """x itself; its gradient is summed over ranks."""
+        if not torch.is_grad_enabled():
+            return x
+        forked: Tensor = _Fork.apply(x, self)  # type: ignore[no-untyped-call]
+        return forked
+
     def join(self, x: Tensor, *branches: Tensor) -> Tensor:
-        """x plus the sum over ranks of all branches, in one collective. x and branches [N, hidden]."""
-        share = branches[0]
-        for branch in branches[1:]:
-            share = share + branch
-        if share.requires_grad:
-            raise RankError("tensor parallelism has no gradients yet", hint="run under torch.inference_mode()")
+        """x plus the sum over ranks of all branches, in one collective. x and branches [N, hidden].
+
+        Consumes a single branch: its storage may be that of the sum.
+        """
+        if not torch.is_grad_enabled():
+            return x + self._sum(*branches)
+        joined: Tensor = _Join.apply(self, x, *branches)  # type: ignore[no-untyped-call]
+        return joined
+
+    def _sum(self, *shares: Tensor) -> Tensor:
+        """The sum of all shares of all ranks, in place of a single one."""
+        share = shares[0]
+        for other in shares[1:]:
+            share = share + other
         if not self.fixed_order:
             self._run(dist.all_reduce, share)
-            return x + share
-        shares = share.new_empty((self.world, *share.shape))
-        self._run(_all_gather, shares.flatten(0, 1), share)
-        total = shares[0]
-        for share in shares[1:]:
+            return share
+        gathered = share.new_empty((self.world, *share.shape))
+        self._run(_all_gather, gathered.flatten(0, 1), share)
+        total = gathered[0]
+        for share in gathered[1:]:
             total = total + share
-        return x + total
+        return total
 
     def local_vocab(self, weight: Tensor) -> Tensor:
         return weight[self._rows.start : self._rows.stop]
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
-        """This rank's logits [..., Vr] -> everyone's [..., V], in order. Shares are sent filled up to the longest."""
-        if logits.requires_grad:
-            raise RankError("tensor parallelism has no gradients yet", hint="run under torch.inference_mode()")
+        """This rank's logits [..., Vr] -> everyone's [..., V], in order."""
+        if not torch.is_grad_enabled():
+            return self._gather_vocab(logits)
+        gathered: Tensor = _GatherVocab.apply(logits, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def _gather_vocab(self, logits: Tensor) -> Tensor:
+        """Shares are sent filled up to the longest."""
         longest = max(self._vocab_sizes)
         sent = F.pad(logits, (0, longest - logits.shape[-1])).contiguous()
         parts = sent.new_empty((self.world, *sent.shape))
@@ -147,3 +211,37 @@ class TensorParallel:
             collective(*tensors, group=self.group)
         except RuntimeError as error:
             raise lost_rank(self.group, error) from error
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows of a parameter that the ranks `sharers`, this one among them, hold alike.
+
+    With `is_partial` their gradients are parts of a sum over the sharers, else they are all the whole gradient.
+    """
+
+    rows: range
+    sharers: range
+    is_partial: bool
+
+
+def shared_rows(model: Transformer) -> dict[str, SharedRows]:
+    """By name the parameters of a rank's model that other ranks hold, too; all others it has for itself."""
+    ranks = model.ranks
+    if not isinstance(ranks, TensorParallel) or ranks.world == 1:
+        return {}
+    everyone = range(ranks.world)
+    kv_sharers = max(ranks.world // ranks.config.num_kv_heads, 1)
+    first = ranks.rank - ranks.rank % kv_sharers
+    found: dict[str, SharedRows] = {}
+    for name, parameter in model.named_parameters():
+        rows, module = range(len(parameter)), name.split(".")[-2]
+        if module in ("attention_norm", "mlp_norm", "final_norm", "position_embedding"):
+            found[name] = SharedRows(rows, everyone, is_partial=False)
+        elif module in ("q_norm", "k_norm"):
+            found[name] = SharedRows(rows, everyone, is_partial=True)
+        elif module == "embedding":
+            found[name] = SharedRows(rows, everyone, is_partial=model.config.tie_embeddings)
+        elif module == "qkv" and kv_sharers > 1:  # rows of queries, then of keys and values
+            found[name] = SharedRows(rows[model.config.query_size :], range(first, first + kv_sharers), is_partial=True)
+    return found

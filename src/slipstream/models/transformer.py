@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.config import TransformerConfig
 from slipstream.models.linear import Linear, linear
@@ -41,11 +42,16 @@ class Attention(Protocol):
 class Ranks(Protocol):
     """How a model lies on several ranks, each with a share of the heads, the MLP's inner width and the vocabulary."""
 
-    has_sum_biases: bool
-    """Whether this rank holds the biases of the products that are summed over ranks; one rank does."""
+    counts_once: bool
+    """Whether this rank has what must be counted once of a sum over ranks: the biases of `output` and `down`, and the
+    gradient of looking up a tied embedding. One rank does."""
 
     def vocab_rows(self, vocab_size: int) -> range:
         """The rows of the head that this rank multiplies by."""
+        ...
+
+    def fork(self, x: Tensor) -> Tensor:
+        """x, alike on all ranks, before each takes its share of the work: its gradients are summed over ranks."""
         ...
 
     def join(self, x: Tensor, *branches: Tensor) -> Tensor:
@@ -64,10 +70,13 @@ class Ranks(Protocol):
 class OneRank:
     """The whole model in one process: there is nothing to sum and nothing to gather."""
 
-    has_sum_biases = True
+    counts_once = True
 
     def vocab_rows(self, vocab_size: int) -> range:
         return range(vocab_size)
+
+    def fork(self, x: Tensor) -> Tensor:
+        return x
 
     def join(self, x: Tensor, *branches: Tensor) -> Tensor:
         for branch in branches:
@@ -150,18 +159,25 @@ class Layer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.attention_norm = _norm(config, hidden)
         self.qkv = _linear(hidden, config.query_size + 2 * config.kv_size, config.qkv_bias)
-        self.output = _linear(config.query_size, hidden, config.output_bias and ranks.has_sum_biases)
+        self.output = _linear(config.query_size, hidden, config.output_bias and ranks.counts_once)
         if config.qk_norm:
             self.q_norm = _norm(config, config.head_dim)
             self.k_norm = _norm(config, config.head_dim)
         self.mlp_norm = _norm(config, hidden)
         self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
-        self.down = _linear(inner, hidden, config.mlp_bias and ranks.has_sum_biases)
+        self.down = _linear(inner, hidden, config.mlp_bias and ranks.counts_once)
         self.activation = ACTIVATIONS[config.activation]
+        self.recomputes = False  # whether the backward pass runs the layer again, instead of keeping what is in it
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         """x [N, hidden] -> [N, hidden], or what `attention` leaves of it; rope is (cos, signed sin), each
         [N, 1, rotary_dim], or None."""
+        if self.recomputes and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._forward, x, rope, attention, use_reentrant=False)
+            return out
+        return self._forward(x, rope, attention)
+
+    def _forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         join = self.ranks.join
         attended = self.attend(self.attention_norm(x), rope, attention)
         if len(attended) < len(x):
@@ -180,7 +196,7 @@ class Layer(nn.Module):
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, D] and keys [N, Hkv, D], and values [N, Hkv, D], of normalised x [N, hidden]."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.config.head_dim)
+        qkv = self.qkv(self.ranks.fork(x)).view(-1, heads + 2 * kv_heads, self.config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.config.qk_norm:
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
@@ -190,6 +206,7 @@ class Layer(nn.Module):
 
     def mlp(self, x: Tensor) -> Tensor:
         """Position-wise MLP of normalised x [N, hidden] -> [N, hidden]."""
+        x = self.ranks.fork(x)
         if self.config.gated_mlp:
             gate, up = self.up(x).chunk(2, -1)
             inner = self.activation(gate) * up
@@ -244,6 +261,8 @@ class Transformer(nn.Module):
     def _embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The residual stream's start [N, hidden], and what rotates queries and keys in every layer."""
         x: Tensor = self.embedding(tokens)
+        if self.config.tie_embeddings and not self.ranks.counts_once:
+            x = x.detach()
         if self.config.rotary_dim == 0:
             return x + self.position_embedding(positions), None
         cos, signed_sin = self.cos[positions], self.signed_sin[positions]
@@ -251,8 +270,9 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 unless `served_head` does otherwise."""
+        hidden = self.ranks.fork(hidden.float())
         if self.served_head is not None:
-            return self.ranks.gather_vocab(self.served_head(hidden.float()))
+            return self.ranks.gather_vocab(self.served_head(hidden))
         tied = self.config.tie_embeddings
         weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
-        return self.ranks.gather_vocab(linear(hidden.float(), weight.float()))
+        return self.ranks.gather_vocab(linear(hidden, weight.float()))

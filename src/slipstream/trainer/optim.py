@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -46,6 +45,30 @@ def corrected_eps(config: OptimizerConfig, *, update: int) -> float:
     return config.eps / math.sqrt(1.0 - config.betas[1] ** update)
 
 
+class LearningRates:
+    """The learning rate of every planned update: `updates_per_step` of them share one where `schedule_by` says so."""
+
+    def __init__(self, config: OptimizerConfig, *, total_updates: int, updates_per_step: int) -> None:
+        self._config, self._total_updates = config, total_updates
+        self._lr_every = updates_per_step if config.schedule_by == "step" else 1
+
+    def at(self, planned: int) -> float:
+        """Of the update whose place in the schedule is `planned`, 0-indexed."""
+        update = planned - planned % self._lr_every
+        return self._config.lr * lr_factor(self._config, update=update, total_updates=self._total_updates)
+
+
+def require_finite(grad_norm: float, *, num_updates: int) -> float:
+    """`grad_norm`. NonFiniteError when it is NaN or inf."""
+    if not math.isfinite(grad_norm):
+        raise NonFiniteError(
+            "the gradient is not finite; weights were not changed",
+            got=f"gradient norm {grad_norm} at update {num_updates}",
+            hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+        )
+    return grad_norm
+
+
 class Optimizer(Protocol):
     """AdamW with clipping and a schedule, over a whole model (`FlatAdamW`) or one rank's part of it (`ShardedAdamW`).
 
@@ -78,14 +101,6 @@ class Optimizer(Protocol):
         """
         ...
 
-    def named_moments(self) -> dict[str, dict[str, Tensor]]:
-        """AdamW's `exp_avg` and `exp_avg_sq` of what lies on this rank, by parameter name: live, not copies."""
-        ...
-
-    def resume(self, moments: Mapping[str, Mapping[str, Tensor]], num_updates: int) -> None:
-        """Continue exactly where `named_moments` were taken after `num_updates`; they are copied."""
-        ...
-
 
 class FlatAdamW:
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) over all parameters as one tensor, with gradients alongside.
@@ -93,7 +108,7 @@ class FlatAdamW:
     Every parameter's `.grad` is a view into one flat tensor: clearing, clipping and updating are one kernel each.
     Decoupled weight decay is applied to matrices only, not to norms or biases. `OptimizerConfig.adam` chooses where
     epsilon stands (`corrected_eps`), `OptimizerConfig.schedule_by` whether `updates_per_step` updates share a rate.
-    Identity: equals torch.optim.AdamW with two parameter groups.
+    Implements `Optimizer`. Identity: equals torch.optim.AdamW with two parameter groups.
     """
 
     def __init__(
@@ -107,8 +122,7 @@ class FlatAdamW:
     ) -> None:
         self._flat = flat
         self._config = config
-        self._total_updates = total_updates
-        self._lr_every = updates_per_step if config.schedule_by == "step" else 1
+        self._rates = LearningRates(config, total_updates=total_updates, updates_per_step=updates_per_step)
         self._parameter = nn.Parameter(flat.flat.detach())
         self._parameter.grad = torch.zeros_like(flat.flat)
         self._adamw = torch.optim.AdamW(
@@ -118,7 +132,6 @@ class FlatAdamW:
         self._parameters = [(parameter, grads[name]) for name, parameter in model.named_parameters()]
         self.num_updates = 0
         self.planned = 0
-        """The next update's place in the schedule: beyond `num_updates` where planned ones had nothing to train on."""
 
     @property
     def grad(self) -> Tensor:
@@ -129,9 +142,7 @@ class FlatAdamW:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        update = self.planned - self.planned % self._lr_every
-        factor = lr_factor(self._config, update=update, total_updates=self._total_updates)
-        return self._config.lr * factor
+        return self._rates.at(self.planned)
 
     def zero_grad(self) -> None:
         """Clear the gradient and point every parameter's `.grad` at it (another optimizer may have had them)."""
@@ -163,14 +174,7 @@ class FlatAdamW:
 
     def finite_grad_norm(self) -> float:
         """The gradient's norm. NonFiniteError when it is NaN or inf."""
-        grad_norm = float(torch.linalg.vector_norm(self.grad))
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError(
-                "the gradient is not finite; weights were not changed",
-                got=f"gradient norm {grad_norm} at update {self.num_updates}",
-                hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
-            )
-        return grad_norm
+        return require_finite(float(torch.linalg.vector_norm(self.grad)), num_updates=self.num_updates)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`exp_avg` and `exp_avg_sq` float32 [num_params] (live, not copies) and `num_updates` int64 []."""
