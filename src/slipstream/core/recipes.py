@@ -127,15 +127,20 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseMode
     return merged
 
 
-def save_config(config: RunConfig, path: Path) -> None:
-    """Write every field as TOML, so that `resolve(path)` gives an equal config. Unset optional fields are left out."""
+def config_toml(config: RunConfig) -> str:
+    """Every field as TOML, so that `resolve` of it gives an equal config. Unset optional fields are left out."""
     tables = config.model_dump(mode="python", exclude_none=True)
     nulls = list(_nulls_in(config.model_dump(mode="python"), RunConfig, ()))
     if nulls:
         raise ConfigError(
             f"'{nulls[0]}' cannot be saved", got="None", allowed="TOML values", hint="leave the parameter out instead"
         )
-    path.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    return tomli_w.dumps(tables)
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write `config_toml(config)`."""
+    path.write_text(config_toml(config), encoding="utf-8")
 
 
 def check_model_path(config: RunConfig) -> None:
