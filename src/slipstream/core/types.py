@@ -107,9 +107,17 @@ class Rollout(Message):
     failure: str | None = None
     scored_s: float = 0.0
 
+    @property
+    def ordinal(self) -> int:
+        return self.completion.ordinal
+
+    @property
+    def sample(self) -> int:
+        return self.completion.sample
+
 
 class Group(Message):
-    """The G rollouts of one prompt, sorted by sample."""
+    """Rollouts of one prompt, sorted by sample: all G, or those that one data-parallel rank was dealt."""
 
     ordinal: int
     rollouts: tuple[Rollout, ...]
@@ -173,6 +181,8 @@ class RolloutHead(Message):
     is_truncated: bool = False
     is_stopped: bool = True  # finish_reason = "stop": there is a step after the last token
     num_tokens: int = 0
+    num_sampled: int = 0  # of these, the ones that the policy drew: they can be trained on
+    surprisal: float = 0.0  # -log behaviour(completion | prompt), in nats
     min_version: int = 0
     max_version: int = 0
 
@@ -218,6 +228,21 @@ class Export(Message):
 
 class Stop(Message):
     """Finish what is in hand and end."""
+
+
+# Between the ranks of a trainer
+
+
+class Arrived(Message):
+    """A data-parallel rank has these rollouts; rank 0 may count on them from now on."""
+
+    heads: tuple[RolloutHead, ...]
+
+
+class Shares(Message):
+    """What a data-parallel rank was dealt of a step's groups, for its tensor-parallel peers."""
+
+    groups: tuple[Group, ...]
 
 
 # Between the ranks of a generator's replica
@@ -335,6 +360,31 @@ class Counters(Message):
     values: dict[str, float]
 
 
+class Joined(Message):
+    """The process of `executor` is there for the `incarnation`-th time and knows its peers; `machine` says where."""
+
+    executor: str
+    incarnation: int
+    machine: str = ""
+
+
+# Controller -> hosts, in a run on several machines; no executor sees these
+
+
+class PeerJoined(Message):
+    """`executor` listens at new addresses, with a higher incarnation than before."""
+
+    executor: str
+    incarnation: int
+
+
+class PeerLost(Message):
+    """`executor` is shut out: of it and its earlier incarnations nothing is taken any more."""
+
+    executor: str
+    incarnation: int
+
+
 class Failed(Message):
     """The executor cannot go on; `traceback` is for the log, `error` for the user."""
 
@@ -344,6 +394,27 @@ class Failed(Message):
 
 
 # Weight sync, trainer <-> generators
+
+
+class Holding(Message):
+    """What a rank's bytes of a version hold: parts of tensors (boxes), and where their elements lie.
+
+    Tensors are those of the Hugging Face checkpoint; the scales of a quantised one's rows or columns are a tensor
+    '<name>/scales'. Box n is of tensor `tensor[n]`: start[n] <= index < stop[n]. Its first element lies at byte
+    `offset[n]`, and `strides[n]` bytes are between neighbours. D: the most dimensions of a tensor; those with fewer
+    have further ones of size 1. N boxes do not overlap in the bytes.
+    """
+
+    num_bytes: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    types: tuple[str, ...]  # torch's names: 'float32', 'int8'
+    item_bytes: tuple[int, ...]
+    tensor: np.ndarray  # int32 [N]
+    start: np.ndarray  # int64 [N, D]
+    stop: np.ndarray  # int64 [N, D]
+    offset: np.ndarray  # int64 [N]
+    strides: np.ndarray  # int64 [N, D]
 
 
 class WeightsOffered(Message):
@@ -368,3 +439,24 @@ class WeightsReleased(Message):
     replica: int
     version: int
     slot: int
+
+
+class WeightsWanted(Message):
+    """Rank `rank` of the `world` of replica `replica` wants versions from now on: it is new, or has lost its link.
+
+    `is_linked`: over a point-to-point link; else it reads the segments itself. What was offered last is offered to it
+    again, once all ranks of the replica have asked.
+    """
+
+    replica: int
+    rank: int
+    world: int
+    is_linked: bool
+
+
+class WeightsLinked(Message):
+    """All ranks of `replica` and of the trainer are to make link number `epoch`; the one before is broken."""
+
+    replica: int
+    world: int
+    epoch: int

@@ -9,27 +9,38 @@ A quantised matrix W [M, K] has one scale per row, an output channel of y = x W^
     fp8    scale_m = max_k |W_mk| / 448,  Q = e4m3(W / scale):    |W - scale Q| <= max(|W| / 16, scale / 1024)
 
 Norms, biases and position embeddings stay fp32 in every precision: they are a thousandth of the bytes.
+
+A rank's part of a divided model has a layout of its own, that of its local shapes. Its scales are those of whole rows,
+also where it holds some of a row's columns: so its weights are the numbers that one process would compute with.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
 from slipstream.core.sections import Precision
+from slipstream.core.types import Holding
 from slipstream.models.linear import Linear
+from slipstream.models.shards import Part, local_parts, local_tensor
 from slipstream.models.transformer import Transformer
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: 448.0}
 """What the largest weight of a row becomes. Keys: the types that have scales."""
 
+CUT_BY_COLUMNS = ("output.weight", "down.weight")
+"""How the names of the matrices end that tensor parallelism divides by columns (`tensor_parallel.py`)."""
+
 _ALIGNMENT = 64  # bytes; a cache line, and enough for every type
+_DIMENSIONS = 2  # of the tensors of all families, at most
 _BLOCK = 1 << 20  # weights packed at once: small enough for what lies between to stay in the cache
 
 
@@ -85,6 +96,7 @@ class WeightLayout:
     """The bytes of a model's weights at a precision: a function of the model's shapes, so both ends agree on it.
 
     In the order of `named_parameters`, a tied weight once. float32 has no gaps: its bytes are `FlatParameters.flat`'s.
+    Of a rank's part of a model they are the bytes of what that rank stores (`shards.local_parts`).
     """
 
     def __init__(self, model: Transformer, precision: Precision) -> None:
@@ -94,7 +106,7 @@ class WeightLayout:
         self.stored: list[Stored] = []
         end = 0
         for name, parameter in model.named_parameters():
-            dtype, shape = types[name], tuple(parameter.shape)
+            dtype, shape = types[name], tuple(local_tensor(parameter).shape)
             scales_start = None
             if dtype in LARGEST:
                 scales_start = end
@@ -103,6 +115,12 @@ class WeightLayout:
             end = _round_up(stored.end, alignment)
             self.stored.append(stored)
         self.num_bytes = end
+        self._parts = local_parts(model)
+
+    @functools.cached_property
+    def holding(self) -> Holding:
+        """Which boxes of the checkpoint's tensors lie where in the bytes."""
+        return _holding(self._parts, {stored.name: stored for stored in self.stored}, self.num_bytes)
 
     def views(self, flat: Tensor) -> dict[str, StoredWeight]:
         """The weights in `flat` uint8 [num_bytes] by name, without copying."""
@@ -122,24 +140,28 @@ class WeightLayout:
             for s in self.stored
         }
 
-    def pack(self, weights: Mapping[str, Tensor], out: Tensor) -> Iterator[slice]:
+    def pack(
+        self, weights: Mapping[str, Tensor], out: Tensor, *, over_ranks: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[slice]:
         """Write fp32 `weights` by name to `out` uint8 [num_bytes], block by block of rows.
 
         Yields the ranges of bytes that are final, ascending and without gaps, so that a checksum is computed while
-        they lie in the cache. Equal weights give equal bytes.
+        they lie in the cache. Equal weights give equal bytes. `over_ranks` makes the largest |weight| of whole rows
+        from those of this rank's columns [rows], all ranks calling it together, once.
         """
+        largest = {} if over_ranks is None else self._largest(weights, over_ranks)
         done = 0
         for stored, view in zip(self.stored, self.views(out).values(), strict=True):
             weight = weights[stored.name].detach()
-            rows = max(1, _BLOCK // max(1, weight[0].numel()))
-            scales: list[Tensor | None] = [None] * len(range(0, len(weight), rows))
+            sources = torch.split(weight, max(1, _BLOCK // max(1, math.prod(weight.shape[1:]))))
+            rows = max(1, len(sources[0]))
+            scales: Sequence[Tensor | None] = [None] * len(sources)
             if view.scales is not None:
-                view.scales.copy_(scales_of(weight, stored.dtype))
-                scales = list(torch.split(view.scales, rows))
+                row_scales = _scales(largest.get(stored.name, weight.abs().amax(1)), stored.dtype)
+                view.scales.copy_(row_scales)
+                scales = torch.split(row_scales, rows)
             end = stored.start
-            for source, target, scale in zip(
-                torch.split(weight, rows), torch.split(view.values, rows), scales, strict=True
-            ):
+            for source, target, scale in zip(sources, torch.split(view.values, rows), scales, strict=True):
                 target.copy_(source if scale is None else _rounded(source / scale[:, None], stored.dtype))
                 end += target.nbytes
                 yield slice(done, end)
@@ -147,23 +169,44 @@ class WeightLayout:
         if done < self.num_bytes:
             yield slice(done, self.num_bytes)
 
+    def _largest(self, weights: Mapping[str, Tensor], over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The largest |weight| of the rows that ranks hold columns of, by name."""
+        cut = [s.name for s in self.stored if s.scales_start is not None and s.name.endswith(CUT_BY_COLUMNS)]
+        own = [weights[name].detach().abs().amax(1) for name in cut]
+        if not own:
+            return {}
+        return dict(zip(cut, torch.split(over_ranks(torch.cat(own)), [len(rows) for rows in own]), strict=True))
+
 
 class Packer:
-    """Implements `core.executor.WeightsPacker`: the trainer's live `weights` (fp32 views by name) in a layout."""
+    """Implements `core.executor.WeightsPacker`: the trainer's live `weights` (fp32 views by name) in a layout.
 
-    def __init__(self, layout: WeightLayout, weights: Mapping[str, Tensor]) -> None:
-        self.num_bytes = layout.num_bytes
-        self._layout, self._weights = layout, weights
+    `over_ranks` [N] -> [N] takes the maximum over the ranks that share every layer, which all pack at the same time.
+    """
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        weights: Mapping[str, Tensor],
+        *,
+        over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.num_bytes, self.holding = layout.num_bytes, layout.holding
+        self._layout, self._weights, self._over_ranks = layout, weights, over_ranks
 
     @torch.no_grad()
     def pack(self, out: Tensor) -> Iterator[slice]:
         """Write the weights as they are now to `out` uint8 [num_bytes]; see `WeightLayout.pack`."""
-        yield from self._layout.pack(self._weights, out)
+        yield from self._layout.pack(self._weights, out, over_ranks=self._over_ranks)
 
 
 def scales_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 [M]: a row's largest |weight| becomes the type's largest number; 1 for a row of zeros."""
-    scales = weight.abs().amax(1) / LARGEST[dtype]
+    return _scales(weight.abs().amax(1), dtype)
+
+
+def _scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    scales = largest / LARGEST[dtype]
     return scales.masked_fill(scales == 0, 1.0)
 
 
@@ -181,6 +224,45 @@ def _types(model: Transformer, form: Format) -> dict[str, torch.dtype]:
     if not model.config.tie_embeddings:
         types["head.weight"] = form.table
     return types
+
+
+def _holding(parts: Sequence[Part], stored: Mapping[str, Stored], num_bytes: int) -> Holding:
+    """Values and, as tensors of their own, scales: of a row that ranks hold columns of, all have the scale."""
+    numbers: dict[tuple[str, tuple[int, ...], torch.dtype], int] = {}
+    rows: dict[tuple[int, ...], None] = {}
+    for part in parts:
+        place, box = stored[part.parameter], part.box
+        item = place.dtype.itemsize
+        pitches = [item * math.prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
+        offset = place.start + sum(pitch * first for pitch, first in zip(pitches, part.start, strict=True))
+        number = numbers.setdefault((box.name, box.shape, place.dtype), len(numbers))
+        rows[_row(number, offset, box.start, box.stop, [pitches[dim] for dim in part.order])] = None
+        if place.scales_start is not None:
+            axis = part.order.index(0)
+            number = numbers.setdefault((f"{box.name}/scales", (box.shape[axis],), torch.float32), len(numbers))
+            offset = place.scales_start + 4 * part.start[0]
+            rows[_row(number, offset, box.start[axis : axis + 1], box.stop[axis : axis + 1], [4])] = None
+    table = np.array(list(rows), np.int64).reshape(len(rows), 2 + 3 * _DIMENSIONS)
+    start, stop, strides = (table[:, 2 + n * _DIMENSIONS :][:, :_DIMENSIONS].copy() for n in range(3))
+    return Holding(
+        num_bytes=num_bytes,
+        names=tuple(name for name, _, _ in numbers),
+        shapes=tuple(shape for _, shape, _ in numbers),
+        types=tuple(str(dtype).removeprefix("torch.") for _, _, dtype in numbers),
+        item_bytes=tuple(dtype.itemsize for _, _, dtype in numbers),
+        tensor=table[:, 0].astype(np.int32),
+        start=start,
+        stop=stop,
+        offset=table[:, 1].copy(),
+        strides=strides,
+    )
+
+
+def _row(
+    number: int, offset: int, start: Sequence[int], stop: Sequence[int], strides: Sequence[int]
+) -> tuple[int, ...]:
+    fill = _DIMENSIONS - len(start)
+    return (number, offset, *start, *[0] * fill, *stop, *[1] * fill, *strides, *[0] * fill)
 
 
 def _round_up(number: int, multiple: int) -> int:
