@@ -12,7 +12,8 @@ import pytest
 
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, connect_local, make_transport_dir, wait
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout
-from slipstream.core.types import Admit, CheckpointSaved, Exported, Message, Prompt, Stop
+from slipstream.core.ranks import Dealt
+from slipstream.core.types import Admit, CheckpointSaved, Completion, Exported, Message, Prompt, Rollout, Stop
 
 Connector = Callable[[Sequence[ChannelSpec]], dict[str, Ports]]
 
@@ -39,6 +40,12 @@ def connector(request: pytest.FixtureRequest) -> Iterator[Connector]:
 
 def spec(name: str = "c", kind: Kind = Kind.BROADCAST, source: str = "a.out", target: str = "b.in", **kw: object):
     return ChannelSpec(name, kind, source, target, **{"capacity": 8, "deadline_s": 5.0, **kw})  # type: ignore[arg-type]
+
+
+def rollout(ordinal: int, sample: int) -> Rollout:
+    prompt = Prompt(prompt_id="p", text="", tokens=np.zeros(2, np.int32), task="t")
+    completion = Completion(ordinal=ordinal, sample=sample, prompt=prompt, segments=(), text="", finish_reason="stop")
+    return Rollout(completion=completion, reward=0.0)
 
 
 def item(step: int) -> CheckpointSaved:
@@ -206,8 +213,79 @@ def test_a_dead_target_is_passed_by(connector: Connector) -> None:
     outbox.put(item(1))
     assert steps(take(ports["c"], 2)) == [0, 1]
     outbox.disconnect("c")
+    outbox.put(item(2))  # both may come back; nobody has asked for it
+
+
+@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.SCATTER])
+def test_what_is_for_a_dead_target_alone_is_refused(connector: Connector, kind: Kind) -> None:
+    ports = connector([spec(kind=kind)])
+    ports["a"].outputs["out"].disconnect("b")
+    prompt = Prompt(prompt_id="p", text="", tokens=np.zeros(2, np.int32), task="t")
     with pytest.raises(ChannelClosed, match="disconnected"):
-        outbox.put(item(2))
+        ports["a"].outputs["out"].put(Admit(ordinal=0, replica=0, prompt=prompt, num_samples=1))
+
+
+def test_offers_do_not_mind_that_nobody_is_left_and_the_others_do(connector: Connector) -> None:
+    ports = connector([spec("offers", Kind.WEIGHTS, "a.weights"), spec("other", source="a.out", target="b.other")])
+    take_none = [ports["b"].inputs["in"], ports["b"].inputs["other"]]
+    for name in ("weights", "out"):
+        ports["a"].outputs[name].put(item(0))
+    for inbox in take_none:
+        assert wait([inbox], timeout_s=5)
+        inbox.close()
+    with pytest.raises(ChannelClosed):
+        put_often(ports["a"], 9)
+    for step in range(9):  # the capacity is 8
+        ports["a"].outputs["weights"].put(item(step))
+
+
+def test_a_full_target_holds_up_only_what_is_for_it(connector: Connector) -> None:
+    ports = connector([spec(f"to_{i}", Kind.SCATTER, target=f"g{i}.in", capacity=1, deadline_s=0.05) for i in range(2)])
+    outbox = ports["a"].outputs["out"]
+    prompt = Prompt(prompt_id="p", text="", tokens=np.zeros(2, np.int32), task="t")
+    first, second = (Admit(ordinal=0, replica=replica, prompt=prompt, num_samples=1) for replica in range(2))
+    outbox.put(first)
+    assert not outbox.has_room
+    assert not outbox.has_room_for(first)
+    assert outbox.has_room_for(second)
+    outbox.put(second)
+    with pytest.raises(ChannelTimeout, match="to_0"):
+        outbox.put(first)
+
+
+def test_a_deadline_is_that_of_the_full_target(connector: Connector) -> None:
+    specs = [
+        spec("short", Kind.SCATTER, target="g0.in", capacity=1, deadline_s=0.02),
+        spec("long", Kind.SCATTER, target="g1.in", capacity=1, deadline_s=0.2),
+    ]
+    ports = connector(specs)
+    outbox = ports["a"].outputs["out"]
+    prompt = Prompt(prompt_id="p", text="", tokens=np.zeros(2, np.int32), task="t")
+    message = Admit(ordinal=0, replica=1, prompt=prompt, num_samples=1)
+    outbox.put(message)
+    with pytest.raises(ChannelTimeout, match=r"long[\s\S]*0.2 s"):
+        outbox.put(message)
+    assert outbox.stats.wait_s >= 0.2
+
+
+@pytest.mark.parametrize("by", ["samples", "groups"])
+def test_rollouts_are_scattered_by_the_permutation(connector: Connector, by: Dealt) -> None:
+    num_ranks = 3
+    ports = connector(
+        [
+            spec(f"to_{i}", Kind.SCATTER, target=f"t{i}.in", capacity=64, route=f"rollouts/{by}")
+            for i in range(num_ranks)
+        ]
+    )
+    dealt = [(ordinal, sample) for ordinal in range(5) for sample in range(4)]
+    for ordinal, sample in dealt:
+        ports["a"].outputs["out"].put(rollout(ordinal, sample))
+    ports["a"].outputs["out"].put(Stop())
+    for rank in range(num_ranks):
+        expected = [(o, s) for o, s in dealt if (o + s if by == "samples" else o) % num_ranks == rank]
+        *got, last = take(ports[f"t{rank}"], len(expected) + 1)
+        assert [(m.completion.ordinal, m.completion.sample) for m in got if isinstance(m, Rollout)] == expected
+        assert last == Stop()
 
 
 def test_only_the_declared_types_pass(connector: Connector) -> None:

@@ -3,25 +3,28 @@
 A channel joins an output port to an input port. Channels that share an output port fan out (`BROADCAST`, `SCATTER`,
 `WEIGHTS`), channels that share an input port fan in (`GATHER`). `connect` makes the ports of an executor that runs in a
 process of its own, `connect_local` those of executors that share one process, `connect_hosted` any mixture: channels
-between executors of the process are queues, the others ZeroMQ sockets (`core/links.py`).
+between executors of the process are queues, the others ZeroMQ sockets (`core/links.py`). Those are the ways on one
+machine; `connect_by_book` takes any address book (`core/addresses.py`), with keys (`core/keys.py`) across machines.
 
 Back-pressure is end to end: a message counts against its channel's capacity until the receiver has taken it.
+
+A connection that breaks restores itself and loses nothing. An executor that died is another thing: its peers are told
+to `shut_out` its incarnation, and to `rejoin` the next one when it has announced itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.core import links
-from slipstream.core.channel_spec import ROUTES, ChannelSpec, ChannelStats, Kind, Route, route_by_replica
+from slipstream.core.addresses import AddressBook, LocalAddresses
+from slipstream.core.channel_spec import ROUTES, ChannelSpec, ChannelStats, Kind, Route
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, did_you_mean
-from slipstream.core.links import Link, LocalLink, ZmqLink
+from slipstream.core.lease import Lease
 from slipstream.core.ports import Inbox, Outbox, poll
 
 __all__ = [
@@ -34,10 +37,10 @@ __all__ = [
     "Ports",
     "Route",
     "connect",
+    "connect_by_book",
     "connect_hosted",
     "connect_local",
     "make_transport_dir",
-    "route_by_replica",
     "wait",
 ]
 
@@ -50,6 +53,46 @@ class Ports:
 
     inputs: Mapping[str, Inbox] = field(default_factory=dict)
     outputs: Mapping[str, Outbox] = field(default_factory=dict)
+
+    def shut_out(self, executor: str, incarnation: int) -> None:
+        """`executor` is dead, or taken for dead: of this incarnation and those before nothing is taken any more.
+
+        What waits for it is dropped, and what of it waits here. Broadcasts pass it by; a message for it alone is
+        ChannelClosed.
+        """
+        for outbox in self.outputs.values():
+            outbox.disconnect(executor)
+        for inbox in self.inputs.values():
+            inbox.fence(executor, incarnation + 1)
+
+    def rejoin(self, executor: str, incarnation: int) -> None:
+        """`executor` is there again as `incarnation`: those before it are refused, and it is sent to from now on.
+
+        Waits until it has announced its addresses (ChannelTimeout). Nothing happens where it is known already.
+        """
+        for inbox in self.inputs.values():
+            inbox.fence(executor, incarnation)
+        for outbox in self.outputs.values():
+            outbox.reconnect(executor, incarnation)
+
+    def beat(self) -> None:
+        """A sign of life to all targets, which they answer: both sides hear of each other."""
+        for outbox in self.outputs.values():
+            outbox.beat()
+
+    def hear(self, lease: Lease, *, busy: Collection[str] = ()) -> None:
+        """Tell `lease` who sent or answered anything since.
+
+        An executor answers when it reads its ports, and so seems silent for as long as a step of it takes. Of those in
+        `busy` it is enough that their process is connected.
+        """
+        heard = [end.heard_s for end in (*self.inputs.values(), *self.outputs.values())]
+        now_s = _CLOCK.now_s()  # the lease may have another clock
+        for name, heard_s in (item for end in heard for item in end.items()):
+            lease.heard(name, ago_s=now_s - heard_s)
+        for outbox in self.outputs.values():
+            for name in outbox.connected.intersection(busy):
+                lease.heard(name)
 
     def close(self) -> None:
         for outbox in self.outputs.values():
@@ -92,34 +135,43 @@ def connect_hosted(
     granted by the controller and grows with every restart. `is_threaded`: executors of this process run in threads, so
     that a full local channel can be waited for; else it is a ChannelTimeout at once.
     """
+    return connect_by_book(
+        specs, hosted, LocalAddresses(specs, transport_dir), incarnation, is_threaded=is_threaded, routes=routes
+    )
+
+
+def connect_by_book(
+    specs: Sequence[ChannelSpec],
+    hosted: Collection[str],
+    book: AddressBook,
+    incarnation: int,
+    *,
+    is_threaded: bool = False,
+    routes: Mapping[str, Route] = ROUTES,
+) -> dict[str, Ports]:
+    """As `connect_hosted`, with the others wherever `book` says that they are.
+
+    Binds and announces the ports of this process first and then waits for the addresses of those that it puts to: the
+    processes of a run may start in any order. ChannelTimeout names one that does not come.
+    """
     _check(specs, routes)
-    targets = _by(specs, lambda spec: spec.target)
-    sources = _by(specs, lambda spec: spec.source)
-    addresses = {port: f"{index}.sock" for index, port in enumerate(targets)}
-
-    def address(port: str) -> str:
-        if transport_dir is None:
-            raise ChannelError(f"port '{port}' is in another process, but there is no transport_dir")
-        return _ipc_address(transport_dir / addresses[port])
-
+    targets = {port: s for port, s in _by(specs, lambda spec: spec.target).items() if _executor(port) in hosted}
+    sources = {port: s for port, s in _by(specs, lambda spec: spec.source).items() if _executor(port) in hosted}
     inboxes: dict[str, Inbox] = {}
-    for port, fan_in in targets.items():
-        if _executor(port) in hosted:
-            is_remote = any(_executor(spec.source) not in hosted for spec in fan_in)
-            inboxes[port] = Inbox(port, fan_in, address(port) if is_remote else None)
-
     outboxes: dict[str, Outbox] = {}
-    for port, fan_out in sources.items():
-        if _executor(port) in hosted:
-            peers: list[Link] = [
-                LocalLink(spec.name, spec.target, spec.capacity, inboxes[spec.target], is_threaded=is_threaded)
-                if spec.target in inboxes
-                else ZmqLink(spec.name, spec.target, spec.capacity, address(spec.target), incarnation)
-                for spec in fan_out
-            ]
+    with contextlib.ExitStack() as opened:
+        for port, fan_in in targets.items():
+            is_remote = any(_executor(spec.source) not in hosted for spec in fan_in)
+            inboxes[port] = Inbox(port, fan_in, book if is_remote else None, incarnation)
+            opened.callback(inboxes[port].close)
+        for executor in hosted:
+            bound = {port: inbox.addresses for port, inbox in inboxes.items() if _executor(port) == executor}
+            book.announce(executor, incarnation, bound)
+        for port, fan_out in sources.items():
             route = routes[fan_out[0].route] if fan_out[0].kind is Kind.SCATTER else None
-            outboxes[port] = Outbox(port, fan_out, peers, route)
-
+            outboxes[port] = Outbox(port, fan_out, inboxes, book, incarnation, route=route, is_threaded=is_threaded)
+            opened.callback(outboxes[port].close)
+        opened.pop_all()
     return {
         executor: Ports(
             inputs={port.split(".")[1]: inbox for port, inbox in inboxes.items() if _executor(port) == executor},
@@ -199,17 +251,3 @@ def _check(specs: Sequence[ChannelSpec], routes: Mapping[str, Route]) -> None:
                 allowed=", ".join(routes),
                 hint=did_you_mean(fan_out[0].route, routes),
             )
-
-
-def _ipc_address(path: Path) -> str:
-    mode = path.parent.stat().st_mode & 0o777
-    if mode & 0o077:
-        raise ChannelError(f"'{path.parent}' is open to other users", got=oct(mode), allowed="0o700")
-    if len(os.fsencode(path)) > links.MAX_IPC_PATH_BYTES:
-        raise ChannelError(
-            "the path of a socket is too long",
-            got=f"{len(os.fsencode(path))} bytes: {path}",
-            allowed=f"at most {links.MAX_IPC_PATH_BYTES} bytes",
-            hint="use make_transport_dir()",
-        )
-    return f"ipc://{path}"

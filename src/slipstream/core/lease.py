@@ -35,10 +35,10 @@ class Lease:
     def forget(self, name: str) -> None:
         self._heard_s.pop(name, None)
 
-    def heard(self, name: str, at_s: float | None = None) -> None:
-        """A sign of life of `name`, at `at_s` on the clock (None: now). Of one that is not watched: nothing."""
+    def heard(self, name: str, *, ago_s: float = 0.0) -> None:
+        """A sign of life of `name`, `ago_s` seconds ago. Of one that is not watched, nothing is kept."""
         if name in self._heard_s:
-            self._heard_s[name] = max(self._heard_s[name], self._clock.now_s() if at_s is None else at_s)
+            self._heard_s[name] = max(self._heard_s[name], self._clock.now_s() - ago_s)
 
     @property
     def watched(self) -> tuple[str, ...]:

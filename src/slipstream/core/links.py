@@ -1,48 +1,39 @@
-"""What a channel is made of: one link per (source, target), in this process or over ZeroMQ.
+"""What a channel is made of: one link per (source, target), in this process or over ZeroMQ (`core/frames.py`).
 
-ZeroMQ forgets messages when a connection breaks, so every frame carries (channel, incarnation, sequence number). The
-receiver acknowledges, cumulatively, what was taken; the sender keeps the rest and sends it again on reconnect; the
-receiver drops what it has already seen, and everything from a lower incarnation.
-
-    data   DEALER -> ROUTER   magic, length of name, incarnation, base, sequence, name, payload
-    reply  ROUTER -> DEALER   magic, reply, incarnation, sequence
-
-`base` is the oldest sequence number the sender still keeps: where a receiver that lost its memory starts.
+The sender keeps every message until the receiver has said that it was taken, and sends it again when a connection that
+broke has lost it; the receiver drops what it has already seen, and everything from a lower incarnation.
 """
 
 from __future__ import annotations
 
 import enum
 import os
-import struct
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from slipstream.core import wire
+from slipstream.core import frames, wire
+from slipstream.core.addresses import Address
+from slipstream.core.channel_spec import ChannelSpec, ChannelStats
+from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError
+from slipstream.core.frames import Frame, Kind, Reply
+from slipstream.core.keys import RunKeys
 from slipstream.core.types import Message
 
-MAX_IPC_PATH_BYTES = 103  # sun_path holds 104 on macOS and 108 on Linux, with the final NUL
+_CLOCK = WallClock()
 _LINGER_MS = 250  # hosts flush before they close; this covers the last replies to peers that are still there
 _RECONNECT_MS, _RECONNECT_MAX_MS = 10, 500
+_CONNECT_TIMEOUT_MS = 2000  # the system's own attempts come ever more seldom
+_UNACKNOWLEDGED_MS = 8000  # a connection on which the other machine's system answers nothing for so long is given up
+_KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 4, 2, 3  # the same for one on which nothing is sent
+_HANDSHAKE_MS = 10_000
 
-_MAGIC = b"SLP1"
-_DATA = struct.Struct("<4sHQQQ")
-_REPLY = struct.Struct("<4sBQQ")
-
-
-class Reply(enum.IntEnum):
-    """What a receiver tells a sender; the number with it is a sequence number."""
-
-    TAKEN = 1  # everything up to it was taken
-    RESEND = 2  # everything after it is missing
-    FENCED = 3  # a higher incarnation (the one in the reply) has replaced you
-    CLOSED = 4  # the receiver has ended
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Verdict(enum.Enum):
@@ -52,41 +43,9 @@ class Verdict(enum.Enum):
     DUPLICATE = enum.auto()
     GAP = enum.auto()
     WAITING = enum.auto()  # in a gap whose resend was already asked for
+    COMPLETE = enum.auto()  # a probe finds nothing missing
     FENCED = enum.auto()
-
-
-@dataclass(frozen=True)
-class Data:
-    """A data frame; see the module docstring."""
-
-    name: str
-    incarnation: int
-    base: int
-    sequence: int
-    payload: bytes
-
-
-def pack_data(name: bytes, incarnation: int, base: int, sequence: int, payload: bytes) -> bytes:
-    return _DATA.pack(_MAGIC, len(name), incarnation, base, sequence) + name + payload
-
-
-def unpack_data(frame: bytes) -> Data:
-    """Inverse of `pack_data`. Raises ChannelError."""
-    if len(frame) < _DATA.size:
-        raise ChannelError("a frame is too short", got=f"{len(frame)} bytes")
-    magic, length, incarnation, base, sequence = _DATA.unpack_from(frame)
-    start = _DATA.size + length
-    if magic != _MAGIC or len(frame) < start or not 1 <= base <= sequence:
-        raise ChannelError("a frame has a malformed header")
-    try:
-        name = frame[_DATA.size : start].decode()
-    except UnicodeDecodeError as error:
-        raise ChannelError("a frame has a malformed channel name") from error
-    return Data(name, incarnation, base, sequence, frame[start:])
-
-
-def pack_reply(reply: Reply, incarnation: int, sequence: int) -> bytes:
-    return _REPLY.pack(_MAGIC, reply, incarnation, sequence)
+    EXCESS = enum.auto()  # more than the channel's capacity: no sender of ours does it
 
 
 class WakeUp:
@@ -124,42 +83,50 @@ class WakeUp:
 class Stream:
     """What a receiver knows of one channel: its source's incarnation and how far it has come."""
 
-    def __init__(self, name: str, messages: wire.MessageTypes, *, ack_every: int) -> None:
-        self.name = name
-        self.messages = messages
+    def __init__(self, spec: ChannelSpec) -> None:
+        self.name = spec.name
+        self.source = spec.source.split(".")[0]
+        self.max_bytes = spec.max_bytes
+        self.messages = wire.message_types(spec.accepts)
         self.peer: bytes | None = None
         self.incarnation = 0
         self.arrived = 0
         self.taken = 0
-        self._ack_every = ack_every
+        self._capacity = spec.capacity
+        self._ack_every = max(1, spec.capacity // 4)
         self._num_untold = 0
         self._resend_after: int | None = None
         self._is_new = True
 
-    def admit(self, peer: bytes, data: Data) -> Verdict:
+    def admit(self, peer: bytes, frame: Frame) -> Verdict:
         """Judge a frame; NEW counts it as arrived."""
-        if data.incarnation < self.incarnation:
+        if frame.incarnation < self.incarnation:
             return Verdict.FENCED
-        if data.incarnation > self.incarnation or self._is_new:
-            self.incarnation = data.incarnation
-            self.arrived = self.taken = data.base - 1
+        if frame.incarnation > self.incarnation or self._is_new:
+            self.incarnation = frame.incarnation
+            self.arrived = self.taken = frame.base - 1
             self._resend_after, self._is_new = None, False
-        self.peer = peer
-        if data.base > self.arrived + 1:  # an acknowledgement to a receiver that died: nobody keeps what is in between
-            self.arrived = self.taken = data.base - 1
-        if data.sequence <= self.arrived:
+        if peer != self.peer:  # a new connection: the old one may have lost the reply
+            self.peer, self._resend_after = peer, None
+        if frame.base > self.arrived + 1:  # an acknowledgement to one that died: nobody keeps what is in between
+            self.arrived = self.taken = frame.base - 1
+        if frame.kind is Kind.PROBE:
+            return Verdict.GAP if frame.sequence > self.arrived else Verdict.COMPLETE
+        if frame.sequence <= self.arrived:
             return Verdict.DUPLICATE
-        if data.sequence > self.arrived + 1:
+        if frame.sequence > self.arrived + 1:
             if self._resend_after == self.arrived:
                 return Verdict.WAITING
             self._resend_after = self.arrived
             return Verdict.GAP
-        self.arrived, self._resend_after = data.sequence, None
+        if self.arrived - self.taken >= self._capacity:
+            return Verdict.EXCESS
+        self.arrived, self._resend_after = frame.sequence, None
         return Verdict.NEW
 
-    def take(self, sequence: int) -> bool:
+    def take(self, incarnation: int, sequence: int) -> bool:
         """Count a message as taken; True when it is time to say so."""
-        if sequence > self.arrived:  # left over from an incarnation that was replaced meanwhile
+        if incarnation != self.incarnation:  # left over from one that was replaced meanwhile
             return False
         self.taken = max(self.taken, sequence)
         self._num_untold += 1
@@ -199,6 +166,16 @@ class Link(Protocol):
     def is_closed(self) -> bool: ...
 
     @property
+    def is_away(self) -> bool:
+        """Closed on our side, by `close`: there may be another link to the target later."""
+        ...
+
+    @property
+    def is_fenced(self) -> bool:
+        """Closed because a later incarnation of the source has taken its place."""
+        ...
+
+    @property
     def depth(self) -> int: ...
 
     def has_room(self) -> bool: ...
@@ -207,6 +184,20 @@ class Link(Protocol):
 
     def pump(self) -> None: ...
 
+    def probe(self) -> None:
+        """Ask the target for a sign of life."""
+        ...
+
+    @property
+    def heard_s(self) -> float:
+        """When the target was last heard of, on the wall clock; made is heard."""
+        ...
+
+    @property
+    def is_connected(self) -> bool:
+        """True while the systems of both ends have a connection, whatever their programs do."""
+        ...
+
     def pollables(self) -> list[zmq.Socket[bytes] | int]: ...
 
     def close(self) -> None: ...
@@ -214,6 +205,8 @@ class Link(Protocol):
 
 class LocalLink:
     """Delivers into the inbox of an executor of the same process; the message itself travels, not a copy."""
+
+    is_fenced = False
 
     def __init__(self, name: str, target: str, capacity: int, queue: Queue, *, is_threaded: bool) -> None:
         self.name, self.target, self.capacity = name, target, capacity
@@ -229,6 +222,10 @@ class LocalLink:
     @property
     def is_closed(self) -> bool:
         return self._is_closed or self._queue.is_closed
+
+    @property
+    def is_away(self) -> bool:
+        return self._is_closed
 
     @property
     def depth(self) -> int:
@@ -251,6 +248,17 @@ class LocalLink:
         if self._room is not None:
             self._room.clear()
 
+    def probe(self) -> None:
+        """It lives as long as we do."""
+
+    @property
+    def heard_s(self) -> float:
+        return _CLOCK.now_s()
+
+    @property
+    def is_connected(self) -> bool:
+        return not self.is_closed
+
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
         return [] if self._room is None else [self._room.fileno()]
 
@@ -266,22 +274,41 @@ class ZmqLink:
 
     can_wait = True
 
-    def __init__(self, name: str, target: str, capacity: int, address: str, incarnation: int) -> None:
-        self.name, self.target, self.capacity = name, target, capacity
-        self._name = name.encode()
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        address: Address,
+        incarnation: int,
+        *,
+        keys: RunKeys | None = None,
+        sequence: int = 0,
+        stats: ChannelStats | None = None,
+    ) -> None:
+        """Numbers go on after `sequence`: the target may know the channel from an earlier link."""
+        self.name, self.target, self.capacity = spec.name, spec.target, spec.capacity
+        self.sequence = sequence
+        self.address = address
+        self.heard_s = _CLOCK.now_s()
+        self.is_connected = self.is_away = self.is_fenced = False
+        self._max_bytes = spec.max_bytes
+        self._name = spec.name.encode()
         self._incarnation = incarnation
-        self._sequence = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_connections = 0
+        self._num_refused = 0
+        self._stats = ChannelStats() if stats is None else stats
         self._closed_because: str | None = None
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.set(zmq.SNDHWM, 0)  # bounded by `capacity`
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, _LINGER_MS)
+        self._socket = _socket(zmq.DEALER)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED)
-        self._socket.connect(address)
+        self._socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+        self._socket.set(zmq.MAXMSGSIZE, frames.MAX_OVERHEAD_BYTES)
+        if keys is not None:
+            keys.secure_caller(self._socket, spec.target, address.incarnation)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+        )
+        self._socket.connect(address.at)
 
     @property
     def is_closed(self) -> bool:
@@ -297,60 +324,155 @@ class ZmqLink:
         return len(self._kept) < self.capacity or self.is_closed  # sending on a closed one raises
 
     def send(self, message: Message) -> None:
-        if (self._sequence & 15) == 0 or len(self._kept) < 2:  # see a fence soon, without a look per message
+        if (self.sequence & 15) == 0 or len(self._kept) < 2:  # see a fence soon, without a look per message
             self.pump()
         if self._closed_because is not None:
             raise ChannelClosed(f"channel '{self.name}': {self._closed_because}")
         payload = wire.encode(message)
-        self._sequence += 1
-        self._kept.append((self._sequence, payload))
-        self._transmit(self._sequence, payload)
+        if len(payload) > self._max_bytes:
+            raise ChannelError(
+                f"a {type(message).__name__} is too large for channel '{self.name}'",
+                got=f"{len(payload)} bytes",
+                allowed=f"{self._max_bytes} bytes",
+            )
+        self.sequence += 1
+        self._kept.append((self.sequence, payload))
+        self._transmit(self.sequence, payload)
+
+    def probe(self) -> None:
+        if self.is_connected:  # else it would only wait, and all of them would arrive together
+            self._socket.send(frames.pack_probe(self._name, self._incarnation, self._base, self.sequence), zmq.NOBLOCK)
 
     def pump(self) -> None:
-        """Read replies and connection events; a reconnect or a gap sends everything kept again."""
+        """Read replies and connection events; after a reconnect ask what the broken connection lost."""
         while not self.is_closed and is_readable(self._monitor):
-            recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            self._num_connections += 1
-            if self._num_connections > 1:  # what was put before the first connection is still queued
-                self._resend()
+            self._changed(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
         while not self.is_closed and is_readable(self._socket):
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            if len(frames) == 1 and len(frames[0]) == _REPLY.size:
-                self._replied(*_REPLY.unpack(frames[0]))
+            parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                self._replied(*frames.unpack_reply(b"".join(parts)))
+            except ChannelError:
+                self._stats.refused += 1
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
         return [] if self.is_closed else [self._socket, self._monitor]
 
+    def describe(self) -> str:
+        """How it stands with the connection, for an error message."""
+        if self.is_connected:
+            return "connected"
+        if self._num_refused:
+            return f"not connected: {self._num_refused} handshakes failed; has it the same run key?"
+        return "never connected" if self._num_connections == 0 else "the connection is lost"
+
     def close(self) -> None:
+        self.is_away = True
         self._end(f"'{self.target}' was disconnected")
 
-    def _replied(self, magic: bytes, reply: int, incarnation: int, sequence: int) -> None:
-        if magic != _MAGIC:
-            return
-        if reply == Reply.FENCED and incarnation > self._incarnation:
+    @property
+    def _base(self) -> int:
+        return self._kept[0][0] if self._kept else self.sequence + 1
+
+    def _changed(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._num_connections += 1
+            self.is_connected, self.heard_s = True, _CLOCK.now_s()
+            if self._num_connections > 1:  # what was put before the first connection is still queued
+                self.probe()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._stats.disconnects += self.is_connected
+            self.is_connected = False
+        else:
+            self._num_refused += 1
+            self._stats.refused_peers += 1
+
+    def _replied(self, reply: Reply, incarnation: int, sequence: int) -> None:
+        self.heard_s = _CLOCK.now_s()
+        if reply is Reply.FENCED and incarnation > self._incarnation:
+            self.is_fenced = True
             self._end(f"incarnation {self._incarnation} was replaced by {incarnation}")
-        elif incarnation == self._incarnation and reply == Reply.TAKEN:
+        elif incarnation == self._incarnation and reply is Reply.TAKEN:
             while self._kept and self._kept[0][0] <= sequence:
                 self._kept.popleft()
-        elif incarnation == self._incarnation and reply == Reply.RESEND:
-            self._resend()
-        elif reply == Reply.CLOSED:
+        elif incarnation == self._incarnation and reply is Reply.RESEND:
+            for kept, payload in self._kept:
+                if kept > sequence:
+                    self._transmit(kept, payload)
+        elif reply is Reply.CLOSED:
             self._end(f"'{self.target}' has ended")
 
-    def _resend(self) -> None:
-        for sequence, payload in self._kept:
-            self._transmit(sequence, payload)
-
     def _transmit(self, sequence: int, payload: bytes) -> None:
-        self._socket.send(pack_data(self._name, self._incarnation, self._kept[0][0], sequence, payload), zmq.NOBLOCK)
+        self._socket.send(frames.pack_data(self._name, self._incarnation, self._base, sequence, payload), zmq.NOBLOCK)
 
     def _end(self, why: str) -> None:
         if self._closed_because is None:
             self._closed_because = why
+            self.is_connected = False
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()
             self._kept.clear()
+
+
+class Listener:
+    """A ROUTER at some addresses; its queues are bounded by the capacities of the senders."""
+
+    def __init__(
+        self,
+        port: str,
+        addresses: Sequence[str],
+        incarnation: int,
+        *,
+        keys: RunKeys | None,
+        max_bytes: int,
+        stats: ChannelStats,
+    ) -> None:
+        self._stats = stats
+        self._num_refused = 0  # connections that will end without having been admitted
+        self.socket = _socket(zmq.ROUTER)
+        self.socket.set(zmq.MAXMSGSIZE, max_bytes + frames.MAX_OVERHEAD_BYTES)
+        self.socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        if keys is not None:
+            keys.secure_listener(self.socket, port, incarnation)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        self.bound: list[str] = []
+        try:
+            for address in addresses:
+                self.socket.bind(address)
+                endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+                assert isinstance(endpoint, bytes)
+                self.bound.append(endpoint.rstrip(b"\0").decode())
+        except zmq.ZMQError as error:
+            self.close()
+            raise ChannelError(
+                f"port '{port}' cannot listen",
+                got=error.strerror,
+                allowed="a free address of this machine",
+                hint=address,
+            ) from error
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """(peer, frame), or None when nothing is there. A message of several frames comes out malformed."""
+        while is_readable(self.monitor):
+            if recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"] != zmq.EVENT_DISCONNECTED:
+                self._stats.refused_peers += 1
+                self._num_refused += 1
+            elif self._num_refused:
+                self._num_refused -= 1
+            else:
+                self._stats.disconnects += 1
+        if not is_readable(self.socket):
+            return None
+        parts = self.socket.recv_multipart(zmq.NOBLOCK)
+        return parts[0], parts[1] if len(parts) == 2 else b""
+
+    def send(self, peer: bytes, frame: bytes) -> None:
+        self.socket.send_multipart([peer, frame], zmq.NOBLOCK)  # a ROUTER drops what it cannot route
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close()
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
@@ -358,11 +480,16 @@ def is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def bind(address: str) -> zmq.Socket[bytes]:
-    """A ROUTER at `address`; its queues are bounded by the capacities of the senders."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+def _socket(kind: int) -> zmq.Socket[bytes]:
+    """One without bounds of its own: channels are bounded by `capacity`. Dead connections are found by the system."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, _LINGER_MS)
-    socket.bind(address)
+    socket.set(zmq.IPV6, 1)
+    socket.set(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_S)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_EVERY_S)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_COUNT)
     return socket

@@ -17,10 +17,11 @@ from typing import TypeVar
 import msgspec
 import zmq
 
+from slipstream.core.addresses import MAX_IPC_PATH_BYTES
 from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelError, ChannelTimeout, ExecutorDied
-from slipstream.core.links import MAX_IPC_PATH_BYTES, is_readable
+from slipstream.core.links import is_readable
 from slipstream.generator.vllm import protocol
 
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 8192, 20
