@@ -24,12 +24,11 @@ def rollout(ordinal: int, sample: int, reward: float = 0.0) -> Rollout:
 
 def test_the_last_rollout_completes_its_group_in_sample_order():
     buffer = GroupBuffer(3)
-    assert buffer.add(rollout(5, 2)) is None
-    assert buffer.add(rollout(5, 0)) is None
-    group = buffer.add(rollout(5, 1))
-    assert group is not None
-    assert [r.completion.sample for r in group.rollouts] == [0, 1, 2]
+    for sample in (2, 0, 1):
+        assert not buffer.is_complete(5)
+        assert buffer.add(rollout(5, sample))
     assert buffer.is_complete(5)
+    assert [one.sample for one in buffer.group(5)] == [0, 1, 2]
 
 
 def test_incomplete_groups_cannot_be_taken_and_stay():
@@ -45,8 +44,8 @@ def test_late_duplicates_of_taken_and_forgotten_groups_are_dropped():
     buffer.add(rollout(0, 0))
     buffer.take([0])
     buffer.forget([2])
-    assert buffer.add(rollout(0, 0)) is None
-    assert buffer.add(rollout(2, 0)) is None
+    assert not buffer.add(rollout(0, 0))
+    assert not buffer.add(rollout(2, 0))
     assert buffer.num_duplicates == 2
     assert len(buffer) == 0
 
@@ -55,9 +54,8 @@ def test_the_first_of_two_equal_rollouts_wins():
     buffer = GroupBuffer(2)
     buffer.add(rollout(0, 0, reward=1.0))
     buffer.add(rollout(0, 0, reward=2.0))
-    group = buffer.add(rollout(0, 1))
-    assert group is not None
-    assert group.rollouts[0].reward == 1.0
+    buffer.add(rollout(0, 1))
+    assert buffer.group(0)[0].reward == 1.0
     assert buffer.num_duplicates == 1
 
 
@@ -80,11 +78,11 @@ def test_every_rollout_leaves_exactly_once(arrivals, repeats, forgotten):
     stream = list(arrivals)
     for index in repeats:
         stream.insert(index, arrivals[index % len(arrivals)])
-    completed = [group.ordinal for key in stream if (group := buffer.add(rollout(*key))) is not None]
+    completed = [key[0] for key in stream if buffer.add(rollout(*key)) and buffer.is_complete(key[0])]
     assert sorted(completed) == [0, 1, 2, 3, 4]
     assert buffer.num_duplicates == len(repeats)
     buffer.forget(forgotten)
     groups = buffer.take([o for o in reversed(completed) if o not in forgotten])
-    keys = [(r.completion.ordinal, r.completion.sample) for group in groups for r in group.rollouts]
+    keys = [(r.ordinal, r.sample) for group in groups.values() for r in group]
     assert keys == [(o, s) for o in range(5) if o not in forgotten for s in range(3)]
     assert len(buffer) == 0

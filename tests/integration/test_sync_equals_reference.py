@@ -36,7 +36,7 @@ def reference_run(config: RunConfig, out: Path) -> None:
     pairs = demonstrations(config.warm_start, prompts.train.prompts, tokenizer, seed=config.seed)
     for _ in supervised_updates(
         model,
-        parameters,
+        FlatAdamW(model, parameters, config.warm_start.optimizer, total_updates=config.warm_start.steps),
         pairs,
         config=config.warm_start,
         microbatch_tokens=config.trainer.microbatch_tokens,

@@ -13,7 +13,7 @@ from slipstream.batching import collate as batching
 from slipstream.core.errors import StalenessError
 from slipstream.core.types import Group
 from slipstream.trainer.batch import prepare_batch
-from slipstream.trainer.scores import has_signal, is_truncated, selected
+from slipstream.trainer.scores import has_signal, is_truncated, scored_group, selected
 
 REWARDS = [[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]
 
@@ -161,9 +161,13 @@ def test_a_failed_rollout_has_its_reward_for_every_part():
 # Which groups and completions are trained on
 
 
+def signal_of(group, config):
+    return has_signal(scored_group(group, config), config)
+
+
 def test_signal_is_what_the_estimator_and_the_loss_make_of_it():
     def signal(rewards, **changes):
-        return has_signal(groups_of([rewards])[0], run_config(**changes))
+        return signal_of(groups_of([rewards])[0], run_config(**changes))
 
     for estimator in ("group_mean", "group_normalised", "leave_one_out"):
         assert signal([1.0, 0.0, 1.0], loss={"advantages": estimator})
@@ -185,19 +189,17 @@ def test_signal_is_what_the_estimator_and_the_loss_make_of_it():
     # equal sums of unequal parts
     (group,) = groups_of([[0.0, 0.0, 0.0]])
     several = run_config(loss=GDPO, rewards=TWO_TERMS)
-    assert has_signal(parts_of(group, (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)), several)
-    assert not has_signal(parts_of(group, (1.0, None), (1.0, 2.0), (1.0, 2.0)), several)
+    assert signal_of(parts_of(group, (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)), several)
+    assert not signal_of(parts_of(group, (1.0, None), (1.0, 2.0), (1.0, 2.0)), several)
     # what is only measured counts for nothing, and pairs are ranked by the sum
     measured = {"terms": [TWO_TERMS["terms"][0], TWO_TERMS["terms"][1] | {"weight": 0.0}]}
-    assert not has_signal(parts_of(group, (1.0, 0.0), (1.0, 1.0), (1.0, 2.0)), run_config(loss=GDPO, rewards=measured))
+    assert not signal_of(parts_of(group, (1.0, 0.0), (1.0, 1.0), (1.0, 2.0)), run_config(loss=GDPO, rewards=measured))
     pairs = GDPO | {"name": "online_dpo", "select": "best_and_worst"}
-    assert not has_signal(
-        parts_of(group, (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)), run_config(loss=pairs, rewards=TWO_TERMS)
-    )
+    assert not signal_of(parts_of(group, (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)), run_config(loss=pairs, rewards=TWO_TERMS))
     # truncation changes what counts
     cut = groups_of([[1.0, 1.0]], finish={(0, 1): "length"})[0]
-    assert not has_signal(cut, run_config())
-    assert has_signal(cut, run_config(loss={"truncated": "subtract", "truncation_reward": -1.0}))
+    assert not signal_of(cut, run_config())
+    assert signal_of(cut, run_config(loss={"truncated": "subtract", "truncation_reward": -1.0}))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,8 @@ def test_best_and_worst_with_ties(rewards, best, worst):
     (group,) = groups_of([rewards])
 
     def samples(select):
-        return [rollout.completion.sample for rollout in selected(group, run_config(loss={"select": select}))]
+        config = run_config(loss={"select": select})
+        return [head.sample for head in selected(scored_group(group, config), config)]
 
     assert samples("all") == [0, 1, 2]
     assert samples("best") == [best]

@@ -18,7 +18,7 @@ from slipstream.core.errors import NonFiniteError, StalenessError
 from slipstream.core.types import Group
 from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.scores import rollout_advantages
+from slipstream.trainer.scores import rollout_advantages, scored_group
 from slipstream.trainer.step import Auxiliary, microbatch_logprobs, train_on_batch
 
 
@@ -216,7 +216,11 @@ def test_truncated_completions_keep_mask_and_penalty():
     def prepared(**loss):
         config = run_config(loss={"advantages": "group_mean", **loss})
         batch = prepare_batch([group], config=config, step=0)
-        return batch.sequences[0, 0], list(rollout_advantages([group], config).values()), batch.metrics
+        return (
+            batch.sequences[0, 0],
+            list(rollout_advantages([scored_group(group, config)], config).values()),
+            batch.metrics,
+        )
 
     kept, advantages, metrics = prepared(truncated="keep")
     assert kept.num_targets == cut.completion.num_tokens

@@ -18,7 +18,7 @@ from slipstream.models.initialise import new_model
 from slipstream.trainer.batch import prepare_batch, train_sequence
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.scores import rollout_advantages, selected
+from slipstream.trainer.scores import key_of, rollout_advantages, scored_group, selected
 from slipstream.trainer.step import Auxiliary, train_on_batch
 
 TEMPERATURE = 0.8
@@ -73,7 +73,9 @@ def added_and_expected(per_token, *, name, added, weight):
     groups = make_groups(seed=11)
     _, _, _, before = update(groups, loss=loss, kl={})
     config, twin, frozen, after = update(groups, loss=loss | added.get("loss", {}), kl=added.get("kl", {}))
-    sequences = [train_sequence(rollout.completion) for group in groups for rollout in selected(group, config)]
+    completions = {(one.ordinal, one.sample): one.completion for group in groups for one in group.rollouts}
+    chosen = [key_of(head) for group in groups for head in selected(scored_group(group, config), config)]
+    sequences = [train_sequence(completions[key]) for key in chosen]
     values = [per_token(twin, frozen, sequence) for sequence in sequences]
     assert len(sequences) > 2
     (weight * reduce(values)).backward()
@@ -162,7 +164,8 @@ def test_rewards_normalised_before_their_sum_have_the_configured_variance(unbias
         loss={"several_rewards": "normalise_then_sum", "std_eps": 1e-6, "unbiased_std": unbiased},
         rewards={"terms": [{"function": "task"}, {"function": "exact_match"}]},
     )
-    advantages = rollout_advantages([Group(ordinal=group.ordinal, rollouts=tuple(rollouts))], config)
+    whole = Group(ordinal=group.ordinal, rollouts=tuple(rollouts))
+    advantages = rollout_advantages([scored_group(whole, config)], config)
     expected = [2 * deviation / variance**0.5 for deviation in (-1.0, 0.0, 1.0)]
     assert list(advantages.values()) == pytest.approx(expected, rel=1e-4)
 

@@ -8,6 +8,7 @@ differentiated: advantages and returns are targets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -192,27 +193,40 @@ def whiten(
     """
     kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     _check_shapes(values, kept)
-    count = kept.sum()
-    exact = values.double()
-    mean = torch.where(kept, exact, 0.0).sum() / count.clamp(min=1)
-    centred = torch.where(kept, exact - mean, 0.0)
-    variance = centred.square().sum() / (count - int(unbiased)).clamp(min=1)
-    whitened = centred * torch.rsqrt(variance + eps)
-    if not shift_mean:
-        whitened = torch.where(kept, whitened + mean, 0.0)
-    return whitened.to(values.dtype)
+    whitened = torch.zeros_like(values)
+    part = torch.zeros(int(kept.sum()), dtype=torch.int64, device=values.device)
+    whitened[kept] = whiten_parts(values[kept], part, shift_mean=shift_mean, unbiased=unbiased, eps=eps)
+    return whitened
 
 
-def whiten_parts(values: Tensor, part_ids: Tensor, *, shift_mean: bool = True, unbiased: bool = False) -> Tensor:
-    """`whiten` within each part of `values` [T]; `part_ids` int64 [T] names the part of each.
+def whiten_parts(
+    values: Tensor,
+    part_ids: Tensor,
+    *,
+    num_parts: int = 1,
+    shift_mean: bool = True,
+    unbiased: bool = False,
+    eps: float = 1e-8,
+    over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> Tensor:
+    """`whiten` within each part of `values` [T]; `part_ids` int64 [T] below `num_parts` names the part of each.
 
-    N, item 29: the original whitens what lies on each of its ranks alone. Identity: one part gives `whiten`.
+    N, item 29: the original whitens what lies on each of its ranks alone. Here a part may lie on any ranks:
+    `over_ranks` adds up a tensor over those that hold the values, called twice by all of them.
+    Identities: one part gives `whiten`; values on several ranks give what one rank with all of them gives.
     """
     _check_shapes(values, part_ids)
+    members = [part_ids == part for part in range(num_parts)]
+    parts = [values[chosen].double() for chosen in members]
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=values.device)
+    counts, sums = over_ranks(torch.stack([counts, torch.stack([part.sum() for part in parts])]))
+    means = sums / counts.clamp(min=1.0)
+    centred = [part - mean for part, mean in zip(parts, means, strict=True)]
+    variances = over_ranks(torch.stack([part.square().sum() for part in centred]))
+    scales = torch.rsqrt(variances / (counts - int(unbiased)).clamp(min=1.0) + eps)
     whitened = torch.empty_like(values)
-    for part in torch.unique(part_ids).tolist():
-        members = part_ids == part
-        whitened[members] = whiten(values[members], shift_mean=shift_mean, unbiased=unbiased)
+    for chosen, part, mean, scale in zip(members, centred, means, scales, strict=True):
+        whitened[chosen] = (part * scale if shift_mean else part * scale + mean).to(values.dtype)
     return whitened
 
 

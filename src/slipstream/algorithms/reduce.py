@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -106,6 +107,25 @@ def merge_metrics(left: Mapping[str, Mean | Max], right: Mapping[str, Mean | Max
     """Add up two microbatches' metrics, key by key."""
     shared = {name: left[name].merge(right[name]) for name in left if name in right}
     return {**left, **right, **shared}
+
+
+def encode_metrics(metrics: Mapping[str, Mean | Max]) -> bytes:
+    """Parts for another rank, exactly: all are integers or floats of at most 64 bits."""
+    return msgspec.msgpack.encode(
+        {
+            name: (part.total.item(), part.count.item()) if isinstance(part, Mean) else (part.largest.item(),)
+            for name, part in metrics.items()
+        }
+    )
+
+
+def decode_metrics(data: bytes) -> Metrics:
+    """Inverse of `encode_metrics`, on the CPU."""
+    parts = {
+        name: [torch.tensor(number, dtype=torch.float64) for number in numbers]
+        for name, numbers in msgspec.msgpack.decode(data, type=dict[str, list[float]]).items()
+    }
+    return {name: Mean(*numbers) if len(numbers) == 2 else Max(*numbers) for name, numbers in parts.items()}
 
 
 def metric_values(metrics: Mapping[str, Mean | Max]) -> dict[str, float]:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.core.errors import ConfigError, ShapeError
-from slipstream.core.packed import OPTIONAL_COLUMNS, PackedMicrobatch, TrainSequence
-from slipstream.core.types import Group
+from slipstream.core.packed import OPTIONAL_COLUMNS, AnyGroup, PackedMicrobatch, TrainSequence
 
 
 def split_minibatches(
-    groups: Sequence[Group], num_minibatches: int, *, order: Sequence[int] | None = None
-) -> list[list[Group]]:
+    groups: Sequence[AnyGroup], num_minibatches: int, *, order: Sequence[int] | None = None
+) -> list[list[AnyGroup]]:
     """Deal whole groups, in canonical order or that `order` of it, into parts whose sizes differ by at most one.
 
     Dealt like cards, so that each part has old and new groups alike. ConfigError if a part would be empty.

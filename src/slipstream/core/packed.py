@@ -6,14 +6,13 @@ to: sequences of one group share the rows of their prompt, so N <= T.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from slipstream.core.errors import ShapeError
-from slipstream.core.types import Group, Rollout
 
 OPTIONAL_COLUMNS = ("reference_logprobs", "proximal_logprobs", "values", "returns")
 
@@ -118,6 +117,48 @@ class PackedMicrobatch:
         return mask
 
 
+def empty_microbatch() -> PackedMicrobatch:
+    """One token that is read and none that is trained on: every loss of it is 0, and so is every gradient.
+
+    A rank that has run out of microbatches reads it where the others still have one, as collectives inside the model
+    need all ranks.
+    """
+    nothing = np.zeros(0, dtype=np.float32)
+    none = np.zeros(0, dtype=np.int64)
+    return PackedMicrobatch(
+        tokens=np.zeros(1, dtype=np.int64),
+        positions=np.zeros(1, dtype=np.int64),
+        lengths=(1,),
+        rows=np.zeros(1, dtype=np.int64),
+        target_index=none,
+        targets=none,
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+        versions=none,
+        segment_ids=none,
+        keys=(),
+        **dict.fromkeys(OPTIONAL_COLUMNS, nothing),
+    )
+
+
+class Numbered(Protocol):
+    """What has the ordinal of a group."""
+
+    @property
+    def ordinal(self) -> int: ...
+
+
+class Sampled(Numbered, Protocol):
+    """What is of one sample of a group: a rollout, or its head."""
+
+    @property
+    def sample(self) -> int: ...
+
+
+AnyGroup = TypeVar("AnyGroup", bound=Numbered)
+AnySample = TypeVar("AnySample", bound=Sampled)
+
+
 class Batching(Protocol):
     """What the trainer needs of the batching edge; the module `batching.collate` provides it."""
 
@@ -126,20 +167,36 @@ class Batching(Protocol):
     ) -> list[PackedMicrobatch]: ...
 
     def split_minibatches(
-        self, groups: Sequence[Group], num_minibatches: int, *, order: Sequence[int] | None = None
-    ) -> list[list[Group]]: ...
+        self, groups: Sequence[AnyGroup], num_minibatches: int, *, order: Sequence[int] | None = None
+    ) -> list[list[AnyGroup]]: ...
 
     def padding_frac(self, microbatches: Sequence[PackedMicrobatch]) -> float: ...
 
     def padded_layout_frac(self, microbatches: Sequence[PackedMicrobatch]) -> float: ...
 
 
-class GroupCollector(Protocol):
+class GroupCollector(Protocol[AnySample]):
     """What the trainer needs of the group buffer; `batching.buffer.GroupBuffer` provides it."""
 
-    def add(self, rollout: Rollout) -> Group | None: ...
+    num_duplicates: int
 
-    def take(self, ordinals: Iterable[int]) -> list[Group]: ...
+    def add(self, item: AnySample) -> bool: ...
+
+    def is_complete(self, ordinal: int) -> bool: ...
+
+    def group(self, ordinal: int) -> tuple[AnySample, ...]: ...
+
+    def take(self, ordinals: Iterable[int]) -> dict[int, tuple[AnySample, ...]]: ...
+
+
+Expects = Callable[[int, int], bool]
+"""(ordinal, sample) -> whether this sample is to come here."""
+
+
+class NewCollector(Protocol):
+    """Makes an empty group buffer, of rollouts or of their heads."""
+
+    def __call__(self, *, expects: Expects | None = None) -> GroupCollector[Any]: ...
 
 
 def check_kept_sets(tokens: np.ndarray, kept_tokens: np.ndarray, kept_counts: np.ndarray) -> None:

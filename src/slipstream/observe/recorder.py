@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from slipstream.core.clock import Clock
-from slipstream.core.types import Completion, Group, Message
+from slipstream.core.types import Completion, Group, Message, Rollout
 from slipstream.observe.jsonl import JsonlWriter, finite, read_jsonl
 
 Outcome = Literal["trained", "skipped", "failed"]
@@ -71,6 +71,7 @@ def read_events(path: Path) -> Iterator[EventLine]:
 
 class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout as it was trained (`step`), or dropped (`step` is null and `outcome` says how).
+    A group that was dropped is `failed` if any of its rollouts failed, else `skipped`.
 
     `versions` are runs over the completion's tokens: [[first token, version], ...], -1 for given tokens.
     `mean_behaviour_logprob` is over sampled tokens, in nats, null without any. Times are on the run's monotonic clock.
@@ -106,42 +107,53 @@ class RolloutRecorder:
         self._every = every
 
     def record_group(self, group: Group, *, step: int | None) -> None:
-        """`step` trained on `group`; None when it was dropped: `failed` if any rollout failed, else `skipped`."""
-        if group.ordinal % self._every:
-            return
-        outcome: Outcome = "trained"
-        if step is None:
-            outcome = "failed" if any(rollout.failure is not None for rollout in group.rollouts) else "skipped"
+        """`step` trained on `group`; None when it was dropped."""
+        self.record([rollout_line(rollout) for rollout in group.rollouts], step=step)
+
+    def record(self, lines: Iterable[RolloutLine], *, step: int | None) -> None:
+        """The lines of whole groups, in any order, with their fate: `step` trained on them, or they were dropped."""
+        ordered = sorted(lines, key=lambda line: (line.ordinal, line.sample))
+        failed = {line.ordinal for line in ordered if line.failure is not None}
+        fates: dict[bool, Outcome] = {True: "failed", False: "skipped"}
         self._writer.write(
             *(
-                RolloutLine(
-                    ordinal=group.ordinal,
-                    sample=rollout.completion.sample,
-                    step=step,
-                    outcome=outcome,
-                    prompt_id=rollout.completion.prompt.prompt_id,
-                    task=rollout.completion.prompt.task,
-                    prompt=rollout.completion.prompt.text,
-                    completion=rollout.completion.text,
-                    answer=rollout.completion.prompt.answer,
-                    reward=finite(rollout.reward),
-                    parts=finite(rollout.reward_parts),
-                    failure=rollout.failure,
-                    finish_reason=rollout.completion.finish_reason,
-                    num_tokens=rollout.completion.num_tokens,
-                    versions=version_runs(rollout.completion),
-                    mean_behaviour_logprob=mean_behaviour_logprob(rollout.completion),
-                    replica=rollout.completion.replica,
-                    started_s=rollout.completion.started_s,
-                    finished_s=rollout.completion.finished_s,
-                    scored_s=rollout.scored_s,
+                msgspec.structs.replace(
+                    line, step=step, outcome=fates[line.ordinal in failed] if step is None else "trained"
                 )
-                for rollout in group.rollouts
+                for line in ordered
+                if line.ordinal % self._every == 0
             )
         )
 
     def close(self) -> None:
         self._writer.close()
+
+
+def rollout_line(rollout: Rollout) -> RolloutLine:
+    """The line of `rollout`, as if it had been skipped: `RolloutRecorder.record` knows better."""
+    completion = rollout.completion
+    return RolloutLine(
+        ordinal=completion.ordinal,
+        sample=completion.sample,
+        step=None,
+        outcome="skipped",
+        prompt_id=completion.prompt.prompt_id,
+        task=completion.prompt.task,
+        prompt=completion.prompt.text,
+        completion=completion.text,
+        answer=completion.prompt.answer,
+        reward=finite(rollout.reward),
+        parts=finite(rollout.reward_parts),
+        failure=rollout.failure,
+        finish_reason=completion.finish_reason,
+        num_tokens=completion.num_tokens,
+        versions=version_runs(completion),
+        mean_behaviour_logprob=mean_behaviour_logprob(completion),
+        replica=completion.replica,
+        started_s=completion.started_s,
+        finished_s=completion.finished_s,
+        scored_s=rollout.scored_s,
+    )
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutLine]:

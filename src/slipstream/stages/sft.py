@@ -29,6 +29,7 @@ from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.progress import Progress, write_record
 from slipstream.stages.split import split_by_prompt
 from slipstream.trainer.metric_names import sft_names
+from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.supervised import Demonstration, Prediction, measure_prediction, supervised_updates
 
 
@@ -70,7 +71,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
     with closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
         for update in supervised_updates(
             model,
-            FlatParameters(model),
+            FlatAdamW(model, FlatParameters(model), settings.optimizer, total_updates=steps),
             train,
             config=settings,
             microbatch_tokens=capacity,

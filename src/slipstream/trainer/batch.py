@@ -1,25 +1,34 @@
-"""From groups to training sequences: selection, masks, advantages, staleness; once per batch."""
+"""From groups to training sequences: selection, masks, advantages, staleness; once per batch.
+
+What decides is known to every rank alike: the heads of all rollouts. Tokens, and what is measured on them, a rank has
+of its own sequences only; where sums over all of them are needed, ranks add up theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
+import torch
 
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
-from slipstream.core.packed import TrainSequence, check_kept_sets
+from slipstream.core.packed import Numbered, TrainSequence, check_kept_sets
+from slipstream.core.ranks import RankGroup
 from slipstream.core.staleness import check_bound, staleness_of, token_versions
-from slipstream.core.types import Completion, Group, Rollout
+from slipstream.core.types import Completion, Group, RolloutHead
 from slipstream.trainer.measure import Columns, Key, with_columns
 from slipstream.trainer.scores import (
     effective_reward,
-    is_truncated,
+    head_of,
     key_of,
     penalises_reward,
     rollout_advantages,
+    scored_groups,
     selected,
     split_baseline,
 )
@@ -103,7 +112,7 @@ def without_targets(sequence: TrainSequence) -> TrainSequence:
 class PreparedBatch:
     """The training sequences of a batch, and what is known of it before any update.
 
-    `keys` are those trained on, by ordinal, in the order of `selected`.
+    `keys` are those trained on, by ordinal, in the order of `selected`, on any rank; `sequences` are this rank's.
     """
 
     sequences: dict[Key, TrainSequence]
@@ -111,10 +120,12 @@ class PreparedBatch:
     shaping: Shaping
     metrics: dict[str, float]
 
-    def of(self, groups: Sequence[Group]) -> list[TrainSequence]:
-        """The sequences of `groups`, in their order: a minibatch."""
-        sequences = [self.sequences[key] for group in groups for key in self.keys[group.ordinal]]
-        return self.shaping.apply(sequences) if self.shaping.config.loss.whiten_advantages == "minibatch" else sequences
+    def of(self, groups: Sequence[Numbered]) -> list[TrainSequence]:
+        """This rank's sequences of `groups`, in their order: its part of a minibatch. All ranks call it."""
+        keys = [key for group in groups for key in self.keys[group.ordinal]]
+        sequences = [self.sequences[key] for key in keys if key in self.sequences]
+        is_shaped = self.shaping.config.loss.whiten_advantages != "minibatch"
+        return sequences if is_shaped else self.shaping.apply(sequences, keys)
 
 
 def prepare_batch(
@@ -124,74 +135,85 @@ def prepare_batch(
     step: int,
     measure: Measure | None = None,
     kl_coef: float | None = None,
+    heads: Sequence[RolloutHead] | None = None,
+    ranks: RankGroup = RankGroup.alone(),
 ) -> PreparedBatch:
     """Selection, loss masks, advantages and staleness of a batch. StalenessError if a token is outside the bound.
 
-    `measure` reads the columns that the loss and the critic need (None: they need none), and `kl_coef` is the present
-    coefficient, by default the configured one. A KL penalty in the reward is that of the sampled tokens, behaviour
-    policy against reference: it is measured on all rollouts, since those that are not selected, or masked as
-    truncated, are in their group's baseline.
+    `groups` are this rank's rollouts, `heads` those of all `ranks` in canonical order (None: `groups` are all there
+    are); all ranks call it. `measure` reads the columns that the loss and the critic need (None: they need none), and
+    `kl_coef` is the present coefficient, by default the configured one. A KL penalty in the reward is that of the
+    sampled tokens, behaviour policy against reference: it is measured on all rollouts, since those that are not
+    selected, or masked as truncated, are in their group's baseline.
     """
     kl_coef = config.kl.coef if kl_coef is None else kl_coef
+    own = {(rollout.ordinal, rollout.sample): rollout.completion for group in groups for rollout in group.rollouts}
+    if heads is None:
+        heads = [head_of(rollout, config) for group in groups for rollout in group.rollouts]
+    scored = scored_groups(heads)
     # ReMax's greedy completions are consumed too: the bound holds for all that decides an update.
-    consumed = [rollout.completion for group in groups for rollout in group.rollouts]
-    staleness = np.concatenate([staleness_of(token_versions(one.segments), step=step) for one in consumed])
-    check_bound(staleness, max_staleness=config.max_staleness, step=step)
-    rollouts = [rollout for group in groups for rollout in split_baseline(group, config)[0]]
-    chosen = {group.ordinal: tuple(key_of(rollout) for rollout in selected(group, config)) for group in groups}
+    lags = _lags(own.values(), config, step=step, ranks=ranks)
+    trainable = [head for group in scored for head in split_baseline(group, config)[0]]
+    chosen = {group.ordinal: tuple(key_of(head) for head in selected(group, config)) for group in scored}
     is_chosen = {key for keys in chosen.values() for key in keys}
-    masked = {key_of(r) for r in rollouts if config.loss.truncated == "mask" and is_truncated(r.completion, config)}
+    masked = {key_of(head) for head in trainable if config.loss.truncated == "mask" and head.is_truncated}
     measures_all = penalises_reward(config)
-    sequences = {
-        key_of(rollout): train_sequence(rollout.completion)
-        for rollout in rollouts
-        if measures_all or key_of(rollout) in is_chosen - masked
-    }
+    measured = [key_of(head) for head in trainable if measures_all or key_of(head) in is_chosen - masked]
+    sequences = {key: train_sequence(own[key]) for key in measured if key in own}
     columns = {} if measure is None else measure(list(sequences.values()))
     sequences = {
         key: with_columns(sequence, **{name: values[key] for name, values in columns.items()})
         for key, sequence in sequences.items()
     }
-    kl = _reference_kl(sequences, config) if "reference_logprobs" in columns else {}
+    kl: dict[Key, float] = {}
+    if "reference_logprobs" in columns:
+        of_all = _of_all_ranks(_reference_kl(sequences, config), ranks)
+        kl = {key: of_all[key] for key in measured}
     penalties = {key: kl_coef * total for key, total in kl.items()} if measures_all and kl else None
+    num_sampled = {key_of(head): head.num_sampled for head in trainable}
     shaping = Shaping(
         config=config,
-        scores={key_of(rollout): effective_reward(rollout, config) for rollout in rollouts},
-        has_slot={key_of(rollout): rollout.completion.finish_reason == "stop" for rollout in rollouts},
-        advantages=None if config.has_critic else rollout_advantages(groups, config, penalties),
+        scores={key_of(head): effective_reward(head, config) for head in trainable},
+        has_slot={key_of(head): head.is_stopped for head in trainable},
+        num_targets=num_sampled | dict.fromkeys(masked, 0),
+        advantages=None if config.has_critic else rollout_advantages(scored, config, penalties),
         kl_coef=kl_coef,
+        ranks=ranks,
     )
-    metrics = _reward_metrics(rollouts, config) | _staleness_metrics(staleness)
+    metrics = _reward_metrics(trainable, config) | _staleness_metrics(lags)
     if kl:
-        num_sampled = sum(sequence.num_targets for sequence in sequences.values())
         metrics |= {
-            "kl_reference": sum(kl.values()) / max(num_sampled, 1),
+            "kl_reference": sum(kl.values()) / max(sum(num_sampled[key] for key in kl), 1),
             "kl_reference_sum": float(np.mean(list(kl.values()))),
             "kl_coef": kl_coef,
             "kl_penalty": float(np.mean(list(penalties.values()))) if penalties else 0.0,
         }
-    completions = {key_of(rollout): rollout.completion for rollout in rollouts}
+    keys = [key for group in scored for key in chosen[group.ordinal]]
     trained = [
-        without_targets(train_sequence(completions[key])) if key in masked else sequences[key]
-        for group in groups
-        for key in chosen[group.ordinal]
+        without_targets(train_sequence(own[key])) if key in masked else sequences[key] for key in keys if key in own
     ]
-    shaped = shaping.apply(trained)
+    shaped = shaping.apply(trained, keys)
+    names = {"advantage": "advantages"} | ({"value_before": "values"} if "values" in columns else {})
     return PreparedBatch(
-        {sequence.key: sequence for sequence in shaped}, chosen, shaping, metrics | _token_metrics(shaped)
+        {sequence.key: sequence for sequence in shaped},
+        chosen,
+        shaping,
+        metrics | _token_metrics(shaped, names, ranks),
     )
 
 
-def _token_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Means and deviations over the tokens that are trained on, before the first update."""
+def _token_metrics(sequences: Sequence[TrainSequence], names: Mapping[str, str], ranks: RankGroup) -> dict[str, float]:
+    """Means and deviations over the tokens that are trained on, before the first update; `names` of their columns."""
     trained = [sequence for sequence in sequences if sequence.num_targets]
-    if not trained:
-        return {}
-    columns = {"advantage": "advantages"} | ({"value_before": "values"} if trained[0].values is not None else {})
     metrics: dict[str, float] = {}
-    for name, column in columns.items():
+    for name, column in names.items():
         values = targets_of(trained, column).double()
-        metrics |= {f"{name}_mean": float(values.mean()), f"{name}_std": float(values.std(correction=0))}
+        total, count = ranks.sum(torch.stack([values.sum(), torch.tensor(len(values))])).tolist()
+        if not count:
+            return {}
+        mean = total / count
+        squares = float(ranks.sum((values - mean).square().sum()))
+        metrics |= {f"{name}_mean": mean, f"{name}_std": math.sqrt(squares / count)}
     return metrics
 
 
@@ -208,34 +230,50 @@ def _reference_kl(sequences: Mapping[Key, TrainSequence], config: RunConfig) -> 
     }
 
 
-def _reward_metrics(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str, float]:
-    rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
+def _of_all_ranks(values: Mapping[Key, float], ranks: RankGroup) -> dict[Key, float]:
+    """`values` of every rank's own rollouts."""
+    parts = ranks.gather(msgspec.msgpack.encode(list(values.items())))
+    return dict(item for part in parts for item in msgspec.msgpack.decode(part, type=list[tuple[Key, float]]))
+
+
+def _reward_metrics(heads: Sequence[RolloutHead], config: RunConfig) -> dict[str, float]:
+    rewards = np.array([head.reward for head in heads], dtype=np.float64)
     metrics = {
-        "score_mean": float(np.mean([effective_reward(rollout, config) for rollout in rollouts])),
+        "score_mean": float(np.mean([effective_reward(head, config) for head in heads])),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "behaviour_surprisal_sum": float(np.mean([_surprisal(rollout.completion) for rollout in rollouts])),
-        "completion_tokens_mean": float(np.mean([rollout.completion.num_tokens for rollout in rollouts])),
-        "truncated_frac": float(np.mean([is_truncated(rollout.completion, config) for rollout in rollouts])),
-        "failed_frac": float(np.mean([rollout.failure is not None for rollout in rollouts])),
+        "behaviour_surprisal_sum": float(np.mean([head.surprisal for head in heads])),
+        "completion_tokens_mean": float(np.mean([head.num_tokens for head in heads])),
+        "truncated_frac": float(np.mean([head.is_truncated for head in heads])),
+        "failed_frac": float(np.mean([head.failure is not None for head in heads])),
     }
     parts: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.reward_parts.items():
+    for head in heads:
+        for name, value in head.reward_parts.items():
             if value is not None:
                 parts.setdefault(name, []).append(value)
     return metrics | {f"reward_parts/{name}": float(np.mean(values)) for name, values in parts.items()}
 
 
-def _surprisal(completion: Completion) -> float:
-    """-log mu(y | x): its mean estimates the entropy of whole completions."""
-    return -sum(float(s.behaviour_logprobs.sum()) for s in completion.segments if s.behaviour_logprobs is not None)
+def _lags(completions: Iterable[Completion], config: RunConfig, *, step: int, ranks: RankGroup) -> np.ndarray:
+    """int64 [max_staleness + 1]: how many of the sampled tokens of all ranks are stale by 0, 1, ... steps.
+
+    StalenessError, on every rank alike, when one of them is outside the bound.
+    """
+    none = np.zeros(0, dtype=np.int32)
+    found = np.concatenate([none, *(staleness_of(token_versions(one.segments), step=step) for one in completions)])
+    ends = [int(found.max()), -int(found.min())] if found.size else [0, 0]  # 0 is inside every bound
+    oldest_and_newest = ranks.max(torch.tensor(ends)).numpy() * np.array([1, -1])
+    check_bound(oldest_and_newest, max_staleness=config.max_staleness, step=step)
+    lags: np.ndarray = ranks.sum(torch.from_numpy(np.bincount(found, minlength=config.max_staleness + 1))).numpy()
+    return lags
 
 
-def _staleness_metrics(staleness: np.ndarray) -> dict[str, float]:
-    lags, counts = np.unique(staleness, return_counts=True)
+def _staleness_metrics(lags: np.ndarray) -> dict[str, float]:
+    present = np.flatnonzero(lags)
+    total = float(lags.sum())
     return {
-        "staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
-        "staleness_max": float(staleness.max()) if staleness.size else 0.0,
-        **{f"staleness_tokens/lag_{lag}": float(count) for lag, count in zip(lags, counts, strict=True)},
+        "staleness_mean": float(present @ lags[present]) / total if total else 0.0,
+        "staleness_max": float(present.max(initial=0)),
+        **{f"staleness_tokens/lag_{lag}": float(lags[lag]) for lag in present},
     }

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from slipstream.algorithms.kl import AdaptiveKL
 from slipstream.algorithms.logprobs import probe_logprobs
+from slipstream.core import wire
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
-from slipstream.core.packed import Batching, GroupCollector
+from slipstream.core.packed import Batching, GroupCollector, NewCollector
+from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.types import (
+    Arrived,
     Checkpoint,
     CheckpointSaved,
     Export,
@@ -27,6 +31,8 @@ from slipstream.core.types import (
     Published,
     Ready,
     Rollout,
+    RolloutHead,
+    Shares,
     Skip,
     StepDone,
     Stop,
@@ -34,37 +40,39 @@ from slipstream.core.types import (
     Waiting,
     WarmStart,
 )
-from slipstream.models.build import build_policy
-from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import save_model
-from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.transformer import Transformer
-from slipstream.observe.recorder import RolloutRecorder
-from slipstream.trainer.checkpoint import Trained, load_checkpoint, save_checkpoint
+from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.scores import effective_reward, has_signal
+from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.policy import Policy, WholePolicy
+from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
 from slipstream.trainer.step import Auxiliary, needed_columns, train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
 
 PROBE_TOKENS = 32
+CHECK_SAVING_EVERY_S = 0.1
 
 
 class Trainer(Executor):
-    """One rank: buffers groups, trains the ones the schedule names, publishes versions, saves checkpoints.
+    """Buffers rollouts, trains the groups that the schedule names, publishes versions, saves checkpoints.
 
     Consumes: `Rollout` (rollouts), `WarmStart`, `TrainStep`, `Skip`, `Waiting`, `Checkpoint`, `Export`, `Stop`
     (commands). Produces: versions (its WEIGHTS channel), `GroupScored`, `StepDone`, `Published` (events). Waits for: a
     `TrainStep`. Ends when: told to stop. With `resume` it starts from that checkpoint instead of a warm start.
+
+    With several ranks, each data-parallel one keeps the rollouts it is dealt, and tells rank 0 their heads (`Arrived`):
+    rank 0 knows when a group is whole, alone speaks with the controller, and relays its commands. All ranks carry them
+    out in one order, so whatever a command leads to, collectives included, they do together. Tensor-parallel peers get
+    a step's rollouts from the first of them when it is trained. What a rank reports or writes itself, is said below.
     """
 
     inputs = ("rollouts",)
 
     def __init__(
-        self, *, config: RunConfig, buffer: GroupCollector, batching: Batching, resume: str | None = None
+        self, *, config: RunConfig, new_buffer: NewCollector, batching: Batching, resume: str | None = None
     ) -> None:
         self.config = config
-        self.buffer = buffer
+        self.new_buffer = new_buffer
         self.batching = batching
         self.resume = resume
         self._is_finished = False
@@ -74,25 +82,27 @@ class Trainer(Executor):
         self.context = context
         config = self.config
         torch.set_num_threads(context.num_threads)
-        self.model, self.tokenizer = build_policy(config.model, seed=config.seed)
-        self.parameters = FlatParameters(self.model)
-        updates = config.steps * config.updates_per_step
-        self.optimizer = FlatAdamW(
-            self.model,
-            self.parameters,
-            config.trainer.optimizer,
-            total_updates=updates,
-            updates_per_step=config.updates_per_step,
+        self.ranks = context.group
+        self.data_ranks, self.tensor_ranks = self.ranks.split(
+            config.trainer.tensor_parallel, timeout_s=config.deadline_s
         )
+        by, mine, num_ranks = dealt_by(config), self.data_ranks.rank, self.data_ranks.world
+        self.rollouts: GroupCollector[Rollout] = self.new_buffer(
+            expects=lambda ordinal, sample: data_parallel_rank(ordinal, sample, num_ranks, by=by) == mine
+        )
+        self.heads: GroupCollector[RolloutHead] = self.new_buffer()
+        self.policy: Policy = WholePolicy(config)
+        self._ends.callback(self.policy.close)
         self.version = 0
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
-        self.publisher.open(self.parameters.flat, self._packer())
+        self.policy.offer_to(self.publisher)
         generator = np.random.default_rng(config.seed)
-        vocab_size = self.model.config.vocab_size
-        num_tokens = min(PROBE_TOKENS, self.model.config.max_positions)
-        self.probe_tokens = generator.integers(0, vocab_size, num_tokens, dtype=np.int32)
-        self.recorder = self._ends.enter_context(closing(RolloutRecorder(context.run_dir / "rollouts.jsonl")))
+        model = self.policy.model.config
+        num_tokens = min(PROBE_TOKENS, model.max_positions)
+        self.probe_tokens = generator.integers(0, model.vocab_size, num_tokens, dtype=np.int32)
+        if self.ranks.is_leader:
+            self.recorder = self._ends.enter_context(closing(RolloutRecorder(context.run_dir / "rollouts.jsonl")))
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None
         self.critic: Critic | None = None
@@ -114,12 +124,24 @@ class Trainer(Executor):
             return True
         with self.context.spans.span("receive"):
             has_news = self._receive()
+        self._report_saved()
         while (message := self.context.inputs["commands"].get_nowait()) is not None:
             has_news = True
-            self._obey(message)
+            self._obey(self._relayed(message))
             if isinstance(message, TrainStep):
                 break
         return has_news
+
+    def wait_s(self) -> float | None:
+        return CHECK_SAVING_EVERY_S if self.policy.is_saving else None
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def _tell(self, event: Message) -> None:
+        """Only rank 0 speaks with the controller; what it says holds for all ranks."""
+        if self.ranks.is_leader:
+            self.context.outputs["events"].put(event)
 
     # Before the first step
 
@@ -127,14 +149,16 @@ class Trainer(Executor):
         torch.set_num_threads(self.context.num_threads_alone)
         lengths = np.stack([message.prompt_lengths, message.completion_lengths], axis=1).reshape(-1)
         pieces = np.split(message.tokens, np.cumsum(lengths)[:-1])
+        config = self.config.warm_start
         return supervised_updates(
-            self.model,
-            self.parameters,
+            self.policy.model,
+            self.policy.new_optimizer(config.optimizer, total_updates=config.steps),
             list(zip(pieces[0::2], pieces[1::2], strict=True)),
-            config=self.config.warm_start,
+            config=config,
             microbatch_tokens=self.config.trainer.microbatch_tokens,
             seed=self.config.seed,
             batching=self.batching,
+            ranks=self.data_ranks,
         )
 
     def _warm_up(self) -> None:
@@ -146,7 +170,7 @@ class Trainer(Executor):
             torch.set_num_threads(self.context.num_threads)
             self._be_ready()
         elif update.index % 10 == 9:
-            self.context.outputs["events"].put(
+            self._tell(
                 Progress(
                     executor=self.context.name,
                     phase="warm start",
@@ -158,7 +182,7 @@ class Trainer(Executor):
 
     def _resume(self, path: Path) -> None:
         self._build_auxiliary()
-        restored = load_checkpoint(path, self.parameters, self.optimizer, critic=self._trained_critic())
+        restored = self.policy.load(path, self.critic)
         self.version = restored.step
         self.kl = replace(self.kl, coef=restored.extra.get("kl_coef", self.kl.coef))
 
@@ -166,124 +190,162 @@ class Trainer(Executor):
         """The reference and the critic, from the policy at version 0 where the config names nothing else."""
         config = self.config
         if config.has_critic:
-            self.critic = Critic(config, self.model)
+            self.critic = self.policy.new_critic()
         if "reference_logprobs" not in needed_columns(config):
             return
         path = config.kl.reference
         if path is None and config.warm_start.steps:  # no checkpoint on disk has these weights yet
             folder = self.context.run_dir / "reference"
             if self.resume is None:
-                save_model(self.model, folder, self.tokenizer)
+                self.policy.export(folder)
             path = str(folder)
-        model = config.model if path is None else config.model.model_copy(update={"path": path})
-        self.reference, _ = build_policy(model, seed=config.seed, tokenizer=self.tokenizer)
-        self.reference.requires_grad_(False)
-
-    def _trained_critic(self) -> Trained | None:
-        return None if self.critic is None else (self.critic.flat, self.critic.optimizer)
+        self.reference = self.policy.reference(path)
 
     def _be_ready(self) -> None:
         if self.resume is None:
             self._build_auxiliary()
-        num_params = self.parameters.flat.numel()
         self.context.outputs["events"].put(
-            Ready(executor=self.context.name, num_params=num_params, version=self.version)
+            Ready(executor=self.context.name, num_params=self.policy.num_params, version=self.version)
         )
         self._publish()
 
     # The loop
 
     def _receive(self) -> bool:
+        """Take what has arrived: rollouts on the ranks that are dealt some, their heads on rank 0."""
         has_news = self.publisher.poll()
-        while (message := self.context.inputs["rollouts"].get_nowait()) is not None:
-            has_news = True
-            assert isinstance(message, Rollout)
-            group = self.buffer.add(message)
-            if group is not None:
-                self.context.outputs["events"].put(self._scored(group))
+        heads: list[RolloutHead] = []
+        if self.tensor_ranks.is_leader:
+            while (message := self.context.inputs["rollouts"].get_nowait()) is not None:
+                has_news = True
+                assert isinstance(message, Rollout)
+                if self.rollouts.add(message):
+                    heads.append(head_of(message, self.config))
+        if not self.ranks.is_leader:
+            if heads:
+                self.context.outputs["arrived"].put(Arrived(heads=tuple(heads)))
+            return has_news
+        if self.data_ranks.world > 1:
+            while (message := self.context.inputs["arrived"].get_nowait()) is not None:
+                has_news = True
+                assert isinstance(message, Arrived)
+                heads += message.heads
+        for head in heads:
+            if self.heads.add(head) and self.heads.is_complete(head.ordinal):
+                self._tell(self._scored(ScoredGroup(head.ordinal, self.heads.group(head.ordinal))))
         return has_news
 
-    def _scored(self, group: Group) -> GroupScored:
-        rewards = [effective_reward(rollout, self.config) for rollout in group.rollouts]
+    def _scored(self, group: ScoredGroup) -> GroupScored:
+        rewards = [effective_reward(head, self.config) for head in group.heads]
         return GroupScored(
             ordinal=group.ordinal,
             has_signal=has_signal(group, self.config),
             mean_reward=sum(rewards) / len(rewards),
-            num_failed=sum(rollout.failure is not None for rollout in group.rollouts),
-            min_version=min(rollout.completion.min_version for rollout in group.rollouts),
-            max_version=max(rollout.completion.max_version for rollout in group.rollouts),
+            num_failed=sum(head.failure is not None for head in group.heads),
+            min_version=min(head.min_version for head in group.heads),
+            max_version=max(head.max_version for head in group.heads),
         )
 
+    def _relayed(self, message: Message) -> Message:
+        """The command as all ranks get it: a step with the heads of its rollouts."""
+        if not self.ranks.is_leader:
+            return message
+        if isinstance(message, TrainStep):
+            groups = self.heads.take(message.ordinals)
+            heads = tuple(head for members in groups.values() for head in members)
+            message = msgspec.structs.replace(message, heads=heads)
+        elif isinstance(message, Skip):
+            self.heads.take(message.ordinals)
+        if self.ranks.world > 1:
+            self.context.outputs["relay"].put(message)
+        return message
+
     def _obey(self, message: Message) -> None:
-        events = self.context.outputs["events"]
         match message:
             case WarmStart():
                 self.warm_start = self._warm_start(message)
             case TrainStep():
                 self._train(message)
             case Skip():
-                for group in self.buffer.take(message.ordinals):
-                    self.recorder.record_group(group, step=None)
+                if self.tensor_ranks.is_leader:
+                    self._record(self._own_groups(message.ordinals), step=None)
             case Waiting():
                 self.context.spans.set_idle_state(f"wait_{message.reason}")
             case Checkpoint():
-                with self.context.spans.span("checkpoint"):
-                    save_checkpoint(
-                        Path(message.path),
-                        self.parameters,
-                        self.optimizer,
-                        step=self.version,
-                        keep=self.config.trainer.keep_checkpoints,
-                        extra={"schedule": message.schedule, "num_events": message.num_events, "kl_coef": self.kl.coef},
-                        critic=self._trained_critic(),
-                    )
-                events.put(CheckpointSaved(step=message.step, path=message.path))
+                self._save(message)
             case Export():
                 with self.context.spans.span("export"):
-                    save_model(self.model, Path(message.path), self.tokenizer)
-                events.put(Exported(path=message.path))
+                    self.policy.export(Path(message.path))
+                self._tell(Exported(path=message.path))
             case Stop():
+                self._report_saved(wait=True)
                 self._is_finished = True
             case _:
                 raise TypeError(f"a trainer does not take {type(message).__name__}")
 
+    def _own_groups(self, ordinals: Sequence[int]) -> list[Group]:
+        """What this data-parallel rank was dealt of these groups. It has it all: rank 0 knows of it from here."""
+        shares = self.rollouts.take(ordinals)
+        return [Group(ordinal=ordinal, rollouts=members) for ordinal, members in shares.items() if members]
+
     def _train(self, command: TrainStep) -> None:
-        groups = self.buffer.take(command.ordinals)
+        groups = self._own_groups(command.ordinals) if self.tensor_ranks.is_leader else []
+        if self.tensor_ranks.world > 1:
+            payload = wire.encode(Shares(groups=tuple(groups))) if self.tensor_ranks.is_leader else b""
+            shares = wire.decode(self.tensor_ranks.broadcast(payload), (Shares,))
+            assert isinstance(shares, Shares)
+            groups = list(shares.groups)
         with self.context.spans.span("train", step=command.step):
             metrics = train_on_batch(
-                self.model,
-                self.optimizer,
+                self.policy.model,
+                self.policy.optimizer,
                 groups,
                 config=self.config,
                 step=command.step,
                 batching=self.batching,
                 auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef),
+                heads=command.heads,
+                ranks=self.data_ranks,
             )
         if self.config.kl.target is not None and "kl_reference_sum" in metrics:
             self.kl = self.kl.updated(metrics["kl_reference_sum"], self.config.completions_per_step)
         self.version = command.step + 1
-        self.context.outputs["events"].put(StepDone(step=command.step, version=self.version, metrics=metrics))
+        self._tell(StepDone(step=command.step, version=self.version, metrics=metrics))
         is_last = self.version == self.config.steps
         if self.version % self.config.publish_every == 0 or is_last:
             self._publish()
-        with self.context.spans.span("record"):
-            for group in groups:
-                self.recorder.record_group(group, step=command.step)
+        if self.tensor_ranks.is_leader:
+            with self.context.spans.span("record"):
+                self._record(groups, step=command.step)
 
-    def _packer(self) -> Packer | None:
-        """What quantises a version between two updates; None where generators take float32 as it is."""
-        precision = self.config.generator.precision
-        if precision == "float32":
-            return None
-        return Packer(WeightLayout(self.model, precision), self.parameters.named_views())
+    def _record(self, groups: Sequence[Group], *, step: int | None) -> None:
+        """Rank 0 writes the lines of all data-parallel ranks, in the order in which one rank would."""
+        lines = [rollout_line(rollout) for group in groups for rollout in group.rollouts]
+        if self.data_ranks.world > 1:
+            parts = self.data_ranks.gather(msgspec.msgpack.encode(lines))
+            lines = [line for part in parts for line in msgspec.msgpack.decode(part, type=list[RolloutLine])]
+        if self.ranks.is_leader:
+            self.recorder.record(lines, step=step)
+
+    def _save(self, command: Checkpoint) -> None:
+        self._report_saved(wait=True)
+        extra = {"schedule": command.schedule, "num_events": command.num_events, "kl_coef": self.kl.coef}
+        with self.context.spans.span("checkpoint"):
+            self.policy.save(Path(command.path), step=self.version, extra=extra, critic=self.critic)
+        self._report_saved()
+
+    def _report_saved(self, *, wait: bool = False) -> None:
+        """Tell of a checkpoint once it is whole: a step counts as kept from then on."""
+        if self.policy.is_saving and (saved := self.policy.saved(wait=wait)) is not None:
+            self._tell(CheckpointSaved(step=saved.step, path=str(saved.path)))
 
     def _publish(self) -> None:
         with self.context.spans.span("publish", version=self.version):
             started_s = self.context.clock.now_s()
-            logprobs = probe_logprobs(self.model, self.probe_tokens)
+            logprobs = probe_logprobs(self.policy.model, self.probe_tokens)
             is_offered = self.publisher.publish(self.version, self.probe_tokens, logprobs)
             staging_s = self.context.clock.now_s() - started_s
-        self.context.outputs["events"].put(
+        self._tell(
             Published(
                 version=self.version,
                 payload_bytes=self.publisher.num_bytes,
@@ -291,6 +353,3 @@ class Trainer(Executor):
                 skipped=not is_offered,
             )
         )
-
-    def close(self) -> None:
-        self._ends.close()

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
+from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch
+from slipstream.core.ranks import RankGroup
 
 Key = tuple[int, int]  # (ordinal, sample)
 Columns = dict[Key, np.ndarray]
@@ -26,17 +27,30 @@ def measure(
     *,
     microbatch_tokens: int,
     batching: Batching,
+    ranks: RankGroup = RankGroup.alone(),
 ) -> Columns:
     """What `read` gives for the targets of each sequence, float32 [num_targets]; none for a sequence without targets.
 
-    `read` maps a microbatch to [M], one number per target. Identity: equals reading every sequence alone.
+    `read` maps a microbatch to [M], one number per target. `sequences` are this rank's own; all `ranks` call it.
+    Identity: equals reading every sequence alone.
     """
     columns = {sequence.key: np.zeros(0, dtype=np.float32) for sequence in sequences}
-    for microbatch in batching.collate(sequences, microbatch_tokens):
+    for microbatch in in_step(batching.collate(sequences, microbatch_tokens), ranks):
         read_values = read(microbatch).float().cpu().numpy()
         ends = np.cumsum(np.bincount(microbatch.segment_ids, minlength=len(microbatch.keys)))
         columns.update(zip(microbatch.keys, np.split(read_values, ends[:-1]), strict=True))
     return columns
+
+
+def in_step(microbatches: Sequence[PackedMicrobatch], ranks: RankGroup) -> list[PackedMicrobatch]:
+    """`microbatches`, and empty ones behind them until every rank has as many as the one with most."""
+    most = int(ranks.max(torch.tensor([len(microbatches)])))
+    return filled(microbatches, most)
+
+
+def filled(microbatches: Sequence[PackedMicrobatch], count: int) -> list[PackedMicrobatch]:
+    """`microbatches` and empty ones, `count` in all."""
+    return [*microbatches, *(empty_microbatch() for _ in range(count - len(microbatches)))]
 
 
 def with_columns(sequence: TrainSequence, **columns: np.ndarray) -> TrainSequence:

@@ -1,10 +1,15 @@
-"""What rollouts are worth: the reward after truncation, signal, selection, and advantages of whole completions."""
+"""What rollouts are worth: the reward after truncation, signal, selection, and advantages of whole completions.
+
+All of it follows from the heads of a step's rollouts, which every rank has, whichever rank has the tokens.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -19,15 +24,54 @@ from slipstream.algorithms.advantages import (
 from slipstream.algorithms.losses import loss_named
 from slipstream.algorithms.responses import has_token
 from slipstream.core.config import GROUP_RELATIVE, RunConfig
-from slipstream.core.types import Completion, Group, Rollout
+from slipstream.core.types import Completion, Group, Rollout, RolloutHead
 from slipstream.trainer.measure import Key
 
 EQUAL_REWARDS = 1e-8
 """Rewards that differ by no more count as equal."""
 
 
-def key_of(rollout: Rollout) -> Key:
-    return rollout.completion.ordinal, rollout.completion.sample
+@dataclass(frozen=True)
+class ScoredGroup:
+    """The heads of all rollouts of a group, by sample."""
+
+    ordinal: int
+    heads: tuple[RolloutHead, ...]
+
+
+def head_of(rollout: Rollout, config: RunConfig) -> RolloutHead:
+    """What `rollout` is besides its tokens."""
+    completion = rollout.completion
+    sampled = [segment for segment in completion.segments if segment.is_sampled]
+    versions = [span.version for segment in sampled for span in segment.version_spans]
+    return RolloutHead(
+        ordinal=completion.ordinal,
+        sample=completion.sample,
+        reward=rollout.reward,
+        reward_parts=rollout.reward_parts,
+        failure=rollout.failure,
+        is_truncated=is_truncated(completion, config),
+        is_stopped=completion.finish_reason == "stop",
+        num_tokens=completion.num_tokens,
+        num_sampled=sum(len(segment.tokens) for segment in sampled),
+        surprisal=-float(sum(float(s.behaviour_logprobs.sum()) for s in sampled if s.behaviour_logprobs is not None)),
+        min_version=min(versions, default=0),
+        max_version=max(versions, default=0),
+    )
+
+
+def scored_group(group: Group, config: RunConfig) -> ScoredGroup:
+    """The heads of `group`, all of whose rollouts are here."""
+    return ScoredGroup(group.ordinal, tuple(head_of(rollout, config) for rollout in group.rollouts))
+
+
+def scored_groups(heads: Iterable[RolloutHead]) -> list[ScoredGroup]:
+    """`heads`, those of a group side by side, by their groups."""
+    return [ScoredGroup(ordinal, tuple(members)) for ordinal, members in groupby(heads, lambda head: head.ordinal)]
+
+
+def key_of(head: RolloutHead) -> Key:
+    return head.ordinal, head.sample
 
 
 def is_truncated(completion: Completion, config: RunConfig) -> bool:
@@ -38,7 +82,7 @@ def is_truncated(completion: Completion, config: RunConfig) -> bool:
     return not has_token(completion.tokens, token, after=config.rewards.truncate_after)
 
 
-def effective_reward(rollout: Rollout, config: RunConfig) -> float:
+def effective_reward(head: RolloutHead, config: RunConfig) -> float:
     """The reward advantages are made of; a truncated completion's under `loss.truncated`:
 
         penalty:   truncation_reward             the original RLHF code, its reproduction (N, item 26), TL;DR's (A)
@@ -47,22 +91,22 @@ def effective_reward(rollout: Rollout, config: RunConfig) -> float:
     Otherwise, and where every completion has its end, the reward as it is.
     """
     loss = config.loss
-    if loss.truncated in ("penalty", "subtract") and is_truncated(rollout.completion, config):
-        return loss.truncation_reward + (rollout.reward if loss.truncated == "subtract" else 0.0)
-    return rollout.reward
+    if loss.truncated in ("penalty", "subtract") and head.is_truncated:
+        return loss.truncation_reward + (head.reward if loss.truncated == "subtract" else 0.0)
+    return head.reward
 
 
-def has_signal(group: Group, config: RunConfig) -> bool:
+def has_signal(group: ScoredGroup, config: RunConfig) -> bool:
     """False when every rollout of `group` would get the advantage 0, or a pair of them be ranked by chance."""
     loss = config.loss
-    rewards = [effective_reward(rollout, config) for rollout in group.rollouts]
+    rewards = [effective_reward(head, config) for head in group.heads]
     if _is_of_pairs(config):
         return _differ(rewards)
     if loss.advantages not in GROUP_RELATIVE or penalises_reward(config):
         return True
     if loss.several_rewards == "sum_then_normalise":
         return _differ(rewards)
-    columns = zip(*(_parts(rollout, config) for rollout in group.rollouts), strict=True)
+    columns = zip(*(_parts(head, config) for head in group.heads), strict=True)
     weights = [term.weight for term in config.rewards.weighted]
     return any(
         _differ([part for part in column if not math.isnan(part)])
@@ -84,15 +128,15 @@ def penalises_reward(config: RunConfig) -> bool:
     return config.kl.coef > 0 and config.kl.place == "reward"
 
 
-def split_baseline(group: Group, config: RunConfig) -> tuple[tuple[Rollout, ...], Rollout | None]:
+def split_baseline(group: ScoredGroup, config: RunConfig) -> tuple[tuple[RolloutHead, ...], RolloutHead | None]:
     """The rollouts of `group` that may be trained on, and ReMax's greedy one, sampled behind them."""
     if config.samples_per_group == config.completions_per_group:
-        return group.rollouts, None
-    return group.rollouts[:-1], group.rollouts[-1]
+        return group.heads, None
+    return group.heads[:-1], group.heads[-1]
 
 
 def rollout_advantages(
-    groups: Sequence[Group], config: RunConfig, penalties: Mapping[Key, float] | None = None
+    groups: Sequence[ScoredGroup], config: RunConfig, penalties: Mapping[Key, float] | None = None
 ) -> dict[Key, float]:
     """One advantage per rollout; `penalties` are taken off the rewards (the KL of whole completions).
 
@@ -100,15 +144,15 @@ def rollout_advantages(
     """
     loss = config.loss
     members = [split_baseline(group, config) for group in groups]
-    rollouts = [rollout for trained, _ in members for rollout in trained]
-    keys = [key_of(rollout) for rollout in rollouts]
+    heads = [head for trained, _ in members for head in trained]
+    keys = [key_of(head) for head in heads]
     group_ids = torch.tensor([ordinal for ordinal, _ in keys], dtype=torch.int64)
     if loss.several_rewards == "normalise_then_sum":
-        parts = torch.tensor([_parts(rollout, config) for rollout in rollouts], dtype=torch.float32)
+        parts = torch.tensor([_parts(head, config) for head in heads], dtype=torch.float32)
         weights = torch.tensor([term.weight for term in config.rewards.weighted])
         normalised = normalise_then_sum(parts, weights, group_ids, std_eps=loss.std_eps, unbiased=loss.unbiased_std)
         return dict(zip(keys, normalised.tolist(), strict=True))
-    rewards = torch.tensor([effective_reward(rollout, config) for rollout in rollouts], dtype=torch.float32)
+    rewards = torch.tensor([effective_reward(head, config) for head in heads], dtype=torch.float32)
     if penalties is not None:
         rewards -= torch.tensor([penalties[key] for key in keys], dtype=torch.float32)
     baselines = {
@@ -126,24 +170,24 @@ def rollout_advantages(
     return dict(zip(keys, estimators[loss.advantages](rewards, group_ids).tolist(), strict=True))
 
 
-def _parts(rollout: Rollout, config: RunConfig) -> list[float]:
+def _parts(head: RolloutHead, config: RunConfig) -> list[float]:
     """The rewards of each term, NaN where a term does not apply; a failed rollout has its reward for every term."""
-    if rollout.failure is not None:
-        return [rollout.reward] * len(config.rewards.weighted)
-    return [float("nan") if part is None else part for part in rollout.reward_parts.values()]
+    if head.failure is not None:
+        return [head.reward] * len(config.rewards.weighted)
+    return [float("nan") if part is None else part for part in head.reward_parts.values()]
 
 
-def selected(group: Group, config: RunConfig) -> list[Rollout]:
+def selected(group: ScoredGroup, config: RunConfig) -> list[RolloutHead]:
     """The rollouts of `group` that `loss.select` trains on: all by sample, the best, or the best and then the worst.
 
     A5: K completions are sampled, two are trained on. Rewards are compared before any KL penalty, as preferences are.
     Of equal ones the lowest sample is best, and the highest of the others worst; losses of pairs get none of a group
     whose best is no better than its worst.
     """
-    rollouts, _ = split_baseline(group, config)
+    heads, _ = split_baseline(group, config)
     if config.loss.select == "all":
-        return list(rollouts)
-    ranked = sorted(rollouts, key=lambda rollout: -effective_reward(rollout, config))
+        return list(heads)
+    ranked = sorted(heads, key=lambda head: -effective_reward(head, config))
     if config.loss.select == "best":
         return ranked[:1]
     best, worst = ranked[0], ranked[-1]

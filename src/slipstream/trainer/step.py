@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from slipstream.algorithms.losses import Loss, LossInputs, loss_named
 from slipstream.algorithms.reduce import (
     Mean,
     Metrics,
+    decode_metrics,
+    encode_metrics,
     masked_max,
     masked_mean,
     merge_metrics,
@@ -28,15 +30,17 @@ from slipstream.algorithms.reduce import (
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
+from slipstream.core.ranks import RankGroup
 from slipstream.core.staleness import staleness_in_updates
-from slipstream.core.types import Group
+from slipstream.core.types import Group, RolloutHead
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.measure import Columns, measure
+from slipstream.trainer.measure import Columns, filled, measure
 from slipstream.trainer.metric_names import count_tokens, published_names, ratio_histogram
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import Optimizer
+from slipstream.trainer.scores import head_of, scored_groups
 
 # Logits held at once, in elements (256 MiB of float32); larger heads run in chunks that are recomputed backward.
 MAX_LOGITS = 1 << 26
@@ -82,15 +86,26 @@ class Auxiliary:
     kl_coef: float | None = None
 
 
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks know of one update: tokens and sequences it trains on, and the most microbatches a rank has."""
+
+    num_tokens: int
+    num_sequences: int
+    num_microbatches: int
+
+
 def train_on_batch(
     model: Transformer,
-    optimizer: FlatAdamW,
+    optimizer: Optimizer,
     groups: Sequence[Group],
     *,
     config: RunConfig,
     step: int,
     batching: Batching,
     auxiliary: Auxiliary = Auxiliary(),
+    heads: Sequence[RolloutHead] | None = None,
+    ranks: RankGroup = RankGroup.alone(),
 ) -> dict[str, float]:
     """Train step `step` on `groups`: the policy goes from version `step` to `step + 1`. Returns its metrics.
 
@@ -101,16 +116,27 @@ def train_on_batch(
     `tokens_read` counts the rows of all microbatches of the first pass, a prompt once per microbatch; `tokens_trained`
     its targets. Raises StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss or
     gradient that is not finite.
+
+    With several data-parallel `ranks`, all of them call it: each with its own rollouts in `groups`, and with the
+    `heads` of all rollouts in canonical order (None: `groups` are all there are). `optimizer` then adds up gradients
+    over ranks; every loss is divided by a count over all of them. Metrics are those of all ranks, `train_s` this one's;
+    the paddings are means over ranks, by their microbatches. Errors are raised on every rank or on none.
+    Identity: the updates are those of one rank with all rollouts, up to rounding.
     """
     started_s = time.perf_counter()
+    if heads is None:
+        heads = [head_of(rollout, config) for group in groups for rollout in group.rollouts]
+    scored = scored_groups(heads)
     loss = loss_named(config.loss.name, config.loss.params)
-    update_of = _Update(model, optimizer, config=config, loss=loss, auxiliary=auxiliary)
+    update_of = _Update(model, optimizer, config=config, loss=loss, auxiliary=auxiliary, ranks=ranks)
     batch = prepare_batch(
         groups,
         config=config,
         step=step,
         measure=partial(update_of.measure, batching=batching) if update_of.columns else None,
         kl_coef=auxiliary.kl_coef,
+        heads=heads,
+        ranks=ranks,
     )
     optimizers = [optimizer] if auxiliary.critic is None else [optimizer, auxiliary.critic.optimizer]
     num_minibatches = config.trainer.minibatches
@@ -121,6 +147,7 @@ def train_on_batch(
     first_pass: list[PackedMicrobatch] = []
     staleness_updates_max = 0
     minibatches: list[list[PackedMicrobatch]] = []
+    totals: list[Totals] = []
     for update in range(config.updates_per_step):
         for one in optimizers:  # a minibatch with nothing to train on has its place in the schedule, too
             one.planned = step * config.updates_per_step + update
@@ -129,15 +156,20 @@ def train_on_batch(
             minibatches = [
                 batching.collate(batch.of(part), config.trainer.microbatch_tokens, atom_size=update_of.atom_size)
                 for part in batching.split_minibatches(
-                    groups, num_minibatches, order=_epoch_order(groups, config, step=step, epoch=epoch)
+                    scored, num_minibatches, order=_epoch_order(len(scored), config, step=step, epoch=epoch)
                 )
             ]
+            totals = _totals(minibatches, ranks)
         microbatches = minibatches[index]
         if epoch == 0:
             first_pass += microbatches
-        if not microbatches:  # every completion of this minibatch is masked
+        if not totals[index].num_microbatches:  # every completion of this minibatch is masked
             continue
-        loss_value, update_parts = update_of.accumulate(microbatches, measured_step=None if losses else step)
+        loss_value, update_parts = update_of.accumulate(
+            filled(microbatches, totals[index].num_microbatches),
+            totals[index],
+            measured_step=None if losses else step,
+        )
         lr = optimizer.lr
         if auxiliary.critic is not None:
             auxiliary.critic.optimizer.finite_grad_norm()  # before either of them changes weights
@@ -146,22 +178,18 @@ def train_on_batch(
             critic_grad_norms.append(auxiliary.critic.optimizer.step())
         losses.append(loss_value)
         parts = merge_metrics(parts, update_parts) if parts else update_parts
-        staleness = np.concatenate([step - microbatch.versions for microbatch in microbatches])
+        staleness = np.concatenate([[0], *(step - microbatch.versions for microbatch in microbatches)])
         distance = staleness_in_updates(staleness, updates_per_step=config.updates_per_step, update_in_step=update)
         staleness_updates_max = max(staleness_updates_max, int(distance.max()))
     metrics = {
         **batch.metrics,
-        **metric_values(parts),
+        **metric_values(_of_all_ranks(parts, ranks)),
         "loss": float(np.mean(losses)) if losses else 0.0,
         "grad_norm": float(np.mean(grad_norms)) if grad_norms else 0.0,
         "lr": lr if losses else optimizer.lr,
         "num_updates": float(len(losses)),
-        "staleness_updates_max": float(staleness_updates_max),
-        "tokens_trained": float(sum(microbatch.num_targets for microbatch in first_pass)),
-        "tokens_read": float(sum(microbatch.num_tokens for microbatch in first_pass)),
-        "num_microbatches": float(len(first_pass)),
-        "padding_frac": batching.padding_frac(first_pass),
-        "padded_layout_frac": batching.padded_layout_frac(first_pass),
+        "staleness_updates_max": float(ranks.max(torch.tensor(staleness_updates_max))),
+        **_reading_metrics(first_pass, batching, ranks),
         "train_s": time.perf_counter() - started_s,
     }
     if not config.has_critic:
@@ -173,16 +201,50 @@ def train_on_batch(
         step=step,
         num_episodes=(step + 1) * config.completions_per_step,
         max_new_tokens=config.generator.max_new_tokens,
-        num_eos_tokens=count_tokens(groups, model.config.eos_token_ids),
+        num_eos_tokens=int(ranks.sum(torch.tensor(count_tokens(groups, model.config.eos_token_ids)))),
     )
 
 
-def _epoch_order(groups: Sequence[Group], config: RunConfig, *, step: int, epoch: int) -> list[int] | None:
+def _epoch_order(num_groups: int, config: RunConfig, *, step: int, epoch: int) -> list[int] | None:
     """In which order the groups are dealt into the minibatches of `epoch`: None is the canonical one."""
     if not config.trainer.shuffle:
         return None
-    order: list[int] = np.random.default_rng((config.seed, step, epoch)).permutation(len(groups)).tolist()
+    order: list[int] = np.random.default_rng((config.seed, step, epoch)).permutation(num_groups).tolist()
     return order
+
+
+def _totals(minibatches: Sequence[Sequence[PackedMicrobatch]], ranks: RankGroup) -> list[Totals]:
+    """Of each minibatch, over all ranks."""
+    counts = [[sum(one.num_targets for one in part), sum(len(one.keys) for one in part)] for part in minibatches]
+    sums = ranks.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
+    most = ranks.max(torch.tensor([len(part) for part in minibatches])).tolist()
+    return [Totals(tokens, sequences, count) for (tokens, sequences), count in zip(sums, most, strict=True)]
+
+
+def _of_all_ranks(parts: Metrics, ranks: RankGroup) -> Metrics:
+    """The metrics of all ranks' microbatches, from the parts of each rank's own."""
+    return reduce(merge_metrics, (decode_metrics(part) for part in ranks.gather(encode_metrics(parts))))
+
+
+def _reading_metrics(
+    microbatches: Sequence[PackedMicrobatch], batching: Batching, ranks: RankGroup
+) -> dict[str, float]:
+    """How the first pass was packed."""
+    own = [
+        sum(microbatch.num_targets for microbatch in microbatches),
+        sum(microbatch.num_tokens for microbatch in microbatches),
+        len(microbatches),
+        len(microbatches) * batching.padding_frac(microbatches),
+        len(microbatches) * batching.padded_layout_frac(microbatches),
+    ]
+    trained, read, count, padding, layout = ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+    return {
+        "tokens_trained": trained,
+        "tokens_read": read,
+        "num_microbatches": count,
+        "padding_frac": padding / max(count, 1.0),
+        "padded_layout_frac": layout / max(count, 1.0),
+    }
 
 
 def needed_columns(config: RunConfig) -> tuple[str, ...]:
@@ -200,10 +262,17 @@ class _Update:
     """One step's way from microbatches to gradients, of the policy and of the critic beside it."""
 
     def __init__(
-        self, model: Transformer, optimizer: FlatAdamW, *, config: RunConfig, loss: Loss, auxiliary: Auxiliary
+        self,
+        model: Transformer,
+        optimizer: Optimizer,
+        *,
+        config: RunConfig,
+        loss: Loss,
+        auxiliary: Auxiliary,
+        ranks: RankGroup,
     ) -> None:
         self.model, self.optimizer, self.config, self.loss = model, optimizer, config, loss
-        self.auxiliary = auxiliary
+        self.auxiliary, self.ranks = auxiliary, ranks
         self.columns = needed_columns(config)
         self.atom_size = 2 if loss.atom == "pair" else 1
         self.kl_coef = config.kl.coef if auxiliary.kl_coef is None else auxiliary.kl_coef
@@ -218,7 +287,11 @@ class _Update:
         }
         return {
             name: measure(
-                readers[name], sequences, microbatch_tokens=self.config.trainer.microbatch_tokens, batching=batching
+                readers[name],
+                sequences,
+                microbatch_tokens=self.config.trainer.microbatch_tokens,
+                batching=batching,
+                ranks=self.ranks,
             )
             for name in self.columns
         }
@@ -234,11 +307,13 @@ class _Update:
         return critic.values(microbatch, states)
 
     def accumulate(
-        self, microbatches: Sequence[PackedMicrobatch], *, measured_step: int | None
+        self, microbatches: Sequence[PackedMicrobatch], totals: Totals, *, measured_step: int | None
     ) -> tuple[float, Metrics]:
-        """Gradients of one update in the optimizers, the policy's loss, and metrics as parts."""
-        num_tokens = sum(microbatch.num_targets for microbatch in microbatches)
-        num_sequences = sum(len(microbatch.keys) for microbatch in microbatches)
+        """Gradients of one update in the optimizers, the policy's loss over all ranks, and this rank's metrics.
+
+        Every rank comes with as many microbatches, some of them empty.
+        """
+        num_tokens, num_sequences = totals.num_tokens, totals.num_sequences
         by_token = self.loss.unit == "token" and self.config.loss.reduction == "token"
         num_units = num_tokens if by_token else num_sequences // self.atom_size
         self.optimizer.zero_grad()
@@ -274,7 +349,8 @@ class _Update:
             if measured_step is not None:
                 microbatch_parts |= _difference_per_lag(microbatch, inputs, step=measured_step)
             parts = merge_metrics(parts, microbatch_parts)
-        if not math.isfinite(total):
+        total = float(self.ranks.sum(torch.tensor(total, dtype=torch.float64)))
+        if not math.isfinite(total):  # on one rank, and so in the sum that all have
             raise NonFiniteError(
                 "the loss is not finite; weights were not changed",
                 got=f"loss {total} at update {self.optimizer.num_updates}",
@@ -333,6 +409,8 @@ class _Update:
 
 def _difference_per_lag(microbatch: PackedMicrobatch, inputs: LossInputs, *, step: int) -> Metrics:
     """|policy - behaviour| of completions sampled wholly under one version, by that version's lag in steps."""
+    if not microbatch.num_targets:
+        return {}
     starts = np.flatnonzero(np.diff(microbatch.segment_ids, prepend=-1))
     oldest = np.minimum.reduceat(microbatch.versions, starts)[microbatch.segment_ids]
     newest = np.maximum.reduceat(microbatch.versions, starts)[microbatch.segment_ids]

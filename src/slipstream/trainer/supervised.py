@@ -13,10 +13,11 @@ from slipstream.algorithms.logprobs import token_logprobs_and_entropy
 from slipstream.core.config import WarmStartConfig
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
 from slipstream.core.packed import Batching, TrainSequence
-from slipstream.models.flat import FlatParameters
+from slipstream.core.ranks import RankGroup
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.measure import in_step
+from slipstream.trainer.optim import Optimizer
 from slipstream.trainer.step import MAX_LOGITS, microbatch_logprobs
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS; int32
@@ -35,25 +36,28 @@ class SupervisedUpdate:
 
 def supervised_updates(
     model: Transformer,
-    flat: FlatParameters,
+    optimizer: Optimizer,
     demonstrations: Sequence[Demonstration],
     *,
     config: WarmStartConfig,
     microbatch_tokens: int,
     seed: int,
     batching: Batching,
+    ranks: RankGroup = RankGroup.alone(),
 ) -> Iterator[SupervisedUpdate]:
     """Maximise the likelihood of completions given prompts; yields after each of `config.steps` updates.
 
         L = -(1/num_tokens) * sum over completion tokens of log policy(y_t | x, y_<t)
 
     Batches of `config.batch_size` come from seeded shuffles of all demonstrations, each used once per pass. Temperature
-    is 1. ConfigError without demonstrations; NonFiniteError before an update that is not finite.
+    is 1. Of `config`'s optimizer, `optimizer` is one over all its steps. With several data-parallel `ranks` all come
+    with the same demonstrations and `optimizer` adds up their gradients; each reads its share of every batch.
+    ConfigError without demonstrations; NonFiniteError, on every rank, before an update that is not finite.
+    Identity: the updates are those of one rank, up to rounding.
     """
     if config.steps and not demonstrations:
         raise ConfigError("a warm start needs demonstrations", got="none", allowed="at least one")
     sequences = [_sequence(index, *demonstration) for index, demonstration in enumerate(demonstrations)]
-    optimizer = FlatAdamW(model, flat, config.optimizer, total_updates=config.steps)
     order = _shuffled(len(sequences), seed)
     for update in range(config.steps):
         chosen = [next(order) for _ in range(config.batch_size)]
@@ -61,11 +65,12 @@ def supervised_updates(
         num_tokens = sum(sequence.num_targets for sequence in batch)
         optimizer.zero_grad()
         total = 0.0
-        for microbatch in batching.collate(batch, microbatch_tokens):
+        for microbatch in in_step(batching.collate(batch[ranks.rank :: ranks.world], microbatch_tokens), ranks):
             logprobs, _ = microbatch_logprobs(model, microbatch, temperature=1.0)
             loss = -logprobs.sum() / num_tokens
             torch.autograd.backward(loss)
             total += float(loss.detach())
+        total = float(ranks.sum(torch.tensor(total, dtype=torch.float64)))
         if not math.isfinite(total):
             raise NonFiniteError(
                 "the warm start's loss is not finite; weights were not changed", got=f"loss {total} at update {update}"
