@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,10 @@ def make_generator(config: RunConfig, replica: int = 0) -> Generator:
 
 
 def make_trainer(config: RunConfig, resume: str | None = None) -> Trainer:
-    """The trainer executor, with the group buffer and collation beside it."""
+    """The trainer executor, with the group buffers and collation beside it."""
     in_flight = (config.max_staleness + 1) * config.groups_per_step + config.reorder_window
-    buffer = GroupBuffer(config.samples_per_group, max_groups=16 * in_flight + 1024)
-    return Trainer(config=config, buffer=buffer, batching=collate, resume=resume)
+    new_buffer = partial(GroupBuffer, config.samples_per_group, max_groups=16 * in_flight + 1024)
+    return Trainer(config=config, new_buffer=new_buffer, batching=collate, resume=resume)
 
 
 def make_rewards(config: RunConfig, reward: Callable[..., Any] | None = None) -> Rewards:
