@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.controller.cluster import Cluster
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
@@ -51,6 +52,7 @@ def run(
     resume: str | Path | None = None,
     display: bool = True,
     pipeline: Callable[[RunConfig], Pipeline] | None = None,
+    cluster: Cluster | None = None,
 ) -> Result:
     """Train; returns when the run is done or was interrupted.
 
@@ -59,14 +61,15 @@ def run(
     with `rewards.timeout_s` as its deadline. `prompts` (strings, or rows with `prompt` and `answer`) replace the
     config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty;
     `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is not
-    done. `pipeline` replaces the default pipeline.
+    done. `pipeline` replaces the default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and
+    generators are not started here: they join, from wherever they are.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
     written so far stay, and `summary.json` says `failed`).
     """
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
-    given = FromPython(reward=reward, display=display, pipeline=pipeline)
+    given = FromPython(reward=reward, display=display, pipeline=pipeline, cluster=cluster)
     if resume is not None:
         return _resume(Path(resume), given)
     if not isinstance(config, RunConfig):

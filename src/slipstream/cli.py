@@ -1,4 +1,4 @@
-"""The command line: `slipstream run | eval | report | recipes | doctor`.
+"""The command line: `slipstream run | launch | eval | report | recipes | doctor`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 130 interrupted. Errors go to stderr without a
 traceback. torch and transformers are imported inside the commands that compute, after their input was checked.
@@ -135,8 +135,35 @@ def doctor_command(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+def launch_command(argv: Sequence[str]) -> int:
+    """Run on several machines: be the controller, be a group that joins it, or write the job files for both."""
+    options = _parse("launch", _launch_options(_recipe_defaults(argv)), argv, launch_command)
+    files = [name for name in ("slurm", "kubernetes") if getattr(options, name) is not None]
+    if len(files) + (options.group is not None) != 1:
+        raise ConfigError("launch does one thing", allowed="--group NAME, --slurm DIR or --kubernetes DIR")
+    if files:
+        from slipstream.job_files import write_job_files
+
+        return write_job_files(_run_config(options), options, files[0], _console)
+    from slipstream.launch import CONTROLLER_GROUP, Job, cluster_of, join
+
+    if options.group == CONTROLLER_GROUP:
+        config = _run_config(options)
+        cluster = cluster_of(options.listen or "127.0.0.1:0", options.key_file, options.address_file)
+        from slipstream.api import run
+
+        result = run(config, out=options.out, resume=options.resume, cluster=cluster)
+        return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
+    if options.controller is None:
+        raise ConfigError("a group joins a controller", allowed="--controller HOST:PORT, or the file with that")
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Job)}
+    join(Job(**{name: value for name, value in given.items() if value is not None}))
+    return EXIT_FAILED  # not reached: torchrun has taken over
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run_command,
+    "launch": launch_command,
     "eval": eval_command,
     "report": report_command,
     "recipes": recipes_command,
@@ -216,6 +243,36 @@ def _run_options(shown: Mapping[str, Any]) -> Any:
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
         ("resume", "Folder of a run to go on with, from its last checkpoint. Takes nothing else.", Path, False),
+    )
+
+
+def _launch_options(shown: Mapping[str, Any]) -> Any:
+    return _options(
+        "LaunchOptions",
+        shown,
+        ("recipe", "Recipe of the run: for the controller and for job files.", str, True),
+        ("group", "What this machine is: controller, trainer, or generator-0, generator-1 ...", str, False),
+        ("listen", "Controller: HOST:PORT where groups reach it. Default: 127.0.0.1:0.", str, False),
+        ("address_file", "Controller: file for the HOST:PORT it listens at.", Path, False),
+        ("controller", "Group: HOST:PORT of the controller, or the file with that.", str, False),
+        ("key_file", "The run's key, mode 0600; the controller makes it. Default: SLIPSTREAM_RUN_KEY.", Path, False),
+        ("host", "Group: address where the others reach this machine. Default: 127.0.0.1.", str, False),
+        ("nnodes", "Group: machines that it is on. Default: 1.", int, False),
+        ("node_rank", "Group: which of them this is. Default: 0.", int, False),
+        ("rendezvous", "Group on several machines: HOST:PORT on machine 0, where they meet.", str, False),
+        ("max_restarts", "Group: how often its agent starts it again. Default: 3.", int, False),
+        ("threads", "Group: compute threads per process. Default: the machine's cores, divided.", int, False),
+        ("slurm", "Folder for the files of SLURM jobs; nothing is started.", Path, False),
+        ("kubernetes", "Folder for Kubernetes manifests; nothing is started.", Path, False),
+        ("gpus_per_node", "Job files: GPUs of a machine. Default: 8.", int, False),
+        ("partition", "SLURM: partition.", str, False),
+        ("account", "SLURM: account.", str, False),
+        ("time", "SLURM: time limit. Default: 24:00:00.", str, False),
+        ("image", "Kubernetes: container image with Slipstream installed.", str, False),
+        ("namespace", "Kubernetes: namespace. Default: default.", str, False),
+        ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
+        ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
+        ("resume", "Folder of a run to go on with, from its last checkpoint.", Path, False),
     )
 
 

@@ -14,7 +14,7 @@ from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
-from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
+from slipstream.controller.pipeline import HostKind, Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
@@ -185,16 +185,21 @@ def make_reward_models(config: RunConfig, has_own_reward: bool = False) -> Rewar
 
 
 def nodes(
-    config: RunConfig, *, reward: Callable[..., Any] | None = None, resume: Path | None = None
+    config: RunConfig,
+    *,
+    reward: Callable[..., Any] | None = None,
+    resume: Path | None = None,
+    is_on_cluster: bool = False,
 ) -> tuple[Node, ...]:
-    """The executors of the default pipeline, with threads placed."""
+    """The executors of the default pipeline, with threads placed. On a cluster, trainer and generators join it."""
     threads = place(config, num_cores())
+    host: HostKind = "torchrun" if is_on_cluster else config.host
     generators = tuple(
         Node(
             name=f"generator-{replica}",
             factory=make_generator,
             kwargs={"config": config, "replica": replica},
-            host=config.host,
+            host=host,
             num_threads=threads["generator"].together,
             num_threads_alone=threads["generator"].alone,
             ranks=config.generator.tensor_parallel,
@@ -211,8 +216,8 @@ def nodes(
     trainer = Node(
         name="trainer",
         factory=make_trainer,
-        kwargs={"config": config, "resume": None if resume is None else str(resume)},
-        host=config.host,
+        kwargs={"config": config, "resume": None if resume is None else str(resume.resolve())},
+        host=host,
         num_threads=threads["trainer"].together,
         num_threads_alone=threads["trainer"].alone,
         ranks=config.trainer.ranks,
@@ -241,10 +246,14 @@ def has_functions(config: RunConfig, reward: Callable[..., Any] | None) -> bool:
 
 
 def default_pipeline(
-    config: RunConfig, *, reward: Callable[..., Any] | None = None, resume: Path | None = None
+    config: RunConfig,
+    *,
+    reward: Callable[..., Any] | None = None,
+    resume: Path | None = None,
+    is_on_cluster: bool = False,
 ) -> Pipeline:
     """generators -> rewards -> reward models, where there are any -> trainer -> weights -> generators."""
-    made = nodes(config, reward=reward, resume=resume)
+    made = nodes(config, reward=reward, resume=resume, is_on_cluster=is_on_cluster)
     replicas = [node for node in made if node.name.startswith("generator")]
     trainer = next(node for node in made if node.name == "trainer")
     leaders = trainer.members[:: config.trainer.tensor_parallel]  # of the data-parallel ranks: they get the rollouts
@@ -273,6 +282,11 @@ def default_pipeline(
         *(
             gather(f"arrived/{name}", f"{name}.arrived", "trainer.arrived", deadline_s=deadline_s)
             for name in leaders[1:]
+        ),
+        *(
+            gather(f"staged/{member}", f"{member}.staged", f"{node.name}.staged", deadline_s=deadline_s)
+            for node in replicas
+            for member in node.members[1:]
         ),
         *(
             weights(f"weights/{member}", "trainer.weights", f"{member}.weights", deadline_s=deadline_s)

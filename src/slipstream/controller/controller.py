@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,13 +21,17 @@ from types import FrameType
 import msgspec
 import numpy as np
 
+from slipstream.controller.cluster import Cluster, RemoteGroups
+from slipstream.controller.evaluations import GREEDY, SAMPLED, Evaluations, Request
 from slipstream.controller.host import Child, Host
 from slipstream.controller.ledger import Ledger
-from slipstream.controller.pipeline import CONTROLLER, Pipeline
+from slipstream.controller.members import Change
+from slipstream.controller.pipeline import CONTROLLER, Pipeline, replica_of
 from slipstream.controller.schedule import Command, Event, Schedule, Snapshot
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import Observer
-from slipstream.core.channel import connect_hosted, make_transport_dir, wait
+from slipstream.core.addresses import AddressBook, LocalAddresses
+from slipstream.core.channel import connect_by_book, make_transport_dir, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ExecutorDied, SlipstreamError
@@ -39,16 +43,17 @@ from slipstream.core.types import (
     CompletionFinished,
     Counters,
     EvalScored,
-    Evaluate,
     Export,
     Exported,
     Failed,
     GroupScored,
+    Joined,
     Message,
     Progress,
     Prompt,
     Published,
     Ready,
+    ReplicaLost,
     Skip,
     StartGroup,
     StepDone,
@@ -66,17 +71,6 @@ from slipstream.weight_sync.segment import cleanup
 WAKE_EVERY_S = 1.0  # how often a silent run looks at its deadline; decisions never wait for it
 STOP_DEADLINE_S = 10.0
 LET_GO_DEADLINE_S = 2.0
-GREEDY, SAMPLED = 0.0, 1.0
-
-
-@dataclass
-class Evaluation:
-    """An evaluation under way: greedy and sampled answers of one replica's version."""
-
-    eval_id: int
-    temperature: float
-    num_prompts: int
-    scores: list[EvalScored]
 
 
 @dataclass(frozen=True)
@@ -102,12 +96,14 @@ class Controller:
         tally: Tally,
         observer: Observer,
         clock: Clock | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         self.config = config
         self.pipeline = pipeline
         self.schedule = schedule
         self.work = work
-        self.run_dir = run_dir
+        self.run_dir = run_dir.resolve()  # groups on other machines have another working directory
+        self.cluster = cluster
         self.tally = tally
         self.observer = observer
         self.clock = WallClock() if clock is None else clock
@@ -118,9 +114,9 @@ class Controller:
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
         self.hosts: list[Host] = []
         self.children: list[Child] = []
+        self.remote: RemoteGroups | None = None
         self.ready: set[str] = set()
-        self.evaluations: dict[int, Evaluation] = {}
-        self.num_evaluations = 0
+        self.evaluations = Evaluations()
         self.evaluation_due: int | None = None  # once a replica holds this version
         self.waiting_reason = ""
         self.checkpointed: int | None = None
@@ -150,6 +146,18 @@ class Controller:
     def _launch(self, transport_dir: Path, run_id: str) -> None:
         with self.timeline.span("start_up"):
             channels = self.pipeline.all_channels
+            book: AddressBook = LocalAddresses(channels, transport_dir)
+            if self.cluster is not None:
+                self.remote = RemoteGroups(
+                    self.pipeline,
+                    self.cluster,
+                    lease_s=self.config.lease_s,
+                    deadline_s=self.config.deadline_s,
+                    clock=self.clock,
+                )
+                book = self.remote.addresses(channels, transport_dir)
+                self.remote.announce(channels, self.run_dir, run_id)
+                self.observer.note(f"the controller listens at {self.remote.address}")
             inline = [node for node in self.pipeline.nodes if node.host == "inline"]
             for node in self.pipeline.nodes:
                 for rank in range(node.ranks if node.host == "process" else 0):
@@ -163,10 +171,11 @@ class Controller:
                             run_id=run_id,
                             incarnation=1,
                             deadline_s=self.config.deadline_s,
+                            remote=self.remote,
                         )
                     )
             hosted = [CONTROLLER, *(node.name for node in inline)]
-            ports = connect_hosted(channels, hosted, transport_dir, incarnation=1)
+            ports = connect_by_book(channels, hosted, book, incarnation=1)
             self.ports = ports[CONTROLLER]
             self.hosts = [Host(node, ports[node.name], channels, self.run_dir, run_id=run_id) for node in inline]
             for host in self.hosts:
@@ -195,7 +204,8 @@ class Controller:
     def _finish(self) -> None:
         last = self.schedule.steps_done
         if not self.is_interrupted:
-            self._run_until(lambda: min(self.schedule.versions.values()) >= last, "generators to hold the last version")
+            versions = self.schedule.versions
+            self._run_until(lambda: bool(versions) and min(versions.values()) >= last, "the last version in generators")
             self._evaluate()
             self._run_until(lambda: not self.evaluations, "the last evaluation")
         self._checkpoint()
@@ -214,6 +224,8 @@ class Controller:
             has_worked = self._step()
             for host in self.hosts:
                 has_worked |= host.step()
+            if self.remote is not None:
+                self._changed(self.remote.check(self.ports, busy=self._busy()))
             if not has_worked and not is_done():
                 self._sleep()
                 self._check_deadline(what)
@@ -235,6 +247,7 @@ class Controller:
             fds = [child.pidfd for child in self.children]
             fds += [fd for host in self.hosts for fd in host.executor.wait_fds()]
             deadlines = [s for host in self.hosts if (s := host.executor.wait_s()) is not None]
+            deadlines += [] if self.remote is None else [self.remote.wait_s()]
             wait(inboxes, self.ports.outputs.values(), fds, min([WAKE_EVERY_S, *deadlines]))
         self._check_children()
 
@@ -278,6 +291,8 @@ class Controller:
 
     def _handle(self, message: Message) -> None:
         match message:
+            case Swapped() | CompletionFinished() if self._is_absent(f"generator-{message.replica}"):
+                pass  # last words of a replica that was lost
             case Swapped() | CompletionFinished() | GroupScored() | StepDone():
                 if isinstance(message, Swapped):
                     self.tally.swapped(message)
@@ -285,6 +300,9 @@ class Controller:
                 if isinstance(message, StepDone):
                     self._stepped(message)
                 self._decide(message)
+            case Joined():
+                assert self.remote is not None
+                self._changed(self.remote.joined(message, self.ports))
             case Ready():
                 self.ready.add(message.executor)
                 self.tally.num_params = max(self.tally.num_params, message.num_params)
@@ -308,6 +326,32 @@ class Controller:
             case _:
                 raise TypeError(f"the controller does not take {type(message).__name__}")
 
+    # Groups on other machines
+
+    def _is_absent(self, executor: str) -> bool:
+        return self.remote is not None and self.remote.is_absent(executor)
+
+    def _busy(self) -> list[str]:
+        """Who of the groups on other machines may be at work for longer than a lease: loading a model, or training."""
+        return [name for name in self.pipeline.members if name not in self.ready or replica_of(name) is None]
+
+    def _changed(self, changes: Sequence[Change]) -> None:
+        """A lost generator's groups go elsewhere, and it is welcome back; without another group there is no run."""
+        for change in changes:
+            if not change.is_lost:
+                self.observer.note(f"{change.group} has joined (incarnation {change.incarnation})")
+                continue
+            replica = replica_of(change.group)
+            if replica is None:
+                raise ExecutorDied(
+                    f"'{change.group}' was lost: silent for {self.config.lease_s:g} s, or started again",
+                    hint="its own log says why; `--resume` goes on from the last checkpoint",
+                )
+            self.observer.note(f"{change.group} was lost; its unfinished groups go elsewhere")
+            self.tally.lost(change.group)
+            self.ready.difference_update(change.members)
+            self._decide(ReplicaLost(replica=replica))
+
     def _decide(self, event: Event) -> None:
         """Let the schedule decide; carry it out; tell the trainer what it is waiting for when that changed."""
         commands = self.schedule.apply(event)
@@ -320,6 +364,8 @@ class Controller:
             self._send("trainer", Waiting(reason=reason))
         if isinstance(event, StepDone):
             self._after_step()
+        if isinstance(event, Swapped | ReplicaLost):
+            self._ask(self.evaluations.ask_again(self.schedule.versions))
         if isinstance(event, Swapped) and self.evaluation_due is not None and event.version >= self.evaluation_due:
             self.evaluation_due = None
             self._evaluate(with_samples=False)
@@ -373,26 +419,19 @@ class Controller:
     # Evaluation
 
     def _evaluate(self, *, with_samples: bool = True) -> None:
-        """Ask the replica with the newest version for greedy answers, and at the ends for sampled ones too."""
+        """Ask for greedy answers to the held-out prompts, and at the ends for sampled ones too."""
         prompts = self.work.held_out[: self.config.eval.num_prompts]
-        if not prompts:
-            return
-        replica = max(self.schedule.versions, key=lambda r: (self.schedule.versions[r], -r))
-        for temperature in (GREEDY, SAMPLED) if with_samples else (GREEDY,):
-            evaluation = Evaluation(self.num_evaluations, temperature, len(prompts), [])
-            self.evaluations[evaluation.eval_id] = evaluation
-            self.num_evaluations += 1
-            self._send(
-                f"generator-{replica}",
-                Evaluate(eval_id=evaluation.eval_id, prompts=prompts, temperature=temperature),
-            )
+        temperatures = (GREEDY, SAMPLED) if with_samples else (GREEDY,)
+        self._ask(self.evaluations.begin(prompts, temperatures, self.schedule.versions))
+
+    def _ask(self, requests: Sequence[Request]) -> None:
+        for replica, request in requests:
+            self._send(f"generator-{replica}", request)
 
     def _evaluated(self, message: EvalScored) -> None:
-        evaluation = self.evaluations[message.eval_id]
-        evaluation.scores.append(message)
-        if len(evaluation.scores) < evaluation.num_prompts:
+        evaluation = self.evaluations.scored(message)
+        if evaluation is None:
             return
-        del self.evaluations[message.eval_id]
         accuracy = float(np.mean([score.reward >= 1 - 1e-6 for score in evaluation.scores]))
         is_greedy = evaluation.temperature == GREEDY
         self.tally.evaluated(message.version, accuracy, evaluation.scores, is_greedy=is_greedy)
@@ -427,12 +466,22 @@ class Controller:
                 if not child.has_ended and child.name in self.ready and RANK_MARK not in child.name:
                     with contextlib.suppress(SlipstreamError):
                         self._send(child.name, Stop())
+            self._stop_remote()
             for child in self.children:
                 self._take_last_words(child)
             for child in self.children:
                 child.let_go()
             for child in self.children:
                 child.end(LET_GO_DEADLINE_S)
+
+    def _stop_remote(self) -> None:
+        """Tell the groups on other machines that the run is over, and see that they have heard it."""
+        if self.remote is None or self.tally.status == "failed":
+            return  # of a failure their leases tell them
+        for name in self.remote.present:
+            with contextlib.suppress(SlipstreamError):
+                self._send(name, Stop())
+                self.ports.outputs[f"to-{name}"].flush(deadline_s=STOP_DEADLINE_S)
 
     def _note_end(self) -> None:
         self.tally.ended_s = self.clock.now_s()

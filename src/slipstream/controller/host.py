@@ -1,7 +1,8 @@
 """Where an executor runs: inside the controller's process, or in a process of its own with the same code around it.
 
 `python -m slipstream.controller.host SPEC` is such a process. It ends when its executor is finished, when it fails, or
-when its standard input closes: the other end of that pipe is the controller, so no child outlives it.
+when its standard input closes: the other end of that pipe is the controller, so no child outlives it. Those of other
+machines (`controller/member.py`) have a lease instead.
 """
 
 from __future__ import annotations
@@ -13,26 +14,32 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from slipstream.controller.cluster import RemoteGroups
 from slipstream.controller.groups import join_on_one_machine
-from slipstream.controller.pipeline import Node, decode_node, encode_node, weight_readers
+from slipstream.controller.meeting import attend
+from slipstream.controller.pipeline import CONTROLLER, MEMBERSHIP, Node, decode_node, encode_node, weight_readers
 from slipstream.controller.placement import thread_environment
-from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, wait
-from slipstream.core.clock import WallClock
+from slipstream.core.addresses import StoreAddresses
+from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, connect_by_book, wait
+from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelError, ExecutorDied
 from slipstream.core.executor import Context
+from slipstream.core.keys import RunKeys
+from slipstream.core.lease import Lease
 from slipstream.core.ranks import RankGroup, rank_name
-from slipstream.core.types import Counters, Failed
+from slipstream.core.types import Counters, Failed, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory, file_prefix
 from slipstream.weight_sync.subscriber import Subscriber
 
-CHECK_LIFELINE_EVERY_S = 0.5
+CHECK_TETHER_EVERY_S = 0.5
 COUNTERS_EVERY_S = 1.0
 LOG_TAIL_CHARS = 2000
 
@@ -52,8 +59,9 @@ class Host:
         *,
         run_id: str,
         group: RankGroup | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        clock = WallClock()
+        clock = WallClock() if clock is None else clock
         group = RankGroup.alone() if group is None else group
         self.name = node.members[group.rank]
         self.ports = ports
@@ -109,6 +117,7 @@ class Host:
 
     def step(self) -> bool:
         """One step of the executor; about once a second, its time per state goes to the controller."""
+        self._meet()
         now_s = self.context.clock.now_s()
         if now_s - self.counted_s >= COUNTERS_EVERY_S:
             self.counted_s = now_s
@@ -130,12 +139,57 @@ class Host:
     def close(self) -> None:
         self.ends.close()
 
+    def _meet(self) -> None:
+        """Take to those who joined, forget those who were lost; where a run is on several machines."""
+        inbox = self.ports.inputs.get(MEMBERSHIP)
+        while inbox is not None and (message := inbox.get_nowait()) is not None:
+            match message:
+                case PeerJoined():
+                    self.ports.rejoin(message.executor, message.incarnation)
+                case PeerLost():
+                    self.ports.shut_out(message.executor, message.incarnation)
+
     def _close_executor(self) -> None:
         with self.timeline.span("shut_down"):
             self.executor.close()
 
 
-# In the child
+# In a process of its own
+
+
+class Tether(Protocol):
+    """What ties a process to its controller: when it is cut, the process ends."""
+
+    fds: list[int]
+    """Readable when it is time to look."""
+
+    def is_cut(self) -> bool: ...
+
+
+class PipeTether:
+    """A pipe whose other end is the controller, or dies with it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.fds = [descriptor]
+
+    def is_cut(self) -> bool:
+        return bool(select.select(self.fds, [], [], 0)[0])
+
+
+class LeaseTether:
+    """Signs of life of a controller on another machine, and of this process to its peers."""
+
+    def __init__(self, ports: Ports, lease_s: float) -> None:
+        self.fds: list[int] = []
+        self._ports = ports
+        self._lease = Lease(lease_s, WallClock())
+        self._lease.watch(CONTROLLER)
+
+    def is_cut(self) -> bool:
+        if self._lease.is_beat_due():
+            self._ports.beat()
+        self._ports.hear(self._lease)
+        return bool(self._lease.silent())
 
 
 def main(spec_path: str) -> int:
@@ -143,10 +197,9 @@ def main(spec_path: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     spec = json.loads(Path(spec_path).read_text())
     channels = tuple(ChannelSpec(**channel | {"kind": Kind(channel["kind"])}) for channel in spec["channels"])
-    lifeline = sys.stdin.fileno()
     name = rank_name(spec["node"]["name"], spec["rank"])
     transport_dir = Path(spec["transport_dir"])
-    ports = connect(channels, name, transport_dir, spec["incarnation"])
+    ports = _connect(channels, name, transport_dir, spec)
     host: Host | None = None
     try:
         node = decode_node(spec["node"])
@@ -154,33 +207,49 @@ def main(spec_path: str) -> int:
         host = Host(node, ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"], group=group)
         host.timeline.backdate("start_up", spec["started_s"])
         host.init()
-        return _serve(host, lifeline)
+        return serve(host, PipeTether(sys.stdin.fileno()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-        return _report(ports, name, error)
+        return report(ports, name, error)
     finally:
         if host is not None:
             host.close()
         ports.close()
 
 
-def _serve(host: Host, lifeline: int) -> int:
-    """Consumes: its executor's ports. Unblocked by: a message or descriptor. Ends when: finished, or orphaned."""
+def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, spec: Mapping[str, Any]) -> Ports:
+    """On one machine ports meet in `transport_dir`; where groups are on others, through the controller's store too."""
+    if spec["store"] is None:
+        return connect(channels, name, transport_dir, spec["incarnation"])
+    book = StoreAddresses(
+        channels,
+        attend(spec["store"], timeout_s=spec["deadline_s"]),
+        RunKeys.take(),
+        host=spec["store_host"],
+        transport_dir=transport_dir,
+        deadline_s=spec["deadline_s"],
+    )
+    return connect_by_book(channels, [name], book, spec["incarnation"])[name]
+
+
+def serve(host: Host, tether: Tether) -> int:
+    """Consumes: its executor's ports. Unblocked by: a message or descriptor. Ends when: finished, or cut off."""
     clock = host.context.clock
     checked_s = clock.now_s()
     while not host.executor.is_finished:
         if not host.step() and not host.executor.is_finished:
-            host.wait([lifeline], CHECK_LIFELINE_EVERY_S)
+            host.wait(tether.fds, CHECK_TETHER_EVERY_S)
             checked_s = 0.0
-        if clock.now_s() - checked_s >= CHECK_LIFELINE_EVERY_S:
+        if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
             checked_s = clock.now_s()
-            if select.select([lifeline], [], [], 0)[0]:
+            if tether.is_cut():
+                sys.stderr.write("the controller is gone\n")
                 return 1
     for outbox in host.ports.outputs.values():
         outbox.flush(deadline_s=10.0)
     return 0
 
 
-def _report(ports: Ports, name: str, error: Exception) -> int:
+def report(ports: Ports, name: str, error: Exception) -> int:
     text = traceback.format_exc()
     sys.stderr.write(text)
     try:
@@ -215,8 +284,9 @@ class Child:
         run_id: str,
         incarnation: int,
         deadline_s: float,
+        remote: RemoteGroups | None = None,
     ) -> Child:
-        """Start the process of one rank of `node`."""
+        """Start the process of one rank of `node`, which meets `remote` groups if there are any."""
         name = node.members[rank]
         spec: dict[str, Any] = {
             "node": encode_node(node),
@@ -227,6 +297,8 @@ class Child:
             "run_id": run_id,
             "incarnation": incarnation,
             "deadline_s": deadline_s,
+            "store": None if remote is None else remote.address,
+            "store_host": None if remote is None else remote.host,
             "started_s": WallClock().now_s(),
         }
         spec_path = transport_dir / f"{name}.json"
@@ -235,6 +307,8 @@ class Child:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
         environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path}
+        if remote is not None:
+            environment |= remote.child_environment()
         with log_path.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "slipstream.controller.host", str(spec_path)],

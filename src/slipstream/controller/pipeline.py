@@ -19,9 +19,11 @@ from slipstream.core.channel import ChannelSpec, Kind
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
-from slipstream.core.ranks import RANK_MARK, rank_name
+from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
 
 CONTROLLER = "controller"
+MEMBERSHIP = "membership"
+"""The port at which processes of a run on several machines hear who has joined and who was lost."""
 HostKind = Literal["process", "inline", "torchrun"]
 
 SCRIPTS_BEING_IMPORTED: set[str] = set()
@@ -83,6 +85,7 @@ def encode_node(node: Node) -> dict[str, Any]:
         "kwargs": kwargs,
         "num_threads": node.num_threads,
         "num_threads_alone": node.num_threads_alone,
+        "host": node.host,
         "ranks": node.ranks,
         "device": node.device,
     }
@@ -100,6 +103,7 @@ def decode_node(data: Mapping[str, Any]) -> Node:
         kwargs=kwargs,
         num_threads=data["num_threads"],
         num_threads_alone=data["num_threads_alone"],
+        host=data["host"],
         ranks=data["ranks"],
         device=data["device"],
     )
@@ -186,6 +190,17 @@ class Pipeline:
     def all_channels(self) -> tuple[ChannelSpec, ...]:
         """The channels given, and what every executor has besides: commands, events, releases, relays between ranks."""
         own = [channel for node in self.nodes for channel in _own_channels(node, self.deadline_s)]
+        if any(node.host == "torchrun" for node in self.nodes):
+            own += [
+                ChannelSpec(
+                    name=f"{MEMBERSHIP}/{member}",
+                    kind=Kind.BROADCAST,
+                    source=f"{CONTROLLER}.{MEMBERSHIP}",
+                    target=f"{member}.{MEMBERSHIP}",
+                    deadline_s=self.deadline_s,
+                )
+                for member in self.members
+            ]
         return (*self.channels, *(release for c in self.channels if (release := _release_of(c))), *own)
 
 
@@ -258,6 +273,12 @@ def scatter(
 def weights(name: str, source: str, target: str, *, deadline_s: float = 120.0) -> ChannelSpec:
     """A weight-sync link from the trainer to one generator."""
     return ChannelSpec(name, Kind.WEIGHTS, source, target, capacity=64, deadline_s=deadline_s)
+
+
+def replica_of(executor: str) -> int | None:
+    """3 of 'generator-3' or 'generator-3@1'; None for what is no generator."""
+    prefix, _, number = split_rank_name(executor)[0].partition("-")
+    return int(number) if prefix == "generator" and number.isdigit() else None
 
 
 def weight_readers(channels: Sequence[ChannelSpec]) -> list[str]:

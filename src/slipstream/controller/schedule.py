@@ -135,7 +135,9 @@ class Schedule:
             case Swapped():
                 self.versions[event.replica] = max(event.version, self.versions.get(event.replica, 0))
             case CompletionFinished():
-                group = self.in_flight.get(event.ordinal)  # its score may overtake it: they travel on different channels
+                group = self.in_flight.get(
+                    event.ordinal
+                )  # its score may overtake it: they travel on different channels
                 if group is not None and group.replica == event.replica:
                     group.unfinished -= 1
             case GroupScored():

@@ -66,6 +66,11 @@ class Tally:
         self.publishes_skipped += message.skipped
         self.payload_bytes = message.payload_bytes
 
+    def lost(self, executor: str) -> None:
+        """What `executor` has counted stays; when it comes back it counts from 0."""
+        if executor in self.counters:
+            self.counters[f"{executor} until {len(self.counters)}"] = self.counters.pop(executor)
+
     def counted(self, message: Counters, now_s: float) -> None:
         self.counters.setdefault(message.executor, {}).update(message.values)
         if "generated_tokens" in message.values:

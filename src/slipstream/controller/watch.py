@@ -23,6 +23,8 @@ class Observer(Protocol):
 
     def started(self, report: PromptReport) -> None: ...
 
+    def note(self, text: str) -> None: ...
+
     def progress(self, message: Progress) -> None: ...
 
     def counted(self, message: Counters) -> None: ...
@@ -40,6 +42,9 @@ class SilentObserver:
     """Shows nothing."""
 
     def started(self, report: PromptReport) -> None:
+        pass
+
+    def note(self, text: str) -> None:
         pass
 
     def progress(self, message: Progress) -> None:
@@ -74,6 +79,9 @@ class ConsoleObserver:
             f"prompts: {report.num_train} to train on, {report.num_eval} held out, overlap {report.overlap}"
             + (f", {report.num_too_long} dropped as too long" if report.num_too_long else "")
         )
+
+    def note(self, text: str) -> None:
+        self.display.note(text)
 
     def progress(self, message: Progress) -> None:
         self.display.phase(message.phase, message.done, message.total, message.metrics)

@@ -19,6 +19,21 @@ class WallClock:
         return time.monotonic()
 
 
+class ShiftedClock:
+    """Another machine's axis: this machine's clock plus `offset_s`, as exact as their clocks of the day agree."""
+
+    def __init__(self, offset_s: float) -> None:
+        self._offset_s = offset_s
+
+    def now_s(self) -> float:
+        return time.monotonic() + self._offset_s
+
+
+def wall_minus_clock_s() -> float:
+    """The time of day (seconds since 1970) less `WallClock`'s: what clocks of two machines are compared by."""
+    return time.time() - time.monotonic()
+
+
 class VirtualClock:
     """A clock that moves only when told: for tests and the simulator."""
 

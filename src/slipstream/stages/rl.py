@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from slipstream.controller.build import build_schedule, build_work, default_pipeline
+from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, read_snapshot
 from slipstream.controller.ledger import cut_back
 from slipstream.controller.pipeline import Pipeline
@@ -38,6 +39,7 @@ class FromPython:
     reward: Callable[..., Any] | None = None
     display: bool = True
     pipeline: Callable[[RunConfig], Pipeline] | None = None
+    cluster: Cluster | None = None
 
 
 def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: Path | None = None) -> dict[str, Any]:
@@ -55,13 +57,24 @@ def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: P
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
     pipeline = (
-        default_pipeline(with_paths, reward=given.reward, resume=checkpoint)
+        default_pipeline(
+            with_paths, reward=given.reward, resume=checkpoint, is_on_cluster=given.cluster is not None
+        )
         if given.pipeline is None
         else given.pipeline(with_paths)
     )
     snapshot = None if checkpoint is None else read_snapshot(checkpoint)[0]
     schedule = build_schedule(with_paths, snapshot)
-    controller = Controller(with_paths, pipeline, schedule, work, run_dir=run_dir, tally=tally, observer=observer)
+    controller = Controller(
+        with_paths,
+        pipeline,
+        schedule,
+        work,
+        run_dir=run_dir,
+        tally=tally,
+        observer=observer,
+        cluster=given.cluster,
+    )
     tally.status = "failed"  # until the controller says otherwise
     try:
         controller.run()

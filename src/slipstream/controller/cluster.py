@@ -1,0 +1,134 @@
+"""The controller's dealings with groups on other machines: lets them join, shuts out the silent, tells everybody.
+
+a group's agent starts it -> Joined -> PeerJoined to all, who connect to its new addresses
+silent for `lease_s`      -> lost   -> PeerLost to all, who forget it and refuse what still comes of it
+its agent starts it again -> Joined, with a higher incarnation
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.controller.meeting import Listen, Meeting, RunSpec
+from slipstream.controller.members import Change, Members
+from slipstream.controller.pipeline import MEMBERSHIP, Pipeline
+from slipstream.core.addresses import AddressBook, StoreAddresses
+from slipstream.core.channel import ChannelSpec, Ports
+from slipstream.core.clock import Clock, wall_minus_clock_s
+from slipstream.core.keys import RunKeys
+from slipstream.core.lease import Lease
+from slipstream.core.ranks import split_rank_name
+from slipstream.core.types import Joined, PeerJoined, PeerLost
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """That a run is on several machines: where its controller listens, and the run's keys."""
+
+    listen: Listen
+    keys: RunKeys
+
+
+class RemoteGroups:
+    """Groups of `pipeline` that torchrun jobs run, wherever they are."""
+
+    def __init__(
+        self, pipeline: Pipeline, cluster: Cluster, *, lease_s: float, deadline_s: float, clock: Clock
+    ) -> None:
+        self._pipeline, self._cluster, self._clock = pipeline, cluster, clock
+        self._deadline_s, self._lease_s = deadline_s, lease_s
+        self._members = Members({node.name: node.members for node in pipeline.nodes if node.host == "torchrun"})
+        self._lease = Lease(lease_s, clock)
+        self._meeting = Meeting(cluster.listen, timeout_s=deadline_s)
+
+    @property
+    def host(self) -> str:
+        """The address at which this machine is reached."""
+        return self._meeting.host
+
+    @property
+    def address(self) -> str:
+        """Of the store."""
+        return f"{self.host}:{self._meeting.port}"
+
+    def addresses(self, channels: Sequence[ChannelSpec], transport_dir: Path) -> AddressBook:
+        """Where ports listen; children of this controller meet in `transport_dir`."""
+        return StoreAddresses(
+            channels,
+            self._meeting.store,
+            self._cluster.keys,
+            host=self._meeting.host,
+            transport_dir=transport_dir,
+            deadline_s=self._deadline_s,
+        )
+
+    def child_environment(self) -> dict[str, str]:
+        """What a child of the controller needs to speak with the groups."""
+        return self._cluster.keys.as_environment()
+
+    def announce(self, channels: tuple[ChannelSpec, ...], run_dir: Path, run_id: str) -> None:
+        """From here on groups may join."""
+        self._meeting.announce(
+            RunSpec(
+                run_id=run_id,
+                run_dir=run_dir.resolve(),
+                nodes=self._pipeline.nodes,
+                channels=channels,
+                deadline_s=self._deadline_s,
+                lease_s=self._lease_s,
+                wall_minus_clock_s=wall_minus_clock_s(),
+            )
+        )
+
+    @property
+    def present(self) -> list[str]:
+        return [name for name in self._members.groups if name not in self._members.absent]
+
+    def is_absent(self, executor: str) -> bool:
+        """Whether `executor` is of a group on another machine that has not joined, or was lost."""
+        return split_rank_name(executor)[0] in self._members.absent
+
+    def joined(self, message: Joined, ports: Ports) -> list[Change]:
+        """`message.executor` is there: what changes by it, which everybody has been told."""
+        if split_rank_name(message.executor)[0] not in self._members.groups:
+            return []  # a child of the controller
+        changes = self._members.joined(message.executor, message.incarnation)
+        self._tell(changes, ports)
+        return changes
+
+    def check(self, ports: Ports, *, busy: Collection[str]) -> list[Change]:
+        """Give a sign of life when one is due, and shut out the groups that have given none for too long.
+
+        Processes in `busy` need not answer while they are connected: they load a model, or train.
+        """
+        if self._lease.wait_s() > 0.0:
+            return []
+        if self._lease.is_beat_due():
+            ports.beat()
+        ports.hear(self._lease, busy=busy)
+        changes = [change for name in self._lease.silent() for change in self._members.lost(name)]
+        self._tell(changes, ports)
+        return changes
+
+    def wait_s(self) -> float:
+        """Seconds until `check` has work."""
+        return self._lease.wait_s()
+
+    def _tell(self, changes: Sequence[Change], ports: Ports) -> None:
+        for change in changes:
+            for member in change.members:
+                if change.is_lost:
+                    self._lease.forget(member)
+                    ports.shut_out(member, change.incarnation)
+                    ports.outputs[MEMBERSHIP].put(PeerLost(executor=member, incarnation=change.incarnation))
+                else:
+                    self._lease.watch(member)
+                    ports.rejoin(member, change.incarnation)
+                    ports.outputs[MEMBERSHIP].put(PeerJoined(executor=member, incarnation=change.incarnation))
+
+
+def machine_name() -> str:
+    return socket.gethostname()

@@ -1,0 +1,173 @@
+"""Where the groups of a run on several machines meet: a c10d store beside the controller, with what all must know.
+
+    run                        the run's specification: nodes, channels, folder (JSON); nothing secret
+    slipstream/channels/...    where ports listen, and how often groups were started (`core/addresses.py`)
+
+What goes through the store is plaintext and unauthenticated: it needs a network that the run trusts. Keys never do.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
+
+from slipstream.controller.pipeline import Node, decode_node, encode_node
+from slipstream.core.channel import ChannelSpec, Kind
+from slipstream.core.errors import ConfigError, SlipstreamError
+
+SPEC_KEY = "run"
+WAIT_FOR_FILE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where the controller of a run on several machines listens; loopback unless told otherwise. Port 0: any free one.
+
+    The address is written to `address_file`, for jobs that are started elsewhere.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    address_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a group must know of its run."""
+
+    run_id: str
+    run_dir: Path
+    nodes: tuple[Node, ...]
+    channels: tuple[ChannelSpec, ...]
+    deadline_s: float
+    lease_s: float
+    wall_minus_clock_s: float  # of the controller: `time.time` less its clock, so that timelines share an axis
+
+    def node(self, group: str) -> Node:
+        found = next((node for node in self.nodes if node.name == group and node.host == "torchrun"), None)
+        if found is None:
+            raise ConfigError(
+                "this run has no such group to join",
+                got=group,
+                allowed=", ".join(node.name for node in self.nodes if node.host == "torchrun"),
+            )
+        return found
+
+    def encode(self) -> str:
+        data = {
+            "run_id": self.run_id,
+            "run_dir": str(self.run_dir),
+            "nodes": [encode_node(node) for node in self.nodes],
+            "channels": [asdict(channel) for channel in self.channels],
+            "deadline_s": self.deadline_s,
+            "lease_s": self.lease_s,
+            "wall_minus_clock_s": self.wall_minus_clock_s,
+        }
+        return json.dumps(data)
+
+    @classmethod
+    def decode(cls, data: bytes) -> RunSpec:
+        tables: dict[str, Any] = json.loads(data)
+        return cls(
+            **tables
+            | {
+                "run_dir": Path(tables["run_dir"]),
+                "nodes": tuple(decode_node(node) for node in tables["nodes"]),
+                "channels": tuple(ChannelSpec(**c | {"kind": Kind(c["kind"])}) for c in tables["channels"]),
+            }
+        )
+
+
+class Meeting:
+    """The controller's side: hosts the store."""
+
+    def __init__(self, listen: Listen, *, timeout_s: float) -> None:
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+        server = socket.socket(family)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind((listen.host, listen.port))
+        except OSError as error:
+            server.close()
+            raise ConfigError(
+                "the controller cannot listen there",
+                got=f"{listen.host}:{listen.port}: {error}",
+                allowed="an address of this machine with a free port",
+            ) from error
+        server.listen(4096)
+        self.host, self.port = listen.host, int(server.getsockname()[1])
+        # Bound here, since a store that binds by itself listens on every interface.
+        self.store: Store = TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+        if listen.address_file is not None:
+            partial = listen.address_file.with_name(f".{listen.address_file.name}.partial")
+            partial.write_text(f"{self.host}:{self.port}\n")
+            partial.rename(listen.address_file)
+
+    def announce(self, spec: RunSpec) -> None:
+        """From here on groups may join."""
+        self.store.set(SPEC_KEY, spec.encode())
+
+
+def attend(controller: str, *, timeout_s: float) -> Store:
+    """A group's side: the store of the controller at 'HOST:PORT', or named in a file with that. SlipstreamError if none
+    answers in time."""
+    started_s = time.monotonic()
+    address = read_address(controller, timeout_s=timeout_s)
+    remaining_s = max(1.0, timeout_s - (time.monotonic() - started_s))
+    try:
+        return TCPStore(*address, is_master=False, timeout=timedelta(seconds=remaining_s))
+    except DistStoreError as error:
+        raise SlipstreamError(
+            f"no controller answered for {timeout_s:g} s",
+            got=f"{address[0]}:{address[1]}",
+            hint="is `slipstream launch ... --group controller` running, and does it listen there (--listen)?",
+        ) from error
+
+
+def read_address(controller: str, *, timeout_s: float) -> tuple[str, int]:
+    """(host, port) of 'HOST:PORT', or of a file with that, which is waited for."""
+    host, _, port = controller.rpartition(":")
+    if host and port.isdigit() and not Path(controller).exists():
+        return host.strip("[]"), int(port)
+    path, deadline_s = Path(controller), time.monotonic() + timeout_s
+    while not path.exists():  # on a network file system nothing tells that a file has appeared
+        if time.monotonic() > deadline_s:
+            raise SlipstreamError(
+                f"no address of a controller for {timeout_s:g} s",
+                got=controller,
+                allowed="HOST:PORT, or the file that the controller writes (--address-file)",
+            )
+        time.sleep(WAIT_FOR_FILE_S)
+    host, _, port = path.read_text().strip().rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError("not the address of a controller", got=controller, allowed="a file with HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def read_spec(store: Store, *, timeout_s: float) -> RunSpec:
+    """The specification of the run, which is waited for."""
+    try:
+        store.wait([SPEC_KEY], timedelta(seconds=timeout_s))
+    except DistStoreError as error:
+        raise SlipstreamError(f"the controller announced no run for {timeout_s:g} s") from error
+    return RunSpec.decode(store.get(SPEC_KEY))
+
+
+def groups_to_join(nodes: Sequence[Node]) -> dict[str, tuple[str, ...]]:
+    """The groups on other machines and the names of their processes."""
+    return {node.name: node.members for node in nodes if node.host == "torchrun"}

@@ -1,0 +1,122 @@
+"""A run on several machines: the controller's side, and that of the groups that join it (`slipstream launch`).
+
+The controller hosts the store and what needs no GPU; every other group is a torchrun job of its own, whose agent starts
+it again when it dies. docs/cluster.md shows it for two machines, SLURM and Kubernetes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.controller.cluster import Cluster
+from slipstream.controller.meeting import Listen, attend, read_spec
+from slipstream.controller.placement import num_cores, thread_environment
+from slipstream.core.addresses import LOOPBACK, numeric_address
+from slipstream.core.errors import ConfigError
+from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
+
+JOIN_TIMEOUT_S = 600.0
+CONTROLLER_GROUP = "controller"
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a group joins: `controller` is HOST:PORT or the file with that, `host` where others reach this machine.
+
+    With `nnodes` machines for the group, the command runs on each, as `node_rank`, and they meet at `rendezvous`
+    (HOST:PORT of machine 0). `threads` per process; None: the cores of this machine, divided.
+    """
+
+    group: str
+    controller: str
+    key_file: Path | None = None
+    host: str = LOOPBACK
+    nnodes: int = 1
+    node_rank: int = 0
+    rendezvous: str | None = None
+    max_restarts: int = 3
+    threads: int | None = None
+
+
+def cluster_of(listen: str, key_file: Path | None, address_file: Path | None) -> Cluster:
+    """What makes a run one on several machines. `key_file` is made where there is none; without one, the environment's.
+
+    Raises ConfigError for an address that is none of this machine's, and without a key.
+    """
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError("not an address to listen at", got=listen, allowed="HOST:PORT; port 0 takes any free one")
+    if numeric_address(host).is_unspecified:
+        raise ConfigError(
+            "the controller needs an address that the groups can reach",
+            got=listen,
+            allowed="an address or name of this machine in their network",
+        )
+    return Cluster(Listen(host.strip("[]"), int(port), address_file), run_keys(key_file, makes_file=True))
+
+
+def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
+    """The keys in `key_file`, or else in the environment."""
+    if key_file is None:
+        keys = RunKeys.take()
+        if keys is None:
+            raise ConfigError(
+                "a run on several machines needs a key",
+                allowed=f"--key-file PATH (the controller makes it, mode 0600), or ${RUN_KEY_VARIABLE}",
+            )
+        return keys
+    if makes_file and not key_file.exists():
+        keys = RunKeys.new()
+        keys.save(key_file)
+        return keys
+    return RunKeys.load(key_file)
+
+
+def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
+    """The command of the group's torchrun agent on this machine, and its environment.
+
+    Waits for the controller, which knows how many ranks the group has. Raises ConfigError for a group that the run does
+    not have, or whose ranks do not divide over `nnodes`.
+    """
+    keys = run_keys(job.key_file)
+    numeric_address(job.host)
+    spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), timeout_s=JOIN_TIMEOUT_S)
+    node = spec.node(job.group)
+    if node.ranks % job.nnodes or not 0 <= job.node_rank < job.nnodes:
+        raise ConfigError(
+            "the ranks of the group do not divide over its machines",
+            got=f"{node.ranks} ranks of '{node.name}', --nnodes {job.nnodes} --node-rank {job.node_rank}",
+            allowed="--nnodes: a divisor of the ranks, --node-rank: below it",
+        )
+    if (job.nnodes > 1) != (job.rendezvous is not None):
+        raise ConfigError(
+            "machines of one group meet at a rendezvous",
+            got=f"--nnodes {job.nnodes}, --rendezvous {job.rendezvous}",
+            allowed="both, or neither",
+        )
+    per_machine = node.ranks // job.nnodes
+    threads = max(1, num_cores() // per_machine) if job.threads is None else job.threads
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_machine)]
+    command += ["--max-restarts", str(job.max_restarts)]
+    if job.rendezvous is None:
+        command += ["--standalone"]
+    else:
+        command += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", "c10d"]
+        command += ["--rdzv-endpoint", job.rendezvous, "--rdzv-id", f"{spec.run_id}-{node.name}"]
+    command += ["-m", "slipstream.controller.member", "--controller", job.controller, "--group", job.group]
+    command += ["--host", job.host, "--threads", str(threads)]
+    environment = os.environ | thread_environment(threads)
+    if job.key_file is not None:
+        command += ["--key-file", str(job.key_file)]
+    else:
+        environment |= keys.as_environment()
+    return command, environment
+
+
+def join(job: Job) -> None:
+    """Become the group's torchrun agent: this process is replaced by it."""
+    command, environment = torchrun(job)
+    os.execve(command[0], command, environment)
