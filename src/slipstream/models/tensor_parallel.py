@@ -16,7 +16,7 @@ Gradients. Every rank computes the same loss from the same logits, so the gradie
 (logits, residual stream) is too. `join` hands it to every branch; `fork`, before the products that divide the work,
 sums what comes back: a second collective per branch. So gradients of norms, of an untied embedding and of positions are
 whole on every rank, and those of divided parameters belong to their rank. What remains are parts of a sum: key-value
-heads that several ranks hold, the norms of queries and keys, and a tied embedding, of whose head each rank knows its own
+heads that several ranks hold, norms of queries and keys, and a tied embedding, of whose head each rank knows its own
 rows. They are added up once per update, not once per product; `SharedRows.is_partial` says which they are.
 
 Bits. All ranks add the same numbers in the same order, so the residual stream is the same on every rank, too. But the
