@@ -1,6 +1,6 @@
 """The architecture as a test: who may import whom, and what may not be in the library at all.
 
-core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages < api, doctor, job_files < cli
+core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages < api, doctor, job_files, launch < cli
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYERS = (
     ("controller",),
     ("plan",),
     ("stages",),
-    ("api", "doctor", "job_files"),
+    ("api", "doctor", "job_files", "launch"),
     ("cli",),
 )
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}

@@ -1,4 +1,4 @@
-"""The files with which SLURM or Kubernetes starts a run on many machines: pure, from a configuration to texts.
+"""The files with which SLURM or Kubernetes starts a run on many machines: from a configuration to texts.
 
 Both start the same commands (`slipstream launch`): one job for the controller, one for the trainer, and one for each
 generator replica, so that the loss of one is healed without touching the others. No file contains the run's key: the
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
@@ -32,6 +34,10 @@ STORE_PORT, RENDEZVOUS_PORT = 29400, 29500
 VOLUME = "slipstream"
 VOLUME_DIR = "/slipstream"
 RECIPE_DIR = "/etc/slipstream"
+
+
+_ELEMENT = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+"""One element of a job array: the SLURM_JOB_ID of its last element stands for the whole array."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,50 @@ def controller_cpus(config: RunConfig, cpus_per_rank: int = 8) -> int:
     return 2 + config.rewards.num_workers + (cpus_per_rank if config.rewards.models else 0)
 
 
+def write_job_files(config: RunConfig, options: Any, kind: str, console: Console) -> int:
+    """Write the files that `slipstream launch --slurm DIR` or `--kubernetes DIR` asks for, and say how to start them.
+
+    `kind` is 'slurm' or 'kubernetes', `options` are the command's. Returns the exit code, 0; raises ConfigError for a folder that has something in it.
+    """
+    folder: Path = (options.slurm if kind == "slurm" else options.kubernetes).absolute()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(
+            "job files need a folder of their own", got=folder, allowed="a new or empty one", hint="move the old one"
+        )
+    gpus_per_node = 8 if options.gpus_per_node is None else options.gpus_per_node
+    if kind == "slurm":
+        files = slurm_files(
+            config,
+            folder,
+            working_dir=Path.cwd(),
+            out=options.out if options.resume is None else options.resume,
+            gpus_per_node=gpus_per_node,
+            partition=options.partition,
+            account=options.account,
+            time=options.time or "24:00:00",
+            program=(sys.executable, "-m", "slipstream.cli"),
+        )
+    else:
+        if (options.resume or options.out) is not None:
+            raise ConfigError(
+                "on Kubernetes a run has its place on the volume claim",
+                got=f"{options.resume or options.out}",
+                allowed=f"{VOLUME_DIR}/runs/{folder.name}, which is gone on with where it is a run",
+                hint="leave --out and --resume away",
+            )
+        files = kubernetes_files(
+            config, folder.name, image=options.image, namespace=options.namespace, gpus_per_node=gpus_per_node
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+        if file.endswith(".sh"):
+            (folder / file).chmod(0o755)
+    submit = shlex.quote(str(folder / "submit.sh"))
+    console.print(f"written: {', '.join(files)}\nlook through them, then start the run with {submit}", soft_wrap=True)
+    return 0
+
+
 # SLURM
 
 
@@ -159,21 +209,21 @@ def slurm_files(
             launch=launch,
             restart=_restart(CONTROLLER_RESTARTS, BAD_INPUT, INTERRUPTED),
         ),
-        "trainer.sbatch": _SLURM_GROUP.format(
-            header=_header(f"{name}-trainer", trainer, log, *shared),
-            where=where,
-            about=_about(trainer),
+        "trainer.sbatch": _group_script(
+            _header(f"{name}-trainer", trainer, log, *shared),
+            where,
+            trainer,
+            launch,
             group="trainer",
-            launch=launch,
-            restart=_restart(GROUP_RESTARTS, BAD_INPUT),
+            job='"$SLURM_JOB_ID"',
         ),
-        "generator.sbatch": _SLURM_GROUP.format(
-            header=_header(f"{name}-generator", generator, array_log, replicas, *shared),
-            where=where,
-            about=f"{_about(generator)} Each element of the array is a replica.",
+        "generator.sbatch": _group_script(
+            _header(f"{name}-generator", generator, array_log, replicas, *shared),
+            where,
+            generator,
+            launch,
             group='"generator-$SLURM_ARRAY_TASK_ID"',
-            launch=launch,
-            restart=_restart(GROUP_RESTARTS, BAD_INPUT),
+            job=_ELEMENT,
         ),
         "end.sbatch": _SLURM_END.format(
             header=_header(f"{name}-end", Machines(1, 1, 0, 1), log, *(s for s in shared if "--time" not in s))
@@ -197,14 +247,27 @@ def _header(name: str, machines: Machines, *more: str) -> str:
     return "\n".join(f"#SBATCH {option}" for option in options)
 
 
-def _about(machines: Machines) -> str:
+def _group_script(header: str, where: str, machines: Machines, launch: str, *, group: str, job: str) -> str:
+    """The job of a group; its machines meet, where it has several. `job` is how SLURM's commands name it."""
+    several = machines.nodes > 1
     what = "a GPU each" if machines.gpus == machines.ranks else f"{machines.gpus} GPUs" if machines.gpus else "no GPU"
-    return f"Per node: one torchrun agent, ranks: {machines.ranks}, {what}."
+    return _SLURM_GROUP.format(
+        header=header,
+        where=where,
+        about=f"On each node a torchrun agent; {machines.ranks} of the group's ranks, {what}.",
+        launch=launch,
+        group=group,
+        rendezvous=_SLURM_RENDEZVOUS if several else "",
+        node_rank=' --node-rank "$SLURM_NODEID"' if several else "",
+        restart=_restart(GROUP_RESTARTS, BAD_INPUT, job=job),
+        meeting=' \\\n    --nnodes "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"' if several else "",
+    )
 
 
-def _restart(limit: int, *final: int) -> str:
+def _restart(limit: int, *final: int, job: str = '"$SLURM_JOB_ID"') -> str:
+    """What a job does with the `status` of its command: starts anew, at most `limit` times, but not after `final`."""
     unless = " && ".join(f"status != {code}" for code in (0, *final))
-    return _SLURM_RESTART.format(unless=unless, limit=limit).strip()
+    return _SLURM_RESTART.format(unless=unless, limit=limit, job=job).strip()
 
 
 _SLURM_PATHS = """
@@ -214,9 +277,9 @@ cd {working_dir}
 """
 
 _SLURM_RESTART = """
-# A new start may get other nodes, keeps the job's id and its place in dependencies, and is counted by SLURM.
+# A new start, two minutes later, may get other nodes; the job keeps its id and its place in dependencies.
 if (({unless} && ${{SLURM_RESTART_COUNT:-0}} < {limit})); then
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue {job}
 fi
 exit "$status"
 """
@@ -256,17 +319,19 @@ set -euo pipefail
 
 # The controller may itself just be starting again. If it has ended for good, end.sbatch cancels this job.
 until [[ -s $address ]]; do sleep 2; done
-
-# This script runs on the first node. A port of the job's own: several jobs may share that node.
-rendezvous=$SLURMD_NODENAME:$((20000 + SLURM_JOB_ID % 10000))
+{rendezvous}
 status=0
-# What differs between nodes is filled in on each of them. One agent that gives up ends the others.
+# What differs between nodes is found out on each of them. An agent that gives up ends the others.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-    bash -c 'addresses=$(hostname -I); exec "$@" --host "${{addresses%% *}}" --node-rank "$SLURM_NODEID"' node \\
-    {launch} --group {group} --controller "$address" --key-file "$folder/key" \\
-    --nnodes "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous" || status=$?
+    bash -c 'addresses=$(hostname -I); exec "$@" --host "${{addresses%% *}}"{node_rank}' node \\
+    {launch} --group {group} --controller "$address" --key-file "$folder/key"{meeting} || status=$?
 {restart}
+"""
+
+_SLURM_RENDEZVOUS = """
+# This script runs on the first node. A port of the job's own: several jobs may share that node.
+rendezvous=$SLURMD_NODENAME:$((20000 + SLURM_JOB_ID % 10000))
 """
 
 _SLURM_END = """\
@@ -281,12 +346,13 @@ scancel "$@" 2>/dev/null || true
 _SLURM_SUBMIT = """\
 #!/bin/bash
 # Starts the run; called again after its end, goes on from its last checkpoint. Stop it with: scancel $(cat jobs)
-set -euo pipefail
+set -Eeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 unset SLIPSTREAM_RUN_KEY # SLURM stores the environment of jobs: the key is for its file alone
 
-if [[ -s jobs && -n $(squeue --noheader --jobs="$(paste -sd, jobs)" 2>/dev/null) ]]; then
-    echo "this run is in the queue already: squeue --jobs=$(paste -sd, jobs)" >&2
+queue="jobs"
+if [[ -s $queue && -n $(squeue --noheader --jobs="$(paste -sd, "$queue")" 2>/dev/null) ]]; then
+    echo "this run is in the queue already: squeue --jobs=$(paste -sd, "$queue")" >&2
     exit 1
 fi
 mkdir -p logs
@@ -312,7 +378,7 @@ submit --dependency=after:"$controller" generator.sbatch
 generator=$id
 # And they end with it.
 submit --dependency=afterany:"$controller" end.sbatch "$trainer" "$generator"
-printf '%s\\n' "${submitted[@]}" >jobs
+printf '%s\\n' "${submitted[@]}" >"$queue"
 echo "submitted: controller $controller, trainer $trainer, generator $generator; logs are in $PWD/logs"
 """
 
@@ -329,7 +395,7 @@ def kubernetes_files(
     gpus_per_node: int = 8,
     cpus_per_rank: int = 8,
 ) -> dict[str, str]:
-    """Manifests by file name, and `submit.sh`, which applies them. Kubernetes 1.26 or newer.
+    """Manifests by file name, and `submit.sh`, which applies them. Kubernetes 1.29 or newer.
 
     `name` is the run's, and what all its objects are named after. `image` has `slipstream` in its path. Containers work
     in the volume claim `slipstream`, at /slipstream: relative paths of the configuration are looked for there, and
@@ -490,7 +556,7 @@ def _volume(namespace: str | None) -> dict[str, Any]:
     }
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
     """Texts of several lines are written as such."""
 
 
