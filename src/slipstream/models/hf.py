@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.errors import ConfigError
-from slipstream.models.config import config_from_hf, config_to_hf
+from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf
 from slipstream.models.initialise import new_model
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.tokenizer import load_tokenizer
@@ -158,14 +158,7 @@ def save_model(
             hint="save the model that was divided; a rank's tensors are `shards.local_shards`",
         )
     path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    config = config_to_hf(model.config)
-    config["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
-    write_json(path / "config.json", config)
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
-    write_json(path / "generation_config.json", {**ends, "transformers_version": config["transformers_version"]})
-    for stale in [path / WEIGHTS_FILE, path / INDEX_FILE, *path.glob("model-*-of-*.safetensors")]:
-        stale.unlink(missing_ok=True)
+    write_configs(path, model.config, model.embedding.weight.dtype)
     shards = split_shards(logical_tensors(model), max_shard_bytes)
     if len(shards) == 1:
         save_file(shards[0], path / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -173,6 +166,18 @@ def save_model(
         save_shards(path, shards)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
+
+
+def write_configs(path: Path, model: TransformerConfig, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json of a model in `dtype`, in folder `path`; old weights in there go."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = config_to_hf(model)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(path / "config.json", config)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
+    write_json(path / "generation_config.json", {**ends, "transformers_version": config["transformers_version"]})
+    for stale in [path / WEIGHTS_FILE, path / INDEX_FILE, *path.glob("model-*-of-*.safetensors")]:
+        stale.unlink(missing_ok=True)
 
 
 def split_shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
@@ -188,14 +193,23 @@ def split_shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, T
     return shards
 
 
+def shard_file(number: int, count: int) -> str:
+    """Name of the 1-indexed `number` of several files."""
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
 def save_shards(path: Path, shards: list[dict[str, Tensor]]) -> None:
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = shard_file(number, len(shards))
         save_file(shard, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_index(path, weight_map, sum(tensor.nbytes for shard in shards for tensor in shard.values()))
+
+
+def write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    """Which tensor is in which of several files."""
+    write_json(path / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.trainer.optim import FlatAdamW
 
 FORMAT = 1
+"""Of this module; `sharded_checkpoint.py` writes another."""
 MANIFEST = "manifest.json"
 PREFIX = "step_"
 Trained = tuple[FlatParameters, FlatAdamW]
@@ -43,12 +44,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """What a loaded checkpoint says of itself: `step` steps are in its weights, which are policy version `step`."""
+    """What a loaded checkpoint says of itself: `step` steps are in its weights, which are policy version `step`.
+
+    `num_updates` have been made of the policy, `updates` of everything trained, by name ("policy", "critic").
+    """
 
     path: Path
     step: int
     num_updates: int
     extra: dict[str, Any] = field(default_factory=dict)
+    updates: dict[str, int] = field(default_factory=dict)
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -70,23 +75,39 @@ def save_checkpoint(
     `critic` is what else is trained, `extra` (JSON) travels along. An existing checkpoint at `path` is replaced only
     once the new one is on disk; then all but the `keep` newest beside it are deleted.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    tensors, python_state = _random_state()
+    partial = new_partial(path)
+    tensors, python_state = random_state()
     for names, (trained, adam) in _files((flat, optimizer), critic):
         save_file({name: view.detach() for name, view in trained.named_views().items()}, partial / names[0])
         save_file(adam.state_dict(), partial / names[1])
     save_file(tensors, partial / "random.safetensors")
     state = {"step": step, "num_updates": optimizer.num_updates, "random": python_state, "extra": dict(extra or {})}
     (partial / "state.json").write_text(json.dumps(state))
-    files = {file.name: {"bytes": file.stat().st_size, "crc32": _crc32(file)} for file in sorted(partial.iterdir())}
+    files = {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in sorted(partial.iterdir())}
     for name in files:
-        _sync(partial / name)
-    (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
-    _sync(partial / MANIFEST)
-    _sync(partial)
+        sync(partial / name)
+    publish(partial, path, {"format": FORMAT, "step": step, "files": files}, keep=keep)
+
+
+def new_partial(path: Path) -> Path:
+    """An empty directory beside `path`, in which that checkpoint is to be written; interrupted ones are removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{PREFIX}*.partial"):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = partial_path(path)
+    partial.mkdir()
+    return partial
+
+
+def partial_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def publish(partial: Path, path: Path, manifest: Mapping[str, Any], *, keep: int | None) -> None:
+    """Make the directory `partial`, whose files are on disk, the checkpoint `path`; then delete all but `keep`."""
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    sync(partial / MANIFEST)
+    sync(partial)
     if path.exists():
         replaced = path.with_name(f".{path.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -95,7 +116,7 @@ def save_checkpoint(
         shutil.rmtree(replaced)
     else:
         partial.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     if keep is not None:
         prune_checkpoints(path.parent, keep=keep)
 
@@ -121,8 +142,9 @@ def load_checkpoint(
             for name, view in trained.named_views().items():
                 view.copy_(weights[name])
     state = json.loads((path / "state.json").read_text())
-    _set_random_state(load_file(path / "random.safetensors"), state["random"])
-    return Restored(path=path, step=state["step"], num_updates=state["num_updates"], extra=state["extra"])
+    set_random_state(load_file(path / "random.safetensors"), state["random"])
+    updates = {name: adam.num_updates for name, (_, adam, _, _) in zip(("policy", "critic"), stored, strict=False)}
+    return Restored(path, state["step"], state["num_updates"], state["extra"], updates)
 
 
 def _files(policy: Trained, critic: Trained | None) -> list[tuple[tuple[str, str], Trained]]:
@@ -146,28 +168,39 @@ def _check_shapes(path: Path, flat: FlatParameters, weights: Mapping[str, Tensor
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Raise CheckpointError, saying which file is wrong, unless `path` is whole."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {path} is torn: its manifest cannot be read", got=error) from error
+    """Raise CheckpointError, saying which file is wrong, unless `path` is whole and of this module's format."""
+    manifest = read_manifest(path)
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"checkpoint {path} has an unknown format", got=manifest["format"], allowed=FORMAT)
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"checkpoint {path} is torn: {name} is missing")
-        found = {"bytes": file.stat().st_size, "crc32": _crc32(file)}
-        if found != expected:
-            raise CheckpointError(f"checkpoint {path} is torn: {name} is damaged", got=found, allowed=expected)
+    for name in manifest["files"]:
+        verify_file(path, name, manifest["files"][name])
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of checkpoint `path`: `format`, `step` and `files`. CheckpointError when it is torn."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        _ = manifest["format"], manifest["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {path} is torn: its manifest cannot be read", got=error) from error
+    return manifest
+
+
+def verify_file(path: Path, name: str, expected: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless file `name` of checkpoint `path` has the size and CRC-32 of its manifest."""
+    file = path / name
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {path} is torn: {name} is missing")
+    found = {"bytes": file.stat().st_size, "crc32": crc32(file)}
+    if found != expected:
+        raise CheckpointError(f"checkpoint {path} is torn: {name} is damaged", got=found, allowed=expected)
 
 
 def load_newest_checkpoint(
     root: Path, flat: FlatParameters, optimizer: FlatAdamW, *, critic: Trained | None = None
 ) -> Restored | None:
     """Restore the newest whole checkpoint under `root`; None without any. Torn ones are logged and passed over."""
-    for path in _newest_first(root):
+    for path in newest_first(root):
         try:
             return load_checkpoint(path, flat, optimizer, critic=critic)
         except SafetensorError as error:
@@ -182,7 +215,7 @@ def load_newest_checkpoint(
 def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
     """Delete all but the `keep` newest whole checkpoints under `root` (and torn older ones); returns what went."""
     kept, removed = 0, []
-    for path in _newest_first(root):
+    for path in newest_first(root):
         if kept < keep:
             kept += (path / MANIFEST).is_file()
         else:
@@ -191,7 +224,8 @@ def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
     return removed
 
 
-def _newest_first(root: Path) -> list[Path]:
+def newest_first(root: Path) -> list[Path]:
+    """Every directory under `root` that is named like a checkpoint, whole or not."""
     if not root.is_dir():
         return []
     numbered = [
@@ -202,7 +236,8 @@ def _newest_first(root: Path) -> list[Path]:
     return [path for _, path in sorted(numbered, reverse=True)]
 
 
-def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Of torch's, numpy's and python's generators in this process: tensors, and the rest as JSON."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda_{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -215,7 +250,8 @@ def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def _set_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def set_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Inverse of `random_state`."""
     torch.set_rng_state(tensors["torch"])
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -227,7 +263,8 @@ def _set_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -
     random.setstate((version, tuple(internal), next_gauss))
 
 
-def _crc32(file: Path) -> int:
+def crc32(file: Path) -> int:
+    """Of a file's content."""
     crc = 0
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -235,7 +272,7 @@ def _crc32(file: Path) -> int:
     return crc
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Force a file's bytes, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
