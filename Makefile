@@ -8,7 +8,7 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow check bench bench-engine vllm-env test-vllm
+.PHONY: help venv quickstart test test-slow test-cluster check bench bench-engine vllm-env test-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -26,6 +26,9 @@ test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, h
 	$(BIN)/python -m pytest -q -m slow
 
 vllm-env: $(VLLM)/installed ## create .venv-vllm with vLLM (docs/vllm.md)
+
+test-cluster: .venv/dev ## run on two machines made of network namespaces (Linux, root): ten minutes
+	$(BIN)/python -m pytest -q -m cluster
 
 test-vllm: .venv/dev $(VLLM)/installed ## run the tests with a real vLLM: ten minutes
 	$(BIN)/python -m pytest -q -m vllm
