@@ -256,7 +256,7 @@ def _launch_options(shown: Mapping[str, Any]) -> Any:
         ("address_file", "Controller: file for the HOST:PORT it listens at.", Path, False),
         ("controller", "Group: HOST:PORT of the controller, or the file with that.", str, False),
         ("key_file", "The run's key, mode 0600; the controller makes it. Default: SLIPSTREAM_RUN_KEY.", Path, False),
-        ("host", "Group: address where the others reach this machine. Default: 127.0.0.1.", str, False),
+        ("address", "Group: address where the others reach this machine. Default: 127.0.0.1.", str, False),
         ("nnodes", "Group: machines that it is on. Default: 1.", int, False),
         ("node_rank", "Group: which of them this is. Default: 0.", int, False),
         ("rendezvous", "Group on several machines: HOST:PORT on machine 0, where they meet.", str, False),

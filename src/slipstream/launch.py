@@ -24,7 +24,7 @@ CONTROLLER_GROUP = "controller"
 
 @dataclass(frozen=True)
 class Job:
-    """How a group joins: `controller` is HOST:PORT or the file with that, `host` where others reach this machine.
+    """How a group joins: `controller` is HOST:PORT or the file with that, `address` where others reach this machine.
 
     With `nnodes` machines for the group, the command runs on each, as `node_rank`, and they meet at `rendezvous`
     (HOST:PORT of machine 0). `threads` per process; None: the cores of this machine, divided.
@@ -33,7 +33,7 @@ class Job:
     group: str
     controller: str
     key_file: Path | None = None
-    host: str = LOOPBACK
+    address: str = LOOPBACK
     nnodes: int = 1
     node_rank: int = 0
     rendezvous: str | None = None
@@ -82,7 +82,7 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
     not have, or whose ranks do not divide over `nnodes`.
     """
     keys = run_keys(job.key_file)
-    numeric_address(job.host)
+    numeric_address(job.address)
     spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), timeout_s=JOIN_TIMEOUT_S)
     node = spec.node(job.group)
     if node.ranks % job.nnodes or not 0 <= job.node_rank < job.nnodes:
@@ -107,7 +107,7 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
         command += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", job.rendezvous, "--rdzv-id", f"{spec.run_id}-{node.name}"]
     command += ["-m", "slipstream.controller.member", "--controller", job.controller, "--group", job.group]
-    command += ["--host", job.host, "--threads", str(threads)]
+    command += ["--address", job.address, "--threads", str(threads)]
     environment = os.environ | thread_environment(threads)
     if job.key_file is not None:
         command += ["--key-file", str(job.key_file)]

@@ -80,6 +80,7 @@ class RemoteGroups:
                 deadline_s=self._deadline_s,
                 lease_s=self._lease_s,
                 wall_minus_clock_s=wall_minus_clock_s(),
+                started_s=self._clock.now_s(),
             )
         )
 
@@ -112,6 +113,11 @@ class RemoteGroups:
         changes = [change for name in self._lease.silent() for change in self._members.lost(name)]
         self._tell(changes, ports)
         return changes
+
+    def left(self, executor: str) -> None:
+        """`executor` has ended as it was told to."""
+        if split_rank_name(executor)[0] in self._members.groups:
+            self._members.lost(executor)
 
     def wait_s(self) -> float:
         """Seconds until `check` has work."""

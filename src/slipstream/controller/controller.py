@@ -48,6 +48,7 @@ from slipstream.core.types import (
     Failed,
     GroupScored,
     Joined,
+    Left,
     Message,
     Progress,
     Prompt,
@@ -319,6 +320,8 @@ class Controller:
                 self.checkpointed = message.step
             case Exported():
                 self.is_exported = True
+            case Left():
+                pass  # a child: its process is watched
             case Failed():
                 raise ExecutorDied(
                     f"'{message.executor}' failed", got=message.error, hint=f"see logs/{message.executor}.log"
@@ -475,13 +478,23 @@ class Controller:
                 child.end(LET_GO_DEADLINE_S)
 
     def _stop_remote(self) -> None:
-        """Tell the groups on other machines that the run is over, and see that they have heard it."""
+        """Tell the groups on other machines that the run is over, and hear their last words."""
         if self.remote is None or self.tally.status == "failed":
             return  # of a failure their leases tell them
         for name in self.remote.present:
             with contextlib.suppress(SlipstreamError):
                 self._send(name, Stop())
-                self.ports.outputs[f"to-{name}"].flush(deadline_s=STOP_DEADLINE_S)
+        deadline_s = self.clock.now_s() + STOP_DEADLINE_S
+        while self.remote.present and self.clock.now_s() < deadline_s:
+            wait(self.ports.inputs.values(), self.ports.outputs.values(), [], WAKE_EVERY_S)
+            self._hear_last_words()
+
+    def _hear_last_words(self) -> None:
+        while (message := self.ports.inputs["events"].get_nowait()) is not None:
+            if isinstance(message, Counters):
+                self.tally.counted(message, self.clock.now_s())
+            if isinstance(message, Left) and self.remote is not None:
+                self.remote.left(message.executor)
 
     def _note_end(self) -> None:
         self.tally.ended_s = self.clock.now_s()
@@ -492,9 +505,7 @@ class Controller:
         deadline_s = self.clock.now_s() + STOP_DEADLINE_S
         while self.tally.status != "failed" and not child.has_ended and self.clock.now_s() < deadline_s:
             wait(self.ports.inputs.values(), self.ports.outputs.values(), [child.pidfd], WAKE_EVERY_S)
-            while (message := self.ports.inputs["events"].get_nowait()) is not None:
-                if isinstance(message, Counters):
-                    self.tally.counted(message, self.clock.now_s())
+            self._hear_last_words()
 
 
 def read_snapshot(checkpoint: Path) -> tuple[Snapshot, int]:

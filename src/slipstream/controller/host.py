@@ -33,7 +33,7 @@ from slipstream.core.executor import Context
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
 from slipstream.core.ranks import RankGroup, rank_name
-from slipstream.core.types import Counters, Failed, PeerJoined, PeerLost
+from slipstream.core.types import Counters, Failed, Left, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory, file_prefix
@@ -244,6 +244,7 @@ def serve(host: Host, tether: Tether) -> int:
             if tether.is_cut():
                 sys.stderr.write("the controller is gone\n")
                 return 1
+    host.ports.outputs["events"].put(Left(executor=host.name))
     for outbox in host.ports.outputs.values():
         outbox.flush(deadline_s=10.0)
     return 0

@@ -50,6 +50,7 @@ class RunSpec:
     deadline_s: float
     lease_s: float
     wall_minus_clock_s: float  # of the controller: `time.time` less its clock, so that timelines share an axis
+    started_s: float  # on the controller's clock
 
     def node(self, group: str) -> Node:
         found = next((node for node in self.nodes if node.name == group and node.host == "torchrun"), None)
@@ -70,6 +71,7 @@ class RunSpec:
             "deadline_s": self.deadline_s,
             "lease_s": self.lease_s,
             "wall_minus_clock_s": self.wall_minus_clock_s,
+            "started_s": self.started_s,
         }
         return json.dumps(data)
 

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--controller", required=True)
     parser.add_argument("--group", required=True)
-    parser.add_argument("--host", default=LOOPBACK)
+    parser.add_argument("--address", default=LOOPBACK)
     parser.add_argument("--key-file", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
@@ -48,13 +48,15 @@ def main(argv: Sequence[str]) -> int:
     group = join_under_torchrun(node, timeout_s=spec.deadline_s)
     name = rank_name(node.name, group.rank)
     incarnation = _incarnation(store, node.name, group)
-    book = StoreAddresses(spec.channels, store, keys, host=options.host, deadline_s=JOIN_TIMEOUT_S)
+    book = StoreAddresses(spec.channels, store, keys, host=options.address, deadline_s=JOIN_TIMEOUT_S)
     ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
     host: Host | None = None
     try:
         ports.outputs["events"].put(Joined(executor=name, incarnation=incarnation, machine=machine_name()))
         clock = ShiftedClock(wall_minus_clock_s() - spec.wall_minus_clock_s)
         host = Host(node, ports, spec.channels, spec.run_dir, run_id=spec.run_id, group=group, clock=clock)
+        if incarnation == 1:
+            host.timeline.backdate("start_up", spec.started_s)
         host.init()
         return serve(host, LeaseTether(ports, spec.lease_s))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it

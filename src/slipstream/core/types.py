@@ -368,6 +368,12 @@ class Joined(Message):
     machine: str = ""
 
 
+class Left(Message):
+    """The process of `executor` has done what it was told to, and ends: its last word."""
+
+    executor: str
+
+
 # Controller -> hosts, in a run on several machines; no executor sees these
 
 
