@@ -122,7 +122,8 @@ def controller_cpus(config: RunConfig, cpus_per_rank: int = 8) -> int:
 def write_job_files(config: RunConfig, options: Any, kind: str, console: Console) -> int:
     """Write the files that `slipstream launch --slurm DIR` or `--kubernetes DIR` asks for, and say how to start them.
 
-    `kind` is 'slurm' or 'kubernetes', `options` are the command's. Returns the exit code, 0; raises ConfigError for a folder that has something in it.
+    `kind` is 'slurm' or 'kubernetes', `options` are the command's. Returns the exit code, 0; raises ConfigError for a
+    folder that has something in it.
     """
     folder: Path = (options.slurm if kind == "slurm" else options.kubernetes).absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -159,7 +160,8 @@ def write_job_files(config: RunConfig, options: Any, kind: str, console: Console
         if file.endswith(".sh"):
             (folder / file).chmod(0o755)
     submit = shlex.quote(str(folder / "submit.sh"))
-    console.print(f"written: {', '.join(files)}\nlook through them, then start the run with {submit}", soft_wrap=True)
+    done = f"written: {', '.join(files)}\nlook through them, then start the run with {submit}"
+    console.print(done, soft_wrap=True, markup=False, highlight=False)
     return 0
 
 
@@ -257,10 +259,11 @@ def _group_script(header: str, where: str, machines: Machines, launch: str, *, g
         about=f"On each node a torchrun agent; {machines.ranks} of the group's ranks, {what}.",
         launch=launch,
         group=group,
+        ranks=machines.ranks,
         rendezvous=_SLURM_RENDEZVOUS if several else "",
         node_rank=' --node-rank "$SLURM_NODEID"' if several else "",
         restart=_restart(GROUP_RESTARTS, BAD_INPUT, job=job),
-        meeting=' \\\n    --nnodes "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"' if several else "",
+        meeting=' --nnodes "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"' if several else "",
     )
 
 
@@ -324,8 +327,9 @@ status=0
 # What differs between nodes is found out on each of them. An agent that gives up ends the others.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-    bash -c 'addresses=$(hostname -I); exec "$@" --host "${{addresses%% *}}"{node_rank}' node \\
-    {launch} --group {group} --controller "$address" --key-file "$folder/key"{meeting} || status=$?
+    bash -c 'addresses=$(hostname -I); exec "$@" --address "${{addresses%% *}}"{node_rank}' node \\
+    {launch} --group {group} --controller "$address" --key-file "$folder/key" \\
+    --threads "$((SLURM_CPUS_PER_TASK / {ranks}))"{meeting} || status=$?
 {restart}
 """
 
@@ -460,7 +464,8 @@ def _check_names(name: str, image: str | None, namespace: str | None) -> None:
 def _group_command(name: str, group: str, machines: Machines) -> list[str]:
     """$(...) is filled in by Kubernetes, for each pod."""
     command = ["slipstream", "launch", "--group", group]
-    command += ["--controller", f"{name}-controller-0.{name}:{STORE_PORT}", "--host", "$(POD_IP)"]
+    command += ["--controller", f"{name}-controller-0.{name}:{STORE_PORT}", "--address", "$(POD_IP)"]
+    command += ["--threads", str(machines.cpus // machines.ranks)]
     if machines.nodes > 1:
         first = f"{name}-{group}-0.{name}:{RENDEZVOUS_PORT}"
         command += ["--nnodes", str(machines.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--rendezvous", first]
