@@ -350,7 +350,7 @@ scancel "$@" 2>/dev/null || true
 _SLURM_SUBMIT = """\
 #!/bin/bash
 # Starts the run; called again after its end, goes on from its last checkpoint. Stop it with: scancel $(cat jobs)
-set -Eeuo pipefail
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 unset SLIPSTREAM_RUN_KEY # SLURM stores the environment of jobs: the key is for its file alone
 
@@ -366,7 +366,7 @@ if [[ ! -e key ]]; then
 fi
 
 submitted=()
-trap 'if ((${#submitted[@]})); then scancel "${submitted[@]}"; fi' ERR # all jobs or none
+trap 'if (($? && ${#submitted[@]})); then scancel "${submitted[@]}"; fi' EXIT # all jobs or none
 submit() {
     id=$(sbatch --parsable "$@")
     id=${id%%;*} # "id;cluster" where there are several clusters

@@ -1,0 +1,556 @@
+"""Job files: run in a shell whose `sbatch`, `srun` and `kubectl` are stand-ins that note what they are asked for.
+
+Command lines are read by the command's own parser. What the scripts do under a real SLURM is told in docs/cluster.md.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from slipstream import cli
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.keys import RunKeys
+from slipstream.core.recipes import resolve
+from slipstream.job_files import CONTROLLER_RESTARTS, GROUP_RESTARTS, Machines, kubernetes_files, machines, slurm_files
+
+GPUS: dict[str, Any] = {
+    "trainer": {"ranks": 16, "tensor_parallel": 4, "device": "cuda"},
+    "generator": {"replicas": 3, "tensor_parallel": 2, "device": "cuda"},
+}
+WIDE: dict[str, Any] = {"generator": {"replicas": 2, "tensor_parallel": 4}}
+
+# A stand-in notes its call (program, arguments, some of its environment) and then does what its lines say.
+STAND_IN = """#!{python} -IS
+import json, os, pathlib, subprocess, sys
+name, args, env = pathlib.Path(sys.argv[0]).name, sys.argv[1:], os.environ
+folder = pathlib.Path(sys.argv[0]).parent
+with open(folder.parent / "calls.jsonl", "a") as calls:
+    seen = {{key: value for key, value in env.items() if key.startswith(("SLURM", "SLIPSTREAM"))}}
+    stdin = sys.stdin.read() if "/dev/stdin" in " ".join(args) else ""
+    calls.write(json.dumps([name, args, seen, os.getcwd(), stdin]) + "\\n")
+def counted():
+    return sum(json.loads(line)[0] == name for line in (folder.parent / "calls.jsonl").read_text().splitlines())
+{body}
+"""
+BODIES = {
+    "sbatch": "sys.exit(1) if args[-1] == env.get('REFUSED') else print(f'{100 + counted()};cluster')",
+    "srun": (
+        "command = [arg for i, arg in enumerate(args) if not all(a.startswith('--') for a in args[:i + 1])]\n"
+        "nodes = int(env['SLURM_JOB_NUM_NODES'])\n"
+        "codes = [subprocess.run(command, env={**env, 'SLURM_NODEID': str(n)}).returncode for n in range(nodes)]\n"
+        "sys.exit(max(codes))"
+    ),
+    "slipstream": (
+        "if '--address-file' in args: pathlib.Path(args[args.index('--address-file') + 1]).write_text('10.0.0.1:5')\n"
+        "sys.exit(int(env.get('EXIT', 0)))"
+    ),
+    "squeue": "print(env.get('QUEUED', ''))",
+    "hostname": "print('10.1.2.3 192.168.0.9 fe80::1 ')",
+    "kubectl": (
+        "if 'get' in args and 'jobs' in args: print(env.get('ACTIVE', ''), end='')\n"
+        "sys.exit('get' in args and args[args.index('get') + 1] in env.get('MISSING', '').split())"
+    ),
+    "scontrol": "",
+    "scancel": "",
+}
+
+
+class Cluster:
+    """A folder with job files and a shell in which the cluster's programs are stand-ins."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.bin, self.folder, self.work = root, root / "bin", root / "job's files", root / "my work"
+        for folder in (self.bin, self.folder, self.work):
+            folder.mkdir()
+        for name, body in BODIES.items():
+            (self.bin / name).write_text(STAND_IN.format(python=sys.executable, body=body))
+            (self.bin / name).chmod(0o755)
+
+    def write(self, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (self.folder / name).write_text(text)
+
+    def slurm(self, overrides: dict[str, Any], **options: Any) -> None:
+        self.write(slurm_files(config(overrides), self.folder, working_dir=self.work, **options))
+
+    def run(self, script: str, *args: str, **variables: str) -> int:
+        variables = {"PATH": f"{self.bin}:{os.environ['PATH']}", **variables}
+        return subprocess.run(["bash", script, *args], cwd=self.root, env=variables, timeout=60).returncode
+
+    def job(self, name: str, *args: str, **variables: str) -> int:
+        """Run a batch script with the environment that SLURM gives it for its #SBATCH lines."""
+        asked = sbatch_options((self.folder / name).read_text())
+        given = {"JOB_ID": "1234567", "JOB_NUM_NODES": asked["nodes"], "CPUS_PER_TASK": asked["cpus-per-task"]}
+        environment = {f"SLURM_{key}": value for key, value in given.items()} | {"SLURMD_NODENAME": "node-a"}
+        return self.run(str(self.folder / name), *args, **environment, **variables)
+
+    def calls(self, program: str) -> list[list[Any]]:
+        """[arguments, environment, working folder, standard input] of all calls of `program` so far."""
+        lines = (self.root / "calls.jsonl").read_text().splitlines()
+        return [call for name, *call in map(json.loads, lines) if name == program]
+
+    def arguments(self, program: str) -> list[list[str]]:
+        return [call[0] for call in self.calls(program)]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def config(overrides: dict[str, Any] | None = None) -> RunConfig:
+    return resolve("quickstart", overrides)
+
+
+def parsed(arguments: list[str]) -> Any:
+    """What `slipstream launch` understands; the test fails where it does not."""
+    assert arguments[0] == "launch"
+    return cli._parse("launch", cli._launch_options({}), arguments[1:], cli.launch_command)
+
+
+def sbatch_options(script: str) -> dict[str, str]:
+    """Those of the #SBATCH lines, which SLURM reads up to the first line that is no comment."""
+    head = script.split("\n")
+    head = head[: next(i for i, line in enumerate(head) if line and not line.startswith("#"))]
+    options = [line.removeprefix("#SBATCH --") for line in head if line.startswith("#SBATCH ")]
+    assert len(options) == script.count("\n#SBATCH "), "an option below the first command means nothing"
+    return {name: value for name, _, value in (option.partition("=") for option in options)}
+
+
+def manifests(files: dict[str, str]) -> dict[tuple[str, str], Any]:
+    """All objects by (kind, name)."""
+    found = [each for name, text in files.items() if name.endswith(".yaml") for each in yaml.safe_load_all(text)]
+    assert len({(each["kind"], each["metadata"]["name"]) for each in found}) == len(found)
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = job["spec"]["template"]["spec"]
+    return pod
+
+
+def run_files(kind: str, overrides: dict[str, Any]) -> dict[str, str]:
+    if kind == "slurm":
+        return slurm_files(config(overrides), Path("/shared/a b"), working_dir=Path("/home/me"))
+    return kubernetes_files(config(overrides), "run-a", image="registry/slipstream:1", namespace="team")
+
+
+# Ranks and machines
+
+
+@given(
+    data_parallel=st.integers(1, 24),
+    tensor_parallel=st.integers(1, 24),
+    is_on_gpu=st.booleans(),
+    room=st.integers(1, 16),
+    cpus=st.integers(1, 16),
+)
+def test_ranks_share_the_fewest_machines_evenly(
+    data_parallel: int, tensor_parallel: int, is_on_gpu: bool, room: int, cpus: int
+) -> None:
+    ranks = data_parallel * tensor_parallel
+    got = machines(ranks, tensor_parallel, is_on_gpu=is_on_gpu, ranks_per_node=room, cpus_per_rank=cpus)
+
+    def is_possible(nodes: int) -> bool:
+        """Layers stay on one machine each, or machines hold parts of one layer only."""
+        if ranks % nodes or ranks // nodes > room:
+            return False
+        each = ranks // nodes
+        homes = [
+            {rank // each for rank in range(start, start + tensor_parallel)}
+            for start in range(0, ranks, tensor_parallel)
+        ]
+        guests = [{rank // tensor_parallel for rank in range(node * each, (node + 1) * each)} for node in range(nodes)]
+        return max(map(len, homes)) == 1 or max(map(len, guests)) == 1
+
+    nodes = min(n for n in range(1, ranks + 1) if is_possible(n))
+    each = ranks // nodes
+    assert got == Machines(nodes, ranks=each, gpus=each if is_on_gpu else 0, cpus=each * cpus)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    trainer=st.sampled_from([(1, 1), (2, 1), (8, 2), (12, 4), (16, 16)]),
+    generator=st.sampled_from([(1, 1), (1, 2), (3, 1), (2, 4), (2, 16)]),
+    devices=st.tuples(st.sampled_from(["cpu", "cuda"]), st.sampled_from(["cpu", "cuda"])),
+    room=st.integers(1, 8),
+)
+def test_both_kinds_of_cluster_are_asked_for_the_same(
+    trainer: tuple[int, int], generator: tuple[int, int], devices: tuple[str, str], room: int
+) -> None:
+    overrides = {
+        "trainer": {"ranks": trainer[0], "tensor_parallel": trainer[1], "device": devices[0]},
+        "generator": {"replicas": generator[0], "tensor_parallel": generator[1], "device": devices[1]},
+    }
+    slurm = slurm_files(config(overrides), Path("/f"), working_dir=Path("/w"), gpus_per_node=room)
+    objects = manifests(kubernetes_files(config(overrides), "r", image="i", gpus_per_node=room))
+    ranks = {"trainer": trainer[0], "generator": generator[1]}
+    for group, job, device in (("trainer", "r-trainer", devices[0]), ("generator", "r-generator-0", devices[1])):
+        asked, spec = sbatch_options(slurm[f"{group}.sbatch"]), objects["Job", job]["spec"]
+        [container] = spec["template"]["spec"]["containers"]
+        resources = container["resources"]
+        nodes = int(asked["nodes"])
+        assert spec["completions"] == spec["parallelism"] == nodes
+        assert asked["ntasks-per-node"] == "1"
+        assert ranks[group] % nodes == 0
+        each = ranks[group] // nodes
+        assert each <= room
+        gpus = [f"gpu:{each}"] if device == "cuda" else []
+        assert [value for name, value in asked.items() if name == "gres"] == gpus
+        assert resources.get("limits", {}) == ({"nvidia.com/gpu": str(each)} if gpus else {})
+        assert resources["requests"]["cpu"] == asked["cpus-per-task"] == str(8 * each)
+    assert sbatch_options(slurm["generator.sbatch"])["array"] == f"0-{generator[0] - 1}"
+    assert len([name for kind, name in objects if kind == "Job"]) == 2 + generator[0]
+
+
+def test_the_controller_has_cores_for_what_scores() -> None:
+    rewards: list[dict[str, Any]] = [{}, {"num_workers": 9}, {"num_workers": 9, "models": [{"path": "scorer"}]}]
+    scripts = [run_files("slurm", {"rewards": each})["controller.sbatch"] for each in rewards]
+    assert [int(sbatch_options(script)["cpus-per-task"]) for script in scripts] == [3, 11, 19]
+
+
+def test_a_vllm_replica_has_the_gpus_of_its_own_tensor_parallelism() -> None:
+    overrides: dict[str, Any] = {
+        "generator": {"engine": "vllm", "replicas": 2, "vllm": {"engine_args": {"tensor_parallel_size": 4}}},
+    }
+    assert "gres" not in sbatch_options(run_files("slurm", overrides)["generator.sbatch"])
+    overrides["trainer"] = {"device": "cuda"}
+    assert sbatch_options(run_files("slurm", overrides)["generator.sbatch"])["gres"] == "gpu:4"
+    with pytest.raises(ConfigError, match="vLLM runs on one machine"):
+        slurm_files(config(overrides), Path("/f"), working_dir=Path("/w"), gpus_per_node=2)
+
+
+def test_a_numbered_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sees its own GPUs only"):
+        run_files("slurm", {"generator": {"device": "cuda:1"}})
+
+
+# What holds for all files
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("overrides", [{}, GPUS, WIDE], ids=["cpu", "gpus", "wide"])
+def test_files_are_well_formed_and_hold_no_key(kind: str, overrides: dict[str, Any], monkeypatch: Any) -> None:
+    key = RunKeys.new().as_environment()
+    for name, value in key.items():
+        monkeypatch.setenv(name, value)
+    files = run_files(kind, overrides)
+    assert files == run_files(kind, overrides), "files depend on nothing but the configuration"
+    for name, text in files.items():
+        assert not any(value in text for value in key.values()), name
+        assert not re.search(r"[0-9a-f]{64}", text), name
+        assert text.endswith("\n"), name
+        if name.endswith((".sh", ".sbatch")):
+            checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
+            assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_the_recipe_is_the_whole_configuration(kind: str) -> None:
+    files = run_files(kind, GPUS)
+    text = files["recipe.toml"] if kind == "slurm" else manifests(files)["ConfigMap", "run-a"]["data"]["recipe.toml"]
+    assert resolve(tomllib.loads(text)) == config(GPUS)
+
+
+# SLURM
+
+
+@pytest.mark.parametrize(("overrides", "num_nodes"), [({}, 1), (GPUS, 2)], ids=["cpu", "gpus"])
+def test_a_trainer_starts_on_each_of_its_nodes(cluster: Cluster, overrides: dict[str, Any], num_nodes: int) -> None:
+    cluster.slurm(overrides, partition="gpu", time="1-00:00:00")
+    (cluster.folder / "address").write_text("10.0.0.1:5\n")
+    assert cluster.job("trainer.sbatch") == 0
+    calls = cluster.calls("slipstream")
+    assert len(calls) == num_nodes
+    for rank, (arguments, _, folder, _) in enumerate(calls):
+        options = parsed(arguments)
+        assert folder == str(cluster.work)
+        assert (options.group, options.address, options.threads) == ("trainer", "10.1.2.3", 8)
+        assert (options.controller, options.key_file) == (str(cluster.folder / "address"), cluster.folder / "key")
+        if num_nodes == 1:
+            assert (options.nnodes, options.node_rank, options.rendezvous) == (None, None, None)
+        else:
+            assert (options.nnodes, options.node_rank, options.rendezvous) == (2, rank, "node-a:24567")
+    [srun] = cluster.arguments("srun")
+    assert f"--cpus-per-task={64 if overrides else 8}" in srun
+    assert not cluster.arguments("scontrol")
+    asked = sbatch_options((cluster.folder / "trainer.sbatch").read_text())
+    assert (asked["partition"], asked["time"]) == ("gpu", "1-00:00:00")
+
+
+def test_each_replica_is_an_element_of_an_array(cluster: Cluster) -> None:
+    cluster.slurm(GPUS)
+    (cluster.folder / "address").write_text("10.0.0.1:5\n")
+    for replica in range(3):
+        assert cluster.job("generator.sbatch", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID=str(replica)) == 0
+    groups = [parsed(arguments).group for arguments in cluster.arguments("slipstream")]
+    assert groups == ["generator-0", "generator-1", "generator-2"]
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "restarts", "again"),
+    [
+        ("controller.sbatch", 0, 0, False),
+        ("controller.sbatch", 1, 0, True),
+        ("controller.sbatch", 137, CONTROLLER_RESTARTS - 1, True),
+        ("controller.sbatch", 1, CONTROLLER_RESTARTS, False),
+        ("controller.sbatch", 2, 0, False),
+        ("controller.sbatch", 130, 0, False),
+        ("trainer.sbatch", 1, GROUP_RESTARTS - 1, True),
+        ("trainer.sbatch", 1, GROUP_RESTARTS, False),
+        ("generator.sbatch", 0, 0, False),
+        ("generator.sbatch", 1, 0, True),
+        ("generator.sbatch", 2, 0, False),
+    ],
+)
+def test_a_job_that_failed_starts_again_by_itself_and_alone(
+    cluster: Cluster, script: str, code: int, restarts: int, again: bool
+) -> None:
+    cluster.slurm(GPUS)
+    (cluster.folder / "address").write_text("10.0.0.1:5\n")
+    environment = {"EXIT": str(code)} | ({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})
+    if script == "generator.sbatch":  # as for the last element: its job id is the array's
+        environment |= {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "2"}
+    assert cluster.job(script, **environment) == code
+    name = "1234567_2" if script == "generator.sbatch" else "1234567"
+    assert cluster.arguments("scontrol") == ([["requeue", name]] if again else [])
+    assert "requeue" in sbatch_options((cluster.folder / script).read_text())
+
+
+def test_the_controller_listens_where_others_reach_it_and_goes_on_with_its_run(cluster: Cluster) -> None:
+    cluster.slurm({})
+    run = cluster.folder / "run"
+    assert cluster.job("controller.sbatch") == 0
+    assert not (cluster.folder / "address").exists(), "nobody is sent to a controller that has ended"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    assert cluster.job("controller.sbatch") == 0
+    first, second = map(parsed, cluster.arguments("slipstream"))
+    assert (first.recipe, first.out, first.resume) == (str(cluster.folder / "recipe.toml"), run, None)
+    assert (second.recipe, second.out, second.resume) == (None, None, run)
+    for options in (first, second):
+        assert (options.group, options.listen) == ("controller", "10.1.2.3:0")
+        assert (options.key_file, options.address_file) == (cluster.folder / "key", cluster.folder / "address")
+
+
+def test_submitting_makes_a_private_key_and_ties_the_groups_to_the_controller(cluster: Cluster) -> None:
+    cluster.slurm(GPUS)
+    submit = str(cluster.folder / "submit.sh")
+    (cluster.folder / "address").write_text("stale")
+    assert cluster.run(submit, SLIPSTREAM_RUN_KEY="not this one") == 0
+    assert cluster.arguments("sbatch") == [
+        ["--parsable", "controller.sbatch"],
+        ["--parsable", "--dependency=after:101", "trainer.sbatch"],
+        ["--parsable", "--dependency=after:101", "generator.sbatch"],
+        ["--parsable", "--dependency=afterany:101", "end.sbatch", "102", "103"],
+    ]
+    assert all("SLIPSTREAM_RUN_KEY" not in environment for _, environment, _, _ in cluster.calls("sbatch"))
+    assert all(folder == str(cluster.folder) for _, _, folder, _ in cluster.calls("sbatch"))
+    key = cluster.folder / "key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    keys = RunKeys.load(key)
+    assert not (cluster.folder / "address").exists()
+    assert (cluster.folder / "logs").is_dir()
+    assert (cluster.folder / "jobs").read_text().split() == ["101", "102", "103", "104"]
+
+    assert cluster.run(submit, QUEUED="101 R") == 1, "two controllers would share one run's folder"
+    assert len(cluster.arguments("sbatch")) == 4
+    assert cluster.run(submit) == 0
+    assert RunKeys.load(key) == keys
+    assert cluster.arguments("sbatch")[-1] == ["--parsable", "--dependency=afterany:105", "end.sbatch", "106", "107"]
+
+
+def test_what_was_submitted_is_taken_back_when_a_job_is_refused(cluster: Cluster) -> None:
+    cluster.slurm(GPUS)
+    assert cluster.run(str(cluster.folder / "submit.sh"), REFUSED="generator.sbatch") != 0
+    assert cluster.arguments("scancel") == [["101", "102"]]
+    assert not (cluster.folder / "jobs").exists()
+
+
+def test_the_last_job_cancels_the_groups(cluster: Cluster) -> None:
+    cluster.slurm({}, time="1-00:00:00")
+    assert cluster.job("end.sbatch", "102", "103") == 0
+    assert cluster.arguments("scancel") == [["102", "103"]]
+    assert sbatch_options((cluster.folder / "end.sbatch").read_text())["time"] == "5"
+
+
+@settings(max_examples=6, deadline=None)
+@given(name=st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=12))
+def test_any_path_is_quoted(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    if name in (".", ".."):
+        return
+    root = tmp_path_factory.mktemp("cluster")
+    cluster = Cluster(root)
+    cluster.folder = root / name if name not in ("bin", "my work") else cluster.folder
+    cluster.folder.mkdir(exist_ok=True)
+    cluster.work = cluster.folder
+    cluster.slurm({})
+    (cluster.folder / "address").write_text("10.0.0.1:5\n")
+    assert cluster.job("trainer.sbatch") == 0
+    [(arguments, _, folder, _)] = cluster.calls("slipstream")
+    assert (parsed(arguments).key_file, folder) == (cluster.folder / "key", str(cluster.folder))
+    job_name = sbatch_options((cluster.folder / "trainer.sbatch").read_text())["job-name"]
+    assert re.fullmatch(r"[\w.-]+-trainer", job_name)
+    shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("option", ["partition", "account", "time"])
+@pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --wrap=x", "", "$(id)"])
+def test_options_that_would_not_be_one_word_are_refused(option: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{option} is no name"):
+        slurm_files(config(), Path("/f"), working_dir=Path("/w"), **{option: value})  # type: ignore[arg-type]
+
+
+# Kubernetes
+
+
+@pytest.mark.parametrize("overrides", [{}, GPUS], ids=["cpu", "gpus"])
+def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, Any]) -> None:
+    objects = manifests(run_files("kubernetes", overrides))
+    service = objects["Service", "run-a"]["spec"]
+    assert service["clusterIP"] == "None"
+    names, commands = set(), []
+    for (kind, name), each in objects.items():
+        assert each["metadata"]["namespace"] == "team"
+        if kind != "Job":
+            continue
+        spec, pod = each["spec"], pod_of(each)
+        assert (spec["completionMode"], pod["restartPolicy"], pod["subdomain"]) == ("Indexed", "Never", "run-a")
+        assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+        [container] = pod["containers"]
+        environment = {item["name"]: item["valueFrom"] for item in container["env"]}
+        assert environment["SLIPSTREAM_RUN_KEY"] == {"secretKeyRef": {"name": "run-a", "key": "key"}}
+        assert environment["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+        mounts = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        for index in range(spec["completions"]):
+            names.add(f"{name}-{index}.run-a")
+            filled = {"POD_IP": "10.2.0.7", "JOB_COMPLETION_INDEX": str(index)}
+            command = container["command"]
+            for variable, value in filled.items():
+                command = [part.replace(f"$({variable})", value) for part in command]
+            if "controller" not in name:
+                commands.append(parsed(command[1:]))
+    replicas = config(overrides).generator.replicas
+    assert {options.group for options in commands} == {"trainer"} | {f"generator-{r}" for r in range(replicas)}
+    for options in commands:
+        controller, port = options.controller.split(":")
+        assert controller in names
+        assert int(port) == service["ports"][0]["port"]
+        assert options.address == "10.2.0.7"
+        if options.rendezvous is not None:
+            assert options.rendezvous.split(":")[0] in names
+            assert "-trainer-0." in options.rendezvous
+    trainers = [(options.nnodes, options.node_rank) for options in commands if options.group == "trainer"]
+    assert trainers == ([(2, 0), (2, 1)] if overrides else [(None, None)])
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_controllers_pod_goes_on_with_its_run(cluster: Cluster, is_resumed: bool) -> None:
+    objects = manifests(run_files("kubernetes", {}))
+    [container] = pod_of(objects["Job", "run-a-controller"])["containers"]
+    volume = cluster.root / "volume"
+    if is_resumed:
+        (volume / "runs" / "run-a").mkdir(parents=True)
+        (volume / "runs" / "run-a" / "config.toml").write_text("")
+    command = [part.replace("/slipstream/runs", str(volume / "runs")) for part in container["command"]]
+    environment = {"PATH": f"{cluster.bin}:{os.environ['PATH']}", "POD_IP": "10.2.0.7"}
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 0
+    options = parsed(cluster.arguments("slipstream")[0])
+    run = volume / "runs" / "run-a"
+    assert (options.group, options.listen) == ("controller", "10.2.0.7:29400")
+    expected = (None, None, run) if is_resumed else ("/etc/slipstream/recipe.toml", run, None)
+    assert (options.recipe, options.out, options.resume) == expected
+
+
+def test_bad_input_ends_a_job_and_lost_machines_do_not_count() -> None:
+    jobs = {name: each for (kind, name), each in manifests(run_files("kubernetes", GPUS)).items() if kind == "Job"}
+    limits = {name: each["spec"]["backoffLimit"] for name, each in jobs.items()}
+    assert limits == {
+        "run-a-controller": CONTROLLER_RESTARTS,
+        "run-a-trainer": 2 * GROUP_RESTARTS,
+        **{f"run-a-generator-{replica}": GROUP_RESTARTS for replica in range(3)},
+    }
+    for job in jobs.values():
+        fail, ignore = job["spec"]["podFailurePolicy"]["rules"]
+        [container] = pod_of(job)["containers"]
+        assert fail["action"] == "FailJob"
+        assert fail["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
+        assert ignore["action"] == "Ignore"
+        assert ignore["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+
+
+def test_submitting_passes_a_key_through_a_pipe_and_applies_everything(cluster: Cluster) -> None:
+    files = run_files("kubernetes", GPUS)
+    cluster.write(files)
+    submit = str(cluster.folder / "submit.sh")
+    assert cluster.run(submit, MISSING="secret persistentvolumeclaim") == 0
+    calls = cluster.calls("kubectl")
+    assert all("--namespace=team" in arguments for arguments, *_ in calls)
+    [stdin] = [stdin for arguments, *_, stdin in calls if "create" in arguments]
+    RunKeys.take({"SLIPSTREAM_RUN_KEY": stdin})
+    assert not any(stdin in part for arguments, *_ in calls for part in arguments)
+    assert not any(stdin in path.read_text() for path in cluster.folder.iterdir())
+    applied = {
+        part.split("=")[1] for arguments, *_ in calls if "apply" in arguments for part in arguments if ".yaml" in part
+    }
+    assert applied == {name for name in files if name.endswith(".yaml")}
+
+    assert cluster.run(submit) == 0
+    later = cluster.arguments("kubectl")[len(calls) :]
+    assert not any("create" in arguments or "--filename=volume.yaml" in arguments for arguments in later)
+    assert any("delete" in arguments and "jobs" in arguments for arguments in later)
+    before = len(cluster.arguments("kubectl"))
+    assert cluster.run(submit, ACTIVE="run-a-controller") == 1
+    assert len(cluster.arguments("kubectl")) == before + 1
+
+
+@pytest.mark.parametrize("name", ["Run", "1a", "a-", "a b", "", "a" * 41, "é"])
+def test_names_that_kubernetes_refuses_are_refused_first(name: str) -> None:
+    with pytest.raises(ConfigError, match="no name that Kubernetes takes"):
+        kubernetes_files(config(), name, image="i")
+
+
+@pytest.mark.parametrize("image", [None, "", "a b"])
+def test_an_image_is_needed(image: str | None) -> None:
+    with pytest.raises(ConfigError, match="an image is needed"):
+        kubernetes_files(config(), "run", image=image)
+
+
+# The command
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_the_command_writes_the_files_and_starts_nothing(kind: str, cluster: Cluster, monkeypatch: Any) -> None:
+    monkeypatch.chdir(cluster.work)
+    monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
+    monkeypatch.setattr(cli, "_console", Console(file=io.StringIO()))
+    folder = cluster.root / "jobs-a"
+    argv = ["launch", "quickstart", f"--{kind}", str(folder), "--image", "i:1", "--trainer.ranks", "2"]
+    assert cli.main(argv) == 0
+    files = {path.name: path for path in folder.iterdir()}
+    assert os.access(files["submit.sh"], os.X_OK)
+    assert not (cluster.root / "calls.jsonl").exists()
+    if kind == "slurm":
+        assert resolve(files["recipe.toml"]).trainer.ranks == 2
+        assert f"cd '{cluster.work}'" in files["trainer.sbatch"].read_text()
+    else:
+        assert "name: jobs-a-trainer" in files["trainer.yaml"].read_text()
+    assert cli.main(argv) == 2, "files that somebody may have changed are not written over"
