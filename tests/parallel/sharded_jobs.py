@@ -14,12 +14,12 @@ from torch import Tensor
 
 from slipstream.batching.collate import collate
 from slipstream.core.config import OptimizerConfig
-from slipstream.core.packed import PackedMicrobatch, TrainSequence
+from slipstream.core.packed import PackedMicrobatch, TrainSequence, empty_microbatch
 from slipstream.core.ranks import RankGroup, data_parallel_rank
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors
-from slipstream.models.sharded import Division, ShardedParameters, divide, no_data_loss, sum_gradients
+from slipstream.models.sharded import Division, ShardedParameters, divide, sum_gradients
 from slipstream.models.shards import Box, load_shard, local_parts
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
@@ -115,10 +115,8 @@ def update_from(
     for index in range(num_passes):
         if layout.one_reduction:
             sum_gradients(model, index == num_passes - 1)
-        if index < len(microbatches):
-            loss = loss_of(model, microbatches[index], num_tokens)
-        else:
-            loss = no_data_loss(model)
+        microbatch = microbatches[index] if index < len(microbatches) else empty_microbatch()
+        loss = loss_of(model, microbatch, num_tokens)
         torch.autograd.backward(loss)
         total += float(loss.detach())
     return total

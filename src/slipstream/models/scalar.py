@@ -33,7 +33,7 @@ from slipstream.models.hf import (
     write_tensor,
 )
 from slipstream.models.layout import LogicalTensor, layout
-from slipstream.models.transformer import Attention, Transformer
+from slipstream.models.transformer import Attention, OneRank, Ranks, Transformer
 
 HeadInit = Literal["reward", "zero"]
 HEAD_NAME = "score.weight"
@@ -51,10 +51,13 @@ class ScalarModel(nn.Module):
     all that decides a score. No dropout anywhere. Weights are uninitialised, the head's too.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
-        """`config` without an output head: the backbone counts as tied, so that every parameter gets a gradient."""
+    def __init__(self, config: TransformerConfig, ranks: Ranks = OneRank()) -> None:
+        """`config` without an output head: the backbone counts as tied, so that every parameter gets a gradient.
+
+        On several `ranks` the backbone is divided, and head, gain and bias are whole on each of them.
+        """
         super().__init__()
-        self.backbone = Transformer(replace(config, tie_embeddings=True))
+        self.backbone = Transformer(replace(config, tie_embeddings=True), ranks)
         self.head: nn.Linear = nn.utils.skip_init(nn.Linear, config.hidden_size, 1)  # type: ignore[no-untyped-call]
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
@@ -127,7 +130,7 @@ def load_scalar_model(
     model = ScalarModel(config_from_hf(raw, max_positions=max_positions))
     model.backbone.to(dtype)
     wanted = {tensor.name: tensor for tensor in layout(model.backbone)}
-    wanted[HEAD_NAME] = LogicalTensor(HEAD_NAME, model.head.weight.detach(), tuple(model.head.weight.shape))
+    wanted[HEAD_NAME] = head_tensor(model)
     problems: list[str] = []
     for file in weight_files(path):
         with open_tensors(file) as tensors:
@@ -149,8 +152,7 @@ def load_scalar_model(
             allowed=f"the tensors of a {model.config.family} model and {HEAD_NAME} with one row",
         )
     if has_head:
-        model.head.bias.zero_()
-        model.bias.fill_(_bias(raw, path))
+        restore_biases(model, path)
     elif head_init is None:
         raise ConfigError(
             f"the checkpoint in {path} has no scalar head",
@@ -160,6 +162,19 @@ def load_scalar_model(
     else:
         initialise_head(model, head_init, seed)
     return model
+
+
+def head_tensor(model: ScalarModel) -> LogicalTensor:
+    """The head's weight as the checkpoint has it."""
+    return LogicalTensor(HEAD_NAME, model.head.weight.detach(), tuple(model.head.weight.shape))
+
+
+@torch.no_grad()
+def restore_biases(model: ScalarModel, path: Path) -> None:
+    """What stands beside the head's weight in the checkpoint in folder `path`: config.json's `score_bias`, no gain."""
+    model.head.bias.zero_()
+    model.gain.fill_(1.0)
+    model.bias.fill_(_bias(read_hf_config(path), path))
 
 
 def _bias(raw: dict[str, Any], path: Path) -> float:

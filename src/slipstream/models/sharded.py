@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,15 +24,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import ConfigError
 from slipstream.core.ranks import RankGroup
-from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig, config_from_hf
-from slipstream.models.hf import logical_tensors, read_hf_config
-from slipstream.models.initialise import initialise
-from slipstream.models.scalar import ScalarModel
+from slipstream.models.hf import logical_tensors, read_hf_config, write_tensor
+from slipstream.models.initialise import initialise, new_config
+from slipstream.models.scalar import (
+    HEAD_NAME,
+    HeadInit,
+    ScalarModel,
+    head_tensor,
+    initialise_head,
+    restore_biases,
+)
 from slipstream.models.shards import checkpoint_slices, load_shard
-from slipstream.models.tensor_parallel import SharedRows, TensorParallel, shared_rows
+from slipstream.models.tensor_parallel import SharedRows, TensorParallel, local_config, shared_rows, whole_config
 from slipstream.models.transformer import OneRank, Ranks, Transformer
 
 
@@ -130,23 +139,61 @@ def new_sharded(config: TransformerConfig, seed: int, division: Division) -> Tra
 
 def _unfilled(config: TransformerConfig, division: Division) -> Transformer:
     """Nothing is written before it is divided, so a CPU gives memory for the parts only."""
-    ranks = division.ranks_of(config)
-    model = Transformer(ranks.local_config if isinstance(ranks, TensorParallel) else config, ranks)
+    model = Transformer(_local(config, division), division.ranks_of(config))
     divide(model, division)
     return model
 
 
-def no_data_loss(model: Transformer | ScalarModel) -> Tensor:
-    """0, after a forward pass over one token: what a rank without data runs while its data-parallel peers have some.
+def _local(config: TransformerConfig, division: Division) -> TransformerConfig:
+    return local_config(config, division.tensor_parallel.world)
 
-    Its backward pass gives every parameter a gradient of 0, so the rank takes part in all collectives of a microbatch;
-    under `torch.no_grad` it takes part in those of a measurement. All its tensor-parallel peers must run it.
-    """
-    token = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
-    out: Tensor = model(token, token, PackedAttention([1]))
-    if isinstance(model, Transformer):
-        out = model.logits(out)
-    return 0.0 * out.sum()
+
+def build_sharded_policy(
+    config: ModelConfig, division: Division, *, seed: int, tokenizer: PreTrainedTokenizerBase
+) -> Transformer:
+    """This rank's part of the policy that `build.build_policy` gives, with the same numbers."""
+    if config.path is not None:
+        return load_sharded(config.path, division)
+    whole = new_config(config, len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return new_sharded(whole, seed, division)
+
+
+@torch.no_grad()
+def load_sharded_scalar(
+    path: str | Path, division: Division, *, head_init: HeadInit, seed: int, max_positions: int | None = None
+) -> ScalarModel:
+    """This rank's part of the scalar model in folder `path`; see `scalar.load_scalar_model`."""
+    path = Path(path)
+    model = _unfilled_scalar(config_from_hf(read_hf_config(path), max_positions=max_positions), division)
+    with checkpoint_slices(path, whole_config(model.backbone)) as whole:
+        head = whole.pop(HEAD_NAME, None)
+        load_shard(model.backbone, whole)
+        if head is None:
+            initialise_head(model, head_init, seed)
+        else:
+            problems = write_tensor(head_tensor(model), head[:])
+            if problems:
+                raise ConfigError(f"the checkpoint in {path} does not fit its config.json", got=problems[0])
+            restore_biases(model, path)
+    return model
+
+
+@torch.no_grad()
+def new_sharded_scalar(policy: Transformer, division: Division, *, head_init: HeadInit, seed: int) -> ScalarModel:
+    """A scalar model on a copy of `policy`, which lies in the same `division`, with a fresh head."""
+    model = _unfilled_scalar(whole_config(policy), division)
+    weights = ShardedParameters(policy, division).named_views()
+    for name, view in ShardedParameters(model.backbone, division).named_views().items():
+        view.copy_(weights[name])
+    initialise_head(model, head_init, seed)
+    return model
+
+
+def _unfilled_scalar(config: TransformerConfig, division: Division) -> ScalarModel:
+    config = replace(config, tie_embeddings=True)  # there is no head over the vocabulary
+    model = ScalarModel(_local(config, division), division.ranks_of(config))
+    divide(model.backbone, division)
+    return model.to(division.device)
 
 
 @dataclass(frozen=True)

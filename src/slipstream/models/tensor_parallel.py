@@ -213,6 +213,11 @@ class TensorParallel:
             raise lost_rank(self.group, error) from error
 
 
+def whole_config(model: Transformer) -> TransformerConfig:
+    """The config of the model that was divided, or of one that is whole."""
+    return model.ranks.config if isinstance(model.ranks, TensorParallel) else model.config
+
+
 @dataclass(frozen=True)
 class SharedRows:
     """Rows of a parameter that the ranks `sharers`, this one among them, hold alike.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -18,22 +19,35 @@ from slipstream.models.scalar import (
     new_scalar_model,
 )
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import FlatAdamW, Optimizer
 
 
-class Critic:
-    """V(state before each target), with an optimizer of its own.
+class ValueFunction(Protocol):
+    """V(state before each target), with an optimizer of its own: `Critic`, or on several ranks `ShardedCritic`.
 
     A head reads the policy's states, and its loss trains the policy's trunk too, as in OpenAI's code (N, item 22). A
     model of its own may start from a reward model, head included, as in the TL;DR reproduction.
     """
+
+    is_head: bool
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+    def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
+        """float32 [M], differentiable; `states` [M, hidden] are the policy's at the rows that predict the targets."""
+        ...
+
+
+class Critic:
+    """The value function beside a policy that is whole on one rank; implements `ValueFunction`."""
 
     def __init__(self, config: RunConfig, policy: Transformer) -> None:
         critic = config.critic
         self.is_head = critic.model == "head"
         self.module: ScalarModel | nn.Linear
         if self.is_head:
-            self.module = _head(policy, critic.head_init, config.seed)
+            self.module = value_head(policy, critic.head_init, config.seed)
         elif critic.path is not None:
             self.module = load_scalar_model(
                 Path(critic.path),
@@ -53,14 +67,19 @@ class Critic:
         )
 
     def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
-        """float32 [M], differentiable; `states` [M, hidden] are the policy's at the rows that predict the targets."""
-        if isinstance(self.module, ScalarModel):
-            return at_targets(self.module, microbatch)
-        values: Tensor = self.module(states.float())
-        return values.squeeze(-1)
+        return read_values(self.module, microbatch, states)
 
 
-def _head(policy: Transformer, init: HeadInit, seed: int) -> nn.Linear:
+def read_values(module: ScalarModel | nn.Linear, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
+    """`ValueFunction.values` by a model of its own, or by a head."""
+    if isinstance(module, ScalarModel):
+        return at_targets(module, microbatch)
+    values: Tensor = module(states.float())
+    return values.squeeze(-1)
+
+
+def value_head(policy: Transformer, init: HeadInit, seed: int) -> nn.Linear:
+    """A linear head on `policy`'s states, where they are."""
     head: nn.Linear = nn.utils.skip_init(nn.Linear, policy.config.hidden_size, 1)  # type: ignore[no-untyped-call]
     initialise_linear(head, init, seed)
     return head.to(policy.embedding.weight.device)

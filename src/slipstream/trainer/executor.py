@@ -42,7 +42,7 @@ from slipstream.core.types import (
 )
 from slipstream.models.transformer import Transformer
 from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
-from slipstream.trainer.critic import Critic
+from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.policy import Policy, WholePolicy
 from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
@@ -105,7 +105,7 @@ class Trainer(Executor):
             self.recorder = self._ends.enter_context(closing(RolloutRecorder(context.run_dir / "rollouts.jsonl")))
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None
-        self.critic: Critic | None = None
+        self.critic: ValueFunction | None = None
         self.kl = AdaptiveKL(config.kl.coef, config.kl.target or 1.0, config.kl.horizon)
         if self.resume is not None:
             self._resume(Path(self.resume))

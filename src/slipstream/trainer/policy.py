@@ -17,7 +17,7 @@ from slipstream.models.hf import save_model
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.checkpoint import Restored, Trained, load_checkpoint, save_checkpoint
-from slipstream.trainer.critic import Critic
+from slipstream.trainer.critic import Critic, ValueFunction
 from slipstream.trainer.optim import FlatAdamW, Optimizer
 
 
@@ -42,7 +42,7 @@ class Policy(Protocol):
         """Another AdamW over the same weights."""
         ...
 
-    def new_critic(self) -> Critic:
+    def new_critic(self) -> ValueFunction:
         """The config's critic, which may start from the policy as it is now."""
         ...
 
@@ -58,7 +58,7 @@ class Policy(Protocol):
         """Write a Hugging Face checkpoint with its tokenizer; on return it is there."""
         ...
 
-    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: Critic | None) -> None:
+    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: ValueFunction | None) -> None:
         """Write a checkpoint of the weights as they are now, perhaps in the background."""
         ...
 
@@ -71,7 +71,7 @@ class Policy(Protocol):
         """The checkpoint that is whole since the last call, if there is one."""
         ...
 
-    def load(self, path: Path, critic: Critic | None) -> Restored: ...
+    def load(self, path: Path, critic: ValueFunction | None) -> Restored: ...
 
     def close(self) -> None: ...
 
@@ -115,7 +115,7 @@ class WholePolicy:
     def export(self, path: Path) -> None:
         save_model(self.model, path, self.tokenizer)
 
-    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: Critic | None) -> None:
+    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: ValueFunction | None) -> None:
         keep = self._config.trainer.keep_checkpoints
         trained = _trained(critic)
         save_checkpoint(path, self.parameters, self._adamw, step=step, keep=keep, extra=extra, critic=trained)
@@ -129,12 +129,15 @@ class WholePolicy:
         saved, self._saved = self._saved, None
         return saved
 
-    def load(self, path: Path, critic: Critic | None) -> Restored:
+    def load(self, path: Path, critic: ValueFunction | None) -> Restored:
         return load_checkpoint(path, self.parameters, self._adamw, critic=_trained(critic))
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def _trained(critic: Critic | None) -> Trained | None:
-    return None if critic is None else (critic.flat, critic.optimizer)
+def _trained(critic: ValueFunction | None) -> Trained | None:
+    if critic is None:
+        return None
+    assert isinstance(critic, Critic), "a whole policy has made it"
+    return critic.flat, critic.optimizer

@@ -36,7 +36,7 @@ from slipstream.core.types import Group, RolloutHead
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import prepare_batch
-from slipstream.trainer.critic import Critic
+from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.measure import Columns, filled, measure
 from slipstream.trainer.metric_names import count_tokens, published_names, ratio_histogram
 from slipstream.trainer.optim import Optimizer
@@ -82,7 +82,7 @@ class Auxiliary:
     """
 
     reference: Transformer | None = None
-    critic: Critic | None = None
+    critic: ValueFunction | None = None
     kl_coef: float | None = None
 
 
@@ -366,7 +366,7 @@ class _Update:
         return sum_over_units(values, inputs.mask, num_units=num_sequences)
 
     def _value_loss(
-        self, critic: Critic, microbatch: PackedMicrobatch, states: Tensor, inputs: LossInputs, num_tokens: int
+        self, critic: ValueFunction, microbatch: PackedMicrobatch, states: Tensor, inputs: LossInputs, num_tokens: int
     ) -> tuple[Tensor, Metrics]:
         def column(values: np.ndarray | None) -> Tensor:
             assert values is not None, "a batch for a critic carries values and returns"
