@@ -126,7 +126,7 @@ def wrong(parts: dict[str, Sequence[Shard]]) -> list[str]:
 @contextmanager
 def checkpoints(rank: Rank) -> Iterator[ShardedCheckpoints]:
     group = RankGroup.alone() if rank.world == 1 else RankGroup.over(rank.group)
-    together = ShardedCheckpoints(group, timeout_s=20.0, is_own=True)
+    together = ShardedCheckpoints(group, timeout_s=20.0, is_private=True)
     try:
         yield together
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,15 +21,16 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, ShapeError
+from slipstream.core.ranks import RankGroup
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model, logical_tensors, save_model
 from slipstream.models.inventory import Held, givers
 from slipstream.models.scalar import ScalarModel
-from slipstream.models.shards import Box
+from slipstream.models.shards import Box, Shard
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.sharded_checkpoint import MOMENTS, load_on_one_rank
+from slipstream.trainer.sharded_checkpoint import MOMENTS, Saved, ShardedCheckpoints, load_on_one_rank, trained_parts
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 FAMILIES = sorted(CONFIGS)
@@ -138,6 +140,26 @@ def test_one_rank_reads_what_several_wrote(ranks: RankPool, tmp_path: Path, fami
         state = optimizer.state_dict()
         assert int(state["num_updates"]) == jobs.UPDATES[name]
         assert all(torch.equal(state[moment], expected[f"{name}.moments"][moment]) for moment in MOMENTS)
+
+
+def test_a_head_on_the_policys_states_is_saved_by_one_rank_alone(tmp_path: Path) -> None:
+    trained = {}
+    for name, module in (("policy", Transformer(LLAMA)), ("critic", torch.nn.Linear(32, 1))):
+        trained[name] = flat(module, name)
+    parts: dict[str, Sequence[Shard]] = {}
+    for name, (module, parameters, _, moments) in trained.items():
+        views = {moment: parameters.views_of(tensor) for moment, tensor in moments.items()}
+        parts |= trained_parts(name, module, parameters.named_views(), views)
+    alone = ShardedCheckpoints(RankGroup.alone())
+    alone.save(tmp_path / "step_3", parts, step=3, updates=jobs.UPDATES)
+    alone.close()
+    assert alone.poll() == Saved(tmp_path / "step_3", 3)
+    for _, parameters, _, moments in trained.values():
+        for tensor in (parameters.flat, *moments.values()):
+            tensor.zero_()
+    assert jobs.wrong(parts)
+    assert alone.load(tmp_path / "step_3", parts).updates == jobs.UPDATES
+    assert jobs.wrong(parts) == []
 
 
 def test_one_rank_reads_its_own_as_ever(tmp_path: Path) -> None:

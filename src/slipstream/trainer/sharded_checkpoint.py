@@ -128,14 +128,14 @@ class ShardedCheckpoints:
     ends when     `close` is called; a process that ends without leaves the checkpoint before, and a stale directory
     """
 
-    def __init__(self, group: RankGroup, *, timeout_s: float = 1800.0, is_own: bool = False) -> None:
-        """`is_own` says that nobody else runs collectives of `group`; otherwise a gloo group of all ranks is made.
+    def __init__(self, group: RankGroup, *, timeout_s: float = 1800.0, is_private: bool = False) -> None:
+        """`is_private` says that nobody else runs collectives of `group`; otherwise a gloo group of its ranks is made.
 
-        For that, `group` must be all that this process and its peers have initialised `torch.distributed` with.
+        For that they must be all that `torch.distributed` was initialised with.
         """
         self._timeout_s = timeout_s
-        self._is_own = is_own
-        self._group = group if is_own else _own_group(group, timeout_s)
+        self._group = group if is_private else _gloo_twin(group, timeout_s)
+        self._is_twin = self._group is not group
         self._held: list[Held] = []
         self._givers: dict[Held, int] = {}
         self._running: Future[Saved] | None = None
@@ -236,7 +236,8 @@ class ShardedCheckpoints:
 
         A checkpoint of one CPU rank is read with `wholes`: by "policy" and "critic" a module of the whole model, best
         on "meta", which says how flat weights lie. Random generators go to the ranks of the same number; ranks that
-        there were not keep theirs. CheckpointError, with nothing changed, when it is torn or of another model.
+        there were not keep theirs. Under FSDP2 the caller reshards (`ShardedParameters.reshard`), or the model computes
+        with what it gathered before. CheckpointError, with nothing changed, when it is torn or of another model.
         """
         manifest, stored = self._agreed(lambda: self._open(path, parts, wholes or {}))
         shards = [prefixed(part, shard) for part, shards in parts.items() for shard in shards]
@@ -327,11 +328,11 @@ class ShardedCheckpoints:
         try:
             self._finish(self._timeout_s)
         finally:
-            if self._group.pg is not None and not self._is_own:
+            if self._is_twin and self._group.pg is not None:
                 dist.destroy_process_group(self._group.pg)
 
 
-def _own_group(group: RankGroup, timeout_s: float) -> RankGroup:
+def _gloo_twin(group: RankGroup, timeout_s: float) -> RankGroup:
     """A gloo group of the same ranks."""
     if group.pg is None:
         return group
