@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_data import make_rollout, run_config, sharing_prompts
+from training_data import columns, make_rollout, run_config, sharing_prompts
 
 from slipstream.batching import collate as batching
 from slipstream.core.errors import StalenessError
@@ -32,22 +32,6 @@ def groups_of(rewards, *, seed=0, finish=None, **rollout):
         )
         for ordinal, row in enumerate(rewards)
     ]
-
-
-def columns(seed=1, **spreads):
-    """A measure: columns drawn for the sequence's key alone, `spread` times normal around the behaviour logprobs."""
-
-    def measure(sequences):
-        measured = {}
-        for index, (name, spread) in enumerate(spreads.items()):
-            measured[name] = {}
-            for sequence in sequences:
-                noise = np.random.default_rng((seed, index, *sequence.key)).normal(size=sequence.num_targets)
-                anchor = 0.0 if name == "values" else sequence.behaviour_logprobs[sequence.mask]
-                measured[name][sequence.key] = (anchor + spread * noise).astype(np.float32)
-        return measured
-
-    return measure
 
 
 def advantages_of(batch, groups):

@@ -86,8 +86,12 @@ def make_rollout(
     reward: float | None = None,
     finish_reason: FinishReason = "stop",
     given: bool = False,
+    parts: tuple[float, ...] = (),
 ) -> Rollout:
-    """A rollout of 3..5 prompt and 2..9 sampled tokens; `given` puts three given tokens between two sampled runs."""
+    """A rollout of 3..5 prompt and 2..9 sampled tokens; `given` puts three given tokens between two sampled runs.
+
+    With `parts` the reward is their sum.
+    """
 
     def tokens(count: int) -> np.ndarray:
         return rng.integers(0, VOCAB_SIZE, count).astype(np.int32)
@@ -110,6 +114,9 @@ def make_rollout(
         text="",
         finish_reason=finish_reason,
     )
+    if parts:
+        named = {f"part{index}": part for index, part in enumerate(parts)}
+        return Rollout(completion=completion, reward=sum(parts), reward_parts=named)
     return Rollout(completion=completion, reward=float(rng.integers(0, 3)) if reward is None else reward)
 
 
@@ -136,6 +143,22 @@ def sharing_prompts(groups: list[Group]) -> list[Group]:
         )
         for group in groups
     ]
+
+
+def columns(seed: int = 1, **spreads: float) -> Any:
+    """A measure: columns drawn for the sequence's key alone, `spread` times normal around the behaviour logprobs."""
+
+    def measure(sequences: Any) -> Any:
+        measured: dict[str, Any] = {}
+        for index, (name, spread) in enumerate(spreads.items()):
+            measured[name] = {}
+            for sequence in sequences:
+                noise = np.random.default_rng((seed, index, *sequence.key)).normal(size=sequence.num_targets)
+                anchor = 0.0 if name == "values" else sequence.behaviour_logprobs[sequence.mask]
+                measured[name][sequence.key] = (anchor + spread * noise).astype(np.float32)
+        return measured
+
+    return measure
 
 
 class Recording:

@@ -72,6 +72,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if _onednn is None or x.ndim != 2 or not (x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32):
         return F.linear(x, weight, bias)
+    if not len(x):  # a microbatch without targets: oneDNN has no sum over no rows, which the gradient of `weight` is
+        return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _product(x, weight, bias)
     out: Tensor = _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
