@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 90.0
-PRELOADED = ["torch._dynamo", "slipstream.generator.native", "slipstream.generator.lockstep"]
+PRELOADED = ["torch._dynamo", "slipstream.generator.executor"]
 """Imported once, in the process that the ranks are forked from; the first is what models on "meta" pull in."""
 
 

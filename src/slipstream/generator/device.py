@@ -12,16 +12,17 @@ USABLE_MEMORY = 0.85
 """Share of a GPU that is planned with; the rest is for activations, captured graphs and CUDA itself."""
 
 
-def replica_device(generator: GeneratorConfig, replica: int, num_gpus: int) -> torch.device:
-    """'cuda' deals the replicas out to the GPUs in turn; 'cuda:N' puts all of them on one."""
+def replica_device(generator: GeneratorConfig, replica: int, num_gpus: int, rank: int = 0) -> torch.device:
+    """'cuda' deals the replicas' ranks out to the GPUs in turn; 'cuda:N' puts all of them on one."""
     if generator.device == "cuda":
-        return torch.device("cuda", replica % num_gpus)
+        return torch.device("cuda", (replica * generator.tensor_parallel + rank) % num_gpus)
     return torch.device(generator.device)
 
 
 def most_on_one(generator: GeneratorConfig, num_gpus: int) -> int:
-    """Replicas that share a GPU where the most do."""
-    return -(-generator.replicas // num_gpus) if generator.device == "cuda" else generator.replicas
+    """Ranks that share a GPU where the most do; without tensor parallelism, replicas."""
+    ranks = generator.replicas * generator.tensor_parallel
+    return -(-ranks // num_gpus) if generator.device == "cuda" else ranks
 
 
 def check_device(config: RunConfig) -> None:
@@ -39,7 +40,18 @@ def check_device(config: RunConfig) -> None:
             allowed="'cpu'" + (f", 'cuda' or 'cuda:0' to 'cuda:{num_gpus - 1}'" if num_gpus else ""),
             hint="`slipstream doctor` shows GPUs; a torch that ends in +cpu sees none",
         )
-    devices = {replica_device(generator, replica, num_gpus) for replica in range(generator.replicas)}
+    if wanted.type == "cuda" and generator.tensor_parallel > (num_gpus if wanted.index is None else 1):
+        raise ConfigError(
+            "ranks that share layers need a GPU each",
+            got=f"generator.tensor_parallel = {generator.tensor_parallel} with generator.device = "
+            f"'{generator.device}' and {num_gpus} GPUs",
+            allowed="generator.device = 'cuda' and as many GPUs",
+        )
+    devices = {
+        replica_device(generator, replica, num_gpus, rank)
+        for replica in range(generator.replicas)
+        for rank in range(generator.tensor_parallel)
+    }
     if len(devices) > 1 and config.host == "inline":
         raise ConfigError(
             "replicas that share a process share a GPU",

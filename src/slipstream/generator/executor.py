@@ -1,4 +1,8 @@
-"""The generator node: admitted prompts in, completions out, weights swapped between two decode steps."""
+"""The generator node: admitted prompts in, completions out, weights swapped between two decode steps.
+
+A replica of several ranks (`generator.tensor_parallel`) is as many of these executors, each over its part of the model.
+They obey, swap, evaluate and decode in lock step (`lockstep.py`); rank 0 alone speaks with the other nodes.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,10 @@ from slipstream.core.types import (
     Segment,
     Stop,
     Swapped,
+    Wake,
 )
 from slipstream.generator.backend import Backend, Pin
+from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.native import NativeBackend
 from slipstream.generator.requests import Finished, GenerationEngine, Request
 from slipstream.generator.vllm.backend import VLLMBackend
@@ -64,17 +70,20 @@ class Generator(Executor):
     """Continuous batching over fixed slots; never waits for the trainer except where the schedule admits nothing.
 
     Consumes: `Admit`, `Evaluate`, `Stop` (commands), versions (its WEIGHTS channel). Produces: `Completion`
-    (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission or a version.
+    (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission or a version; with work, on
+    several ranks, also for the others at the beginning of a step and in every layer.
     Ends when: told to stop; what is in its slots then belongs to no step and is dropped.
     """
 
     outputs = ("completions",)
+    """Of rank 0. On several ranks it also has the output `relay` to the others' `commands`, and they have the output
+    `staged` to its input of that name."""
 
     def __init__(self, *, config: RunConfig, replica: int = 0) -> None:
         self.config = config
         self.replica = replica
         self._ends = ExitStack()
-        self._is_finished = False
+        self._is_stopped = False
 
     def init(self, context: Context) -> None:
         self.context = context
@@ -83,6 +92,7 @@ class Generator(Executor):
         self.tokenizer = build_tokenizer(config.model)
         self.stop_ids = stop_token_ids(self.tokenizer, config.generator)
         self.spans = Labelled(context.spans)
+        self.together = LockStep(context)
         self.backend = self._build_backend()
         self._ends.callback(self.backend.close)
         self.engine = self.backend.engine
@@ -115,13 +125,14 @@ class Generator(Executor):
             seed=seed,
             stop_token_ids=self.stop_ids,
             spans=self.spans,
-            clock=context.clock,
+            clock=self.together.clock,
             replica=self.replica,
+            group=context.group,
         )
 
     @property
     def is_finished(self) -> bool:
-        return self._is_finished
+        return self._is_stopped and self.together.has_all_reports
 
     def wait_fds(self) -> list[int]:
         return [*self.weights.wait_fds(), *self.backend.wait_fds()]
@@ -135,20 +146,31 @@ class Generator(Executor):
     def step(self) -> bool:
         """Take messages, swap if a version is staged, then one decode step of evaluation and one of training."""
         with self.context.spans.span("receive"):
-            has_news = self._receive()
-        has_swapped = self._swap()
+            has_news = self.together.receive()
+            if self._is_stopped:
+                return has_news
+            has_news = self.weights.poll() or has_news
+        agreed = self._agree()
+        if agreed is None:
+            return has_news
+        for command in agreed.commands:
+            self._obey(command)
+        has_swapped = self._swap(agreed.version)
         has_evaluated = self._evaluate()
         has_decoded = self._decode()
+        has_worked = bool(agreed.commands) or has_swapped or has_evaluated or has_decoded
+        has_more = self.together.rest(has_worked=has_worked)
         self._count()
         self.context.spans.set_idle_state(self.spans.state or self.backend.idle_state)
-        return has_news or has_swapped or has_evaluated or has_decoded
+        return has_news or has_more
 
-    def _receive(self) -> bool:
-        has_news = False
-        while (message := self.context.inputs["commands"].get_nowait()) is not None:
-            has_news = True
-            self._obey(message)
-        return self.weights.poll() or has_news
+    def _agree(self) -> Agreement | None:
+        """What all ranks do now; None while they sleep."""
+        staged = self.weights.pending_version
+        if self.context.group.world == 1:
+            return self.together.agree(staged, self.engine)
+        with self.context.spans.span("wait_ranks"):
+            return self.together.agree(staged, self.engine)
 
     def _obey(self, message: Message) -> None:
         match message:
@@ -162,9 +184,11 @@ class Generator(Executor):
                 )
             case Evaluate():
                 self.jobs.append(EvalJob(message, self.backend.pin(), len(message.prompts)))
+            case Wake():
+                pass  # it has done what it is for: this step
             case Stop():
                 self._count(is_last=True)
-                self._is_finished = True
+                self._is_stopped = True
             case _:
                 raise TypeError(f"a generator does not take {type(message).__name__}")
 
@@ -196,9 +220,8 @@ class Generator(Executor):
 
     # Weights
 
-    def _swap(self) -> bool:
-        """Commit a staged version where the mode allows it: at once in flight, or when no completion would span it."""
-        version = self.weights.pending_version
+    def _swap(self, version: int | None) -> bool:
+        """Commit `version`, if one is staged, where the mode allows it: at once in flight, or when nobody spans it."""
         if version is None:
             if self.spans.state is not None and not self.engine.num_live:
                 self._resume([])  # what was drained for gave way to a newer version, which may have failed to arrive
@@ -226,15 +249,16 @@ class Generator(Executor):
         if swap is None:
             return False
         self.context.spans.instant("swapped", version=swap.version)
-        self.context.outputs["events"].put(
-            Swapped(
-                replica=self.replica,
-                version=swap.version,
-                transfer_s=swap.transfer_s,
-                pause_s=swap.pause_s,
-                probe_error=swap.probe_error,
+        if self.together.is_leader:
+            self.context.outputs["events"].put(
+                Swapped(
+                    replica=self.replica,
+                    version=swap.version,
+                    transfer_s=swap.transfer_s,
+                    pause_s=swap.pause_s,
+                    probe_error=swap.probe_error,
+                )
             )
-        )
         return True
 
     def _resume(self, requests: list[Request]) -> None:
@@ -255,6 +279,7 @@ class Generator(Executor):
         return True
 
     def _deliver(self, finished: list[Finished]) -> None:
+        self.together.note(finished)
         if finished:
             with self.context.spans.span("send"):
                 for item in finished:
@@ -268,6 +293,8 @@ class Generator(Executor):
         prompt, remaining = self.prompts.pop(item.ordinal)
         if remaining > 1:
             self.prompts[item.ordinal] = (prompt, remaining - 1)
+        if not self.together.is_leader:
+            return
         completion = self._completion(item, prompt, "train")
         self.generated_tokens += completion.num_tokens
         self.context.outputs["completions"].put(completion)
@@ -338,8 +365,9 @@ class Generator(Executor):
     def _send_evaluated(self, item: Finished) -> None:
         job = self.jobs[0]  # one evaluation runs at a time
         assert {span.version for span in item.version_spans} == {job.pin.version}, "not of the version it is pinned to"
-        completion = self._completion(item, job.request.prompts[item.ordinal], "eval", job.request.eval_id)
-        self.context.outputs["completions"].put(completion)
+        if self.together.is_leader:
+            completion = self._completion(item, job.request.prompts[item.ordinal], "eval", job.request.eval_id)
+            self.context.outputs["completions"].put(completion)
         job.remaining -= 1
         if not job.remaining:
             self.jobs.popleft()

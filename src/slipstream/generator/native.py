@@ -13,6 +13,7 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.ranks import RankGroup
 from slipstream.generator.backend import Pin
 from slipstream.generator.device import check_device, kv_bytes_beside, most_on_one, replica_device
 from slipstream.generator.engine import PREFILL_CHUNK, Engine
@@ -20,7 +21,7 @@ from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.runner import Runner
 from slipstream.generator.slot_runner import SlotRunner
-from slipstream.models.build import build_policy
+from slipstream.models.build import build_part, build_policy
 from slipstream.models.linear import Linear
 from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
@@ -87,9 +88,12 @@ class NativeBackend:
 
     On the device that `config` gives `replica`: on CUDA weights lie in place and keys and values in pages. `is_paged`
     True has it so on a CPU as well, to try it.
-    """
 
-    probes_prepared = True
+    On several ranks (`group`) this is one rank's part of all that, and the ranks call everything here that computes,
+    `probe` and the steps of engines, at the same moments and in the same order (`lockstep.py`). So the probe text does
+    not run while a version is staged, at a moment of each rank's own, but when it is committed, between two steps:
+    decoding stops for as long as a prompt of its length takes.
+    """
 
     def __init__(
         self,
@@ -102,24 +106,31 @@ class NativeBackend:
         clock: Clock,
         replica: int = 0,
         is_paged: bool | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         check_device(config)
+        self._group = RankGroup.alone() if group is None else group
+        self.probes_prepared = self._group.world == 1
         self._config, self._stop_token_ids, self._clock = config, stop_token_ids, clock
         self._tokenizer = tokenizer
-        self._device = replica_device(config.generator, replica, torch.cuda.device_count())
+        self._device = replica_device(config.generator, replica, torch.cuda.device_count(), self._group.rank)
         self._is_paged = self._device.type == "cuda" if is_paged is None else is_paged
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # where this thread compiles, launches and captures
-        self._model = self._new_model()
-        self.weights = ServedWeights(self._model, config.generator.precision, in_place=self._is_paged)
+        self._model = self._on_device(self._policy())
+        precision = config.generator.precision
+        self.weights = ServedWeights(self._model, precision, in_place=self._is_paged, group=self._group)
         longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
         self._max_len = min(self._model.config.max_positions, longest)
         self.engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
         self._pins: list[Pin] = []
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: logprobs of `tokens` int32 [T] under the weights prepared last, outside the live cache."""
-        return probe_logprobs(self.weights.prepared_model, tokens)
+        """float32 [T - 1]: logprobs of `tokens` int32 [T], outside the live cache.
+
+        Under the weights prepared last; on several ranks under the live ones.
+        """
+        return probe_logprobs(self.weights.prepared_model if self.probes_prepared else self._model, tokens)
 
     def pin(self) -> Pin:
         """A copy of the present weights; evaluations of one version share it."""
@@ -139,7 +150,7 @@ class NativeBackend:
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> Engine:
         """An engine of its own, with its own slots, on the pinned weights."""
         assert pin.weights is not None, "pinned by another backend"
-        model = self._new_model()
+        model = self._on_device(Transformer(self._model.config, self._model.ranks))  # all its weights are pinned ones
         ServedWeights(model, self._config.generator.precision, flat=pin.weights, in_place=self._is_paged)
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)
@@ -164,8 +175,15 @@ class NativeBackend:
 
     def close(self) -> None: ...
 
-    def _new_model(self) -> Transformer:
-        model, _ = build_policy(self._config.model, seed=self._config.seed, tokenizer=self._tokenizer)
+    def _policy(self) -> Transformer:
+        """The model that the run starts from, or this rank's part of it, on the CPU."""
+        config, group = self._config, self._group.pg
+        if self._group.world == 1 or group is None:
+            return build_policy(config.model, seed=config.seed, tokenizer=self._tokenizer)[0]
+        is_on_cpu = self._device.type == "cpu"
+        return build_part(config.model, group, seed=config.seed, tokenizer=self._tokenizer, fixed_order=is_on_cpu)
+
+    def _on_device(self, model: Transformer) -> Transformer:
         if self._device.type == "cuda":
             move_but_linear(model, self._device)
         return model
@@ -178,8 +196,9 @@ class NativeBackend:
         if self._device.type != "cuda":
             return None
         memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        replicas = most_on_one(generator, torch.cuda.device_count())
-        return kv_bytes_beside(self.weights.num_bytes, memory_bytes // replicas)
+        sharing = most_on_one(generator, torch.cuda.device_count())
+        here = kv_bytes_beside(self.weights.num_bytes, memory_bytes // sharing)
+        return -int(self._group.max(torch.tensor(-here)))  # the same number of pages on every rank
 
     def _new_engine(self, model: Transformer, num_slots: int, spans: StateSpans, seed: int) -> Engine:
         return native_engine(

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.ranks import RankGroup
 from slipstream.core.sections import Precision
 from slipstream.models.linear import Linear
 from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
-from slipstream.models.transformer import OneRank, Transformer
+from slipstream.models.transformer import Transformer
 
 
 class ServedLinear(nn.Module):
@@ -70,7 +71,8 @@ class _Skeleton:
 
     def twin(self) -> _Skeleton:
         """Another one of the same model, to point elsewhere. To be made before the first `point_at`."""
-        return _Skeleton(copy.deepcopy(self.model, {id(buffer): buffer for buffer in self.model.buffers()}))
+        shared = [*self.model.buffers(), self.model.ranks]
+        return _Skeleton(copy.deepcopy(self.model, {id(each): each for each in shared}))
 
     def point_at(self, version: _Version) -> None:
         for name, product in version.products.items():
@@ -113,13 +115,20 @@ class ServedWeights:
     `flat` as given, or else the model's own weights, which are released. Linear layers and the embedding are replaced;
     the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but float32.
     `in_place`: copy into stable storage; None: where the model is on CUDA.
+
+    Of a divided model these are one rank's weights. Its own are packed with the scales of whole rows, for which all
+    ranks of `group` do it together; nothing else here needs the others.
     """
 
     def __init__(
-        self, model: Transformer, precision: Precision, *, flat: Tensor | None = None, in_place: bool | None = None
+        self,
+        model: Transformer,
+        precision: Precision,
+        *,
+        flat: Tensor | None = None,
+        in_place: bool | None = None,
+        group: RankGroup | None = None,
     ) -> None:
-        if not isinstance(model.ranks, OneRank):
-            raise ConfigError("a model divided over ranks has float32 weights only", got=f"precision = '{precision}'")
         self._layout = WeightLayout(model, precision)
         self._device = model.embedding.weight.device
         self._is_in_place = self._device.type == "cuda" if in_place is None else in_place
@@ -132,7 +141,7 @@ class ServedWeights:
         if flat is None:
             flat = torch.zeros(self.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             with torch.no_grad():
-                for _ in self._layout.pack(self._parameters, flat):
+                for _ in self._layout.pack(self._parameters, flat, over_ranks=group.max if group is not None else None):
                     pass
         _hollow_out(model, self._activations)
         self._serving = _Skeleton(model)
@@ -197,7 +206,7 @@ class ServedWeights:
         table = weights["embedding.weight"]
         head = products.get("head")
         if head is None:
-            head = self._product("embedding.weight", table, None, packs)
+            head = self._product("embedding.weight", self._rows_of_head(table), None, packs)
         return _Version(
             products, head, table, {name: self._held(name, weights[name]) for name in self._serving.vectors}
         )
@@ -211,6 +220,11 @@ class ServedWeights:
             assert weight.scales is not None, "fp8 weights have scales"
             return Fp8Product(values, weight.scales, bias, packs=packs)
         return DenseProduct(values, weight.scales, bias, packs=packs)
+
+    def _rows_of_head(self, table: StoredWeight) -> StoredWeight:
+        """Those of a tied embedding that this rank multiplies by; all of them where there is one rank."""
+        local = self._serving.model.ranks.local_vocab
+        return StoredWeight(local(table.values), None if table.scales is None else local(table.scales))
 
     # Storage
 
