@@ -202,6 +202,22 @@ def change_while_saving(rank: Rank, config: TransformerConfig, layout: Layout, p
         shard_storage.write_safetensors = write
 
 
+def collectives_while_saving(rank: Rank, config: TransformerConfig, layout: Layout, path: str) -> list[float]:
+    """Sums in the trainer's group while the ranks save, over a group that the checkpoints make for themselves."""
+    parts = parts_of(rank, config, layout)
+    fill(parts)
+    group = RankGroup.over(rank.group)
+    together = ShardedCheckpoints(group, timeout_s=20.0)
+    sums = []
+    for number in range(3):
+        together.save(Path(path), parts, step=3, updates=UPDATES)
+        for _ in range(20):
+            sums.append(float(group.sum(torch.tensor([float(number + rank.rank)]))))
+    assert together.wait() == Saved(Path(path), 3)
+    together.close()
+    return sums
+
+
 def fail_once(rank: Rank, config: TransformerConfig, layout: Layout, root: str) -> tuple[str, list[str]]:
     """A save that fails on the last rank: what the next call raises, and what lies there after a third."""
     parts = parts_of(rank, config, layout)

@@ -181,6 +181,14 @@ def test_what_changes_after_save_is_not_saved(ranks: RankPool, tmp_path: Path) -
         assert wrong == []
 
 
+def test_training_goes_on_while_ranks_save(ranks: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "step_3")
+    for sums in ranks.run(jobs.collectives_while_saving, LLAMA, (2, 2), path, world=4):
+        assert sums == [4.0 * number + 6.0 for number in range(3) for _ in range(20)]
+    for wrong, *_ in ranks.run(jobs.load, LLAMA, (1, 1), path, world=1):
+        assert wrong == []
+
+
 def test_a_failed_save_is_told_by_the_next_call_and_leaves_the_others(ranks: RankPool, tmp_path: Path) -> None:
     for text, left in ranks.run(jobs.fail_once, LLAMA, (2, 1), str(tmp_path), world=2):
         assert "step_4 could not be saved" in text
