@@ -30,7 +30,7 @@ from slipstream.models.quantized import FORMATS, Packer, WeightLayout
 from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
 from slipstream.observe.hardware import describe
-from slipstream.weight_sync.slots import bytes_of, copy_bytes, pack_bytes
+from slipstream.weight_sync.copying import bytes_of, copy_bytes, pack_bytes
 
 SMOLLM2 = ModelConfig(
     hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, max_positions=2048

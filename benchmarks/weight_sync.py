@@ -40,6 +40,9 @@ SPECS = [
 class Parameters:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
+        self.holding = None
+
+    def prepare(self, flat: torch.Tensor) -> None: ...
 
     def rebind(self, flat: torch.Tensor) -> None:
         self.flat = flat

@@ -20,9 +20,11 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import new_model
 from slipstream.models.quantized import FORMATS, Packer, WeightLayout
 from slipstream.models.served import ServedWeights
+from slipstream.weight_sync.copying import bytes_of
 from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.reader import SegmentReader
 from slipstream.weight_sync.segment import SharedMemory
-from slipstream.weight_sync.slots import InProcess, Transport, bytes_of
+from slipstream.weight_sync.slots import InProcess, Transport
 from slipstream.weight_sync.subscriber import Subscriber
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=64)
@@ -246,8 +248,9 @@ def test_ends_of_different_precision_refuse_each_other() -> None:
     loop = Loop(transport, "int8", in_place=False, is_threaded=False)
     other = ServedWeights(new_model(CONFIG, vocab_size=40, seed=1), "bfloat16")
     loop.subscriber._parameters, loop.subscriber._shadow = other, torch.empty_like(other.flat)
+    loop.subscriber._fetch = SegmentReader(transport, other.holding)
     assert loop.publish(0)
     loop.subscriber.poll()
-    assert "wrong size" in str(loop.subscriber.failure)
+    assert "disagree about model.embed_tokens.weight" in str(loop.subscriber.failure)
     assert len(bytes_of(other.flat)) == other.num_bytes
     loop.close()

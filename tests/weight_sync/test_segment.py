@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from slipstream.core.errors import WeightSyncError
+from slipstream.weight_sync.copying import copy_bytes
 from slipstream.weight_sync.segment import SharedMemory, cleanup, segment_directories
-from slipstream.weight_sync.slots import Commit, copy_bytes
+from slipstream.weight_sync.slots import Commit
 
 READER = """
 import sys, numpy as np
 from slipstream.weight_sync.segment import SharedMemory
-from slipstream.weight_sync.slots import copy_bytes
+from slipstream.weight_sync.copying import copy_bytes
 slots = SharedMemory(sys.argv[1]).attach(sys.argv[2])
 copy = np.empty(slots.num_bytes, np.uint8)
 commit = slots.committed(1)

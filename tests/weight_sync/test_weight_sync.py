@@ -27,6 +27,7 @@ class Parameters:
 
     def __init__(self, num_params: int = NUM_PARAMS) -> None:
         self.flat = torch.zeros(num_params)
+        self.holding = None
 
     def prepare(self, flat: torch.Tensor) -> None: ...
 
@@ -285,24 +286,29 @@ def test_any_interleaving_keeps_versions_whole_and_ascending(actions: list[str])
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_slot_is_rewritten_only_when_every_living_reader_released_it(data: st.DataObject) -> None:
-    num_slots, readers = data.draw(st.integers(1, 3)), set(range(3))
+    num_slots, readers = data.draw(st.integers(1, 3)), {(replica, 0) for replica in range(3)}
     ledger = SlotLedger(num_slots, readers)
-    reading: dict[int, tuple[int, set[int]]] = {slot: (-1, set()) for slot in range(num_slots)}  # an independent model
+    reading: dict[int, tuple[int, set[tuple[int, int]]]] = {
+        slot: (-1, set()) for slot in range(num_slots)
+    }  # an independent model
     for version in range(data.draw(st.integers(0, 20))):
-        slot = ledger.free_slot()
-        assert (slot is None) == all(users for _, users in reading.values())
-        if slot is not None:
-            assert not reading[slot][1]
-            ledger.offer(slot, version)
-            reading[slot] = (version, set(readers))
-        replica, target = data.draw(st.integers(0, 3)), data.draw(st.integers(0, num_slots - 1))
+        free = ledger.free_slots()
+        assert set(free) == {slot for slot, (_, users) in reading.items() if not users}
+        if free:
+            slot = free[0]
+            ledger.write(slot, version)
+            reading[slot] = (version, set())
+            if data.draw(st.booleans()):
+                ledger.offer(slot)
+                reading[slot] = (version, set(readers))
+        number, target = data.draw(st.integers(0, 3)), data.draw(st.integers(0, num_slots - 1))
         held, users = reading[target]
         claimed = data.draw(st.sampled_from([held, held - 1]))
-        assert ledger.release(replica, claimed, target) == (claimed == held and replica in users)
+        assert ledger.release((number, 0), claimed, target) == (claimed == held and (number, 0) in users)
         if claimed == held:
-            users.discard(replica)
+            users.discard((number, 0))
         if data.draw(st.booleans()) and len(readers) > 1:
             gone = readers.pop()
-            ledger.drop_reader(gone)
+            ledger.drop_replica(gone[0])
             for _, others in reading.values():
                 others.discard(gone)

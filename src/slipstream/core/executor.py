@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slipstream.core.clock import Clock
 from slipstream.core.ranks import RankGroup
-from slipstream.core.types import Message
+from slipstream.core.types import Holding, Message
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,26 +60,48 @@ class Swap:
 
 
 class WeightsPublisher(Protocol):
-    """The trainer's end of a WEIGHTS channel."""
+    """The trainer's end of a WEIGHTS channel, one on each rank. All ranks call `open` and `publish` together.
 
-    def open(self, flat: torch.Tensor, packer: WeightsPacker | None = None) -> None:
-        """`flat` [num_params] holds the live weights from now on; they are only read inside `publish`.
+    Rank 0 has the channel: it decides and tells the others. What it learns between two versions it passes on to the
+    trainer's `relay` port; the other ranks hand such messages to `take`.
+    """
 
-        `packer` writes them at the generators' precision; None: a slot holds the bytes of `flat`.
+    def open(
+        self, flat: torch.Tensor | None, packer: WeightsPacker | None = None, holding: Holding | None = None
+    ) -> None:
+        """The live weights, from now on; they are only read inside `publish`.
+
+        `packer` writes them at the generators' precision; None: a slot holds the bytes of `flat` [num_params].
+        `holding` says what lies where in these, `packer.holding` in what it writes; None: generators take them whole.
         """
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Of one version."""
+        """Of one version, on all ranks together."""
         ...
 
     def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
-        """Copy the weights to a staging slot and offer them; False when every slot is still being read."""
+        """Copy the weights to a staging slot and offer them; False when every slot is still being read.
+
+        The same answer on every rank; the probe is rank 0's.
+        """
         ...
 
     def poll(self) -> bool:
         """Take releases; offer the newest skipped version when a slot came free. True when anything happened."""
+        ...
+
+    def take(self, message: Message) -> None:
+        """What rank 0 has relayed (`WeightsLinked`)."""
+        ...
+
+    def add_reader(self, replica: int) -> None:
+        """A replica that joined or came back: it takes part from the next version on."""
+        ...
+
+    def drop_reader(self, replica: int) -> None:
+        """Forget a dead replica: its slots come free, its link is closed."""
         ...
 
     def close(self) -> None: ...
@@ -128,6 +150,8 @@ class WeightsPacker(Protocol):
     """Turns the trainer's live weights into the bytes that generators read (`models.quantized.Packer`)."""
 
     num_bytes: int
+    holding: Holding | None
+    """What lies where in the bytes."""
 
     def pack(self, out: torch.Tensor) -> Iterator[slice]:
         """Write the weights as they are now to `out` uint8 [num_bytes].
@@ -142,6 +166,11 @@ class FlatWeights(Protocol):
 
     flat: torch.Tensor
     """The live version. A tensor like it holds the next; the two change places."""
+
+    @property
+    def holding(self) -> Holding | None:
+        """What lies where in `flat`; None: a version is all of the trainer's bytes as they are."""
+        ...
 
     def prepare(self, flat: torch.Tensor) -> None:
         """`flat` holds a whole, verified version that `rebind` may be called with next.

@@ -424,27 +424,28 @@ class Holding(Message):
 
 
 class WeightsOffered(Message):
-    """Version `version` lies complete in slot `slot` of segment `segment`: `checksum` covers its bytes.
+    """Version `version` lies complete in slot `slot` of every one of `segments`, one of each rank of the trainer.
 
-    `probe_logprobs` are the trainer's logprobs of the probe text under these weights; a generator that cannot
-    reproduce them refuses the version.
+    `checksums` cover the checksums of their blocks. `probe_logprobs` are the trainer's logprobs of the probe text under
+    these weights; a generator that cannot reproduce them refuses the version. `replica`: for this one; -1: for all.
     """
 
     version: int
     slot: int
-    segment: str
-    num_bytes: int
-    checksum: int
+    segments: tuple[str, ...]
+    checksums: tuple[int, ...]
     probe_tokens: np.ndarray  # int32 [Tprobe]
     probe_logprobs: np.ndarray  # float32 [Tprobe - 1]
+    replica: int = -1
 
 
 class WeightsReleased(Message):
-    """Replica `replica` will not read slot `slot` for `version` again; the publisher may rewrite it."""
+    """Rank `rank` of replica `replica` will not read slot `slot` for `version` again."""
 
     replica: int
     version: int
     slot: int
+    rank: int = 0
 
 
 class WeightsWanted(Message):
@@ -461,8 +462,17 @@ class WeightsWanted(Message):
 
 
 class WeightsLinked(Message):
-    """All ranks of `replica` and of the trainer are to make link number `epoch`; the one before is broken."""
+    """The `sources` ranks of the trainer and the `world` of `replica` are to make link `epoch`; those before are void."""
 
     replica: int
     world: int
+    sources: int
     epoch: int
+
+
+class LinkMember(Message):
+    """What a rank of a link tells the others: what it holds, and where it runs."""
+
+    holding: Holding
+    host: str = ""
+    device: str = ""

@@ -36,6 +36,10 @@ class FlatParameters:
         """The current weights by parameter name, as views into `flat`."""
         return self.views_of(self.flat)
 
+    @property
+    def holding(self) -> None:
+        """Not known: versions are whole (`core.executor.FlatWeights`)."""
+
     def prepare(self, flat: Tensor) -> None:
         """Nothing is to be done before `rebind` (`core.executor.FlatWeights`)."""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slipstream.core.errors import ConfigError
 from slipstream.core.ranks import RankGroup
 from slipstream.core.sections import Precision
+from slipstream.core.types import Holding
 from slipstream.models.linear import Linear
 from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
@@ -155,6 +156,11 @@ class ServedWeights:
     @property
     def num_bytes(self) -> int:
         return self._layout.num_bytes
+
+    @property
+    def holding(self) -> Holding:
+        """Which boxes of the checkpoint's tensors lie where in `flat`."""
+        return self._layout.holding
 
     @property
     def prepared_model(self) -> Transformer:

@@ -2,51 +2,74 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import Receiver, Sender, WeightsPacker
-from slipstream.core.types import WeightsOffered, WeightsReleased
-from slipstream.weight_sync.slots import Commit, Slots, Transport, bytes_of, copy_bytes, pack_bytes
+from slipstream.core.ranks import RankGroup
+from slipstream.core.types import Holding, Message, WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
+from slipstream.weight_sync.copying import Bytes, bytes_of, copy_bytes, pack_bytes
+from slipstream.weight_sync.links import Links
+from slipstream.weight_sync.slots import Commit, Slots, Transport
 
 _CLOCK = WallClock()
+_DECISION = struct.Struct("<qq?")  # version, slot, whether it is offered
+_STAGED = struct.Struct("<Q")  # checksum
+
+Reader = tuple[int, int]
+"""(replica, rank)"""
 
 
 class SlotLedger:
     """Who still reads which slot. A slot is free when every living reader has released it."""
 
-    def __init__(self, num_slots: int, readers: set[int]) -> None:
+    def __init__(self, num_slots: int, readers: Iterable[Reader]) -> None:
         self.readers = set(readers)
         self._versions = [-1] * num_slots
-        self._reading: list[set[int]] = [set() for _ in range(num_slots)]
+        self._reading: list[set[Reader]] = [set() for _ in range(num_slots)]
 
-    def free_slot(self) -> int | None:
-        """The free slot with the oldest content, or None."""
+    def free_slots(self) -> list[int]:
+        """Those with the oldest content first."""
         free = [slot for slot, reading in enumerate(self._reading) if not reading]
-        return min(free, key=lambda slot: self._versions[slot], default=None)
+        return sorted(free, key=lambda slot: self._versions[slot])
 
-    def offer(self, slot: int, version: int) -> None:
-        """Every reader may read `slot` from now on."""
+    def version_in(self, slot: int) -> int:
+        return self._versions[slot]
+
+    def write(self, slot: int, version: int) -> None:
+        """`slot` holds `version` from now on, and nobody reads it yet."""
         assert not self._reading[slot], f"slot {slot} is still being read by {self._reading[slot]}"
-        self._versions[slot], self._reading[slot] = version, set(self.readers)
+        self._versions[slot] = version
 
-    def release(self, replica: int, version: int, slot: int) -> bool:
+    def offer(self, slot: int, readers: Iterable[Reader] | None = None) -> None:
+        """Every reader, or `readers`, may read `slot` from now on."""
+        self._reading[slot].update(self.readers if readers is None else readers)
+
+    def release(self, reader: Reader, version: int, slot: int) -> bool:
         """False for a release of something the slot no longer holds, which changes nothing."""
         if not 0 <= slot < len(self._versions) or self._versions[slot] != version:
             return False
-        if replica not in self._reading[slot]:
+        if reader not in self._reading[slot]:
             return False
-        self._reading[slot].remove(replica)
+        self._reading[slot].remove(reader)
         return True
 
-    def drop_reader(self, replica: int) -> None:
-        self.readers.discard(replica)
+    def forget(self, replica: int) -> None:
+        """No rank of `replica` reads anything any more."""
         for reading in self._reading:
-            reading.discard(replica)
+            reading.difference_update([reader for reader in reading if reader[0] == replica])
+
+    def drop_replica(self, replica: int) -> None:
+        """It takes no part from now on."""
+        self.readers = {reader for reader in self.readers if reader[0] != replica}
+        self.forget(replica)
 
 
 @dataclass
@@ -60,127 +83,232 @@ class PublishStats:
 
 
 class Publisher:
-    """Implements `core.executor.WeightsPublisher`: offers go out on `offers`, releases come in on `releases`.
+    """Implements `core.executor.WeightsPublisher`: offers go out on `offers`, `releases` brings these and requests.
 
-    `num_slots` versions may be in transit. When a version finds no free slot it is skipped and counted; a private
-    copy of the newest skipped one is offered as soon as a reader releases a slot.
+    `num_slots` versions may be in transit. One that finds no free slot is skipped and counted; it is written to a slot
+    more that nobody reads, and offered as soon as a reader releases one, unless a newer one has come by then.
+
+    Of the ranks of `group` each has segments of its own, made by `transport`; rank 0 has the ports and `relay`, by
+    which it tells the others what happens between two versions. `links`: to readers that cannot map segments.
     """
 
     def __init__(
-        self, offers: Sender, releases: Receiver, transport: Transport, *, num_readers: int, num_slots: int = 2
+        self,
+        offers: Sender | None,
+        releases: Receiver | None,
+        transport: Transport,
+        *,
+        num_readers: int,
+        reader_ranks: int = 1,
+        num_slots: int = 2,
+        group: RankGroup | None = None,
+        links: Links | None = None,
+        relay: Sender | None = None,
     ) -> None:
         self.stats = PublishStats()
-        self._offers, self._releases, self._transport = offers, releases, transport
-        self._ledger = SlotLedger(num_slots, set(range(num_readers)))
-        self._num_slots = num_slots
-        self._live: np.ndarray | None = None
+        self._offers, self._releases, self._transport, self._relay = offers, releases, transport, relay
+        self._links, self._group = links, RankGroup.alone() if group is None else group
+        self._ranks = range(reader_ranks)
+        readers = [(replica, rank) for replica in range(num_readers) for rank in self._ranks]
+        self._ledger = SlotLedger(num_slots + 1, readers)
+        self._live: Bytes | None = None
         self._packer: WeightsPacker | None = None
         self._slots: Slots | None = None
-        self._held: np.ndarray | None = None
-        self._held_offer: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._segments: tuple[str, ...] = ()
+        self._num_bytes = 0
+        self._last: WeightsOffered | None = None
+        self._held: WeightsOffered | None = None
         self._newest = -1
+        self._wanting: dict[int, dict[int, WeightsWanted]] = {}
+        self._greeted: set[int] = set()
+        self._epochs: dict[int, int] = {}
 
-    def open(self, flat: torch.Tensor, packer: WeightsPacker | None = None) -> None:
-        """`flat` [num_params] holds the live weights from now on; they are only read inside `publish`.
-
-        With a `packer`, slots hold what it makes of them.
-        """
+    def open(
+        self, flat: torch.Tensor | None, packer: WeightsPacker | None = None, holding: Holding | None = None
+    ) -> None:
+        """The live weights from now on, only read inside `publish`: `flat`, or what `packer` makes of them."""
         if self._slots is not None:
             raise WeightSyncError("this publisher is open already")
-        self._live, self._packer = bytes_of(flat), packer
-        self._slots = self._transport.create(self.num_bytes, self._num_slots)
+        self._packer = packer
+        if packer is not None:
+            num_bytes, holding = packer.num_bytes, packer.holding
+        elif flat is not None:
+            self._live = bytes_of(flat)
+            num_bytes = len(self._live)
+        else:
+            raise WeightSyncError("a publisher needs flat weights or a packer")
+        self._slots = self._transport.create(num_bytes, len(self._ledger.free_slots()), holding)
+        told = self._group.gather(num_bytes.to_bytes(8, "little") + self._slots.name.encode())
+        self._segments = tuple(name[8:].decode() for name in told)
+        self._num_bytes = sum(int.from_bytes(name[:8], "little") for name in told)
 
     @property
     def num_bytes(self) -> int:
-        """Of one version."""
-        return len(self._opened()) if self._packer is None else self._packer.num_bytes
+        """Of one version, on all ranks together."""
+        self._opened()
+        return self._num_bytes
 
     def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
         """Copy the weights to a free slot and offer them; False when every slot is still being read.
 
-        Versions ascend. The weights may change again as soon as this returns.
+        Versions ascend. The weights may change again as soon as this returns. All ranks call it together.
         """
-        self._opened()
+        slots = self._opened()
         if version <= self._newest:
             raise WeightSyncError("versions are published in ascending order", got=version, allowed=f"> {self._newest}")
         self._newest = version
-        self._take_releases()
-        self._held_offer = None
-        slot = self._ledger.free_slot()
-        if slot is None:
+        slot, is_offered = self._decide(version)
+        checksums = self._stage(slots, slot, version)
+        if not self._group.is_leader:
+            return is_offered
+        offer = WeightsOffered(
+            version=version,
+            slot=slot,
+            segments=self._segments,
+            checksums=checksums,
+            probe_tokens=probe_tokens,
+            probe_logprobs=probe_logprobs,
+        )
+        if is_offered:
+            self._offer(offer)
+        else:
+            self._held = offer
             self.stats.num_skipped += 1
-            if self._held is None:
-                self._held = np.zeros(self.num_bytes, np.uint8)
-            self._write(self._held)
-            self._held_offer = (version, probe_tokens, probe_logprobs)
-            return False
-        self._offer(slot, None, version, probe_tokens, probe_logprobs)
-        return True
+        return is_offered
 
     def poll(self) -> bool:
         """Take releases; offer the newest skipped version when a slot came free. True when anything happened."""
-        took = self._take_releases()
-        slot = self._ledger.free_slot()
-        if self._held_offer is not None and self._held is not None and slot is not None:
-            offer, self._held_offer = self._held_offer, None
-            self._offer(slot, self._held, *offer)
+        took = self._take_messages()
+        if self._held is not None and len(self._ledger.free_slots()) > 1:
+            held, self._held = self._held, None
+            self._offer(held)
             return True
         return took
 
+    def take(self, message: Message) -> None:
+        """On ranks other than 0: what rank 0 has relayed."""
+        if not isinstance(message, WeightsLinked):
+            raise WeightSyncError("a link was expected", got=type(message).__name__)
+        self._serve(message)
+
     def drop_reader(self, replica: int) -> None:
-        """Forget a dead replica: its slots come free."""
-        self._ledger.drop_reader(replica)
+        """Forget a dead replica: its slots come free, its link is closed."""
+        self._ledger.drop_replica(replica)
+        self._wanting.pop(replica, None)
+        if self._links is not None:
+            self._links.drop(replica)
 
     def add_reader(self, replica: int) -> None:
-        """A replica that joined or came back: it takes part from the next version on."""
-        self._ledger.readers.add(replica)
+        """A replica that joined or came back: it takes part from the next version on, or at once when it asks."""
+        self._ledger.readers.update((replica, rank) for rank in self._ranks)
 
     def close(self) -> None:
         """Unlink the segment; readers that map it finish their copy. Idempotent."""
+        if self._links is not None:
+            self._links.close()
         if self._slots is not None:
             self._slots.close()
 
-    def _write(self, target: np.ndarray) -> int:
-        """The live weights to `target`; returns the checksum."""
-        if self._packer is None:
-            return copy_bytes(target, self._opened())
-        return pack_bytes(target, self._packer)
+    # Versions
 
-    def _offer(
-        self, slot: int, held: np.ndarray | None, version: int, tokens: np.ndarray, logprobs: np.ndarray
-    ) -> None:
-        """Offer the version `held` back, or the live weights where it is None."""
-        assert self._slots is not None
+    def _decide(self, version: int) -> tuple[int, bool]:
+        """Where to write it, and whether to offer it: rank 0's decision."""
+        decision = b""
+        if self._group.is_leader:
+            self._take_messages()
+            self._held = None
+            free = self._ledger.free_slots()
+            # The slot more comes last, so that runs without skips never touch its memory.
+            slot = min(free, key=lambda slot: slot == self._spare and self._ledger.version_in(slot) < 0)
+            self._ledger.write(slot, version)
+            decision = _DECISION.pack(version, slot, len(free) > 1)
+        agreed, slot, is_offered = _DECISION.unpack(self._group.broadcast(decision))
+        if agreed != version:
+            raise WeightSyncError("ranks publish different versions", got=version, allowed=f"rank 0's {agreed}")
+        return slot, is_offered
+
+    @property
+    def _spare(self) -> int:
+        return self._opened().num_slots - 1
+
+    def _stage(self, slots: Slots, slot: int, version: int) -> tuple[int, ...]:
+        """This rank's part of the live weights to its slot; returns the checksums of all ranks."""
         started_s = _CLOCK.now_s()
-        self._slots.invalidate(slot)
-        target = self._slots.data(slot)
-        checksum = self._write(target) if held is None else copy_bytes(target, held)
-        self._slots.commit(slot, Commit(version, checksum))
+        slots.invalidate(slot)
+        target, checksums = slots.data(slot), slots.checksums(slot)
+        if self._packer is not None:
+            checksum = pack_bytes(target, self._packer, checksums)
+        else:
+            assert self._live is not None, "open has seen to that"
+            checksum = copy_bytes(target, self._live, checksums)
+        slots.commit(slot, Commit(version, checksum))
         self.stats.staging_s = _CLOCK.now_s() - started_s
-        self._ledger.offer(slot, version)
-        self._offers.put(
-            WeightsOffered(
-                version=version,
-                slot=slot,
-                segment=self._slots.name,
-                num_bytes=len(target),
-                checksum=checksum,
-                probe_tokens=tokens,
-                probe_logprobs=logprobs,
-            )
-        )
-        self.stats.num_published += 1
-        self.stats.payload_bytes += len(target)
+        return tuple(_STAGED.unpack(staged)[0] for staged in self._group.gather(_STAGED.pack(checksum)))
 
-    def _take_releases(self) -> bool:
+    def _offer(self, offer: WeightsOffered) -> None:
+        self._ledger.offer(offer.slot)
+        self._last = offer
+        self._send(offer)
+        self.stats.num_published += 1
+        self.stats.payload_bytes += self._num_bytes
+
+    def _send(self, message: Message) -> None:
+        assert self._offers is not None, "rank 0 has the ports"
+        self._offers.put(message)
+
+    # Readers
+
+    def _take_messages(self) -> bool:
         took = False
-        while (message := self._releases.get_nowait()) is not None:
-            if not isinstance(message, WeightsReleased):
-                raise WeightSyncError("a release was expected", got=type(message).__name__)
-            took = self._ledger.release(message.replica, message.version, message.slot) or took
+        while self._releases is not None and (message := self._releases.get_nowait()) is not None:
+            match message:
+                case WeightsReleased():
+                    reader = (message.replica, message.rank)
+                    took = self._ledger.release(reader, message.version, message.slot) or took
+                case WeightsWanted():
+                    self._want(message)
+                    took = True
+                case _:
+                    raise WeightSyncError("a release or request was expected", got=type(message).__name__)
         return took
 
-    def _opened(self) -> np.ndarray:
-        if self._live is None:
+    def _want(self, message: WeightsWanted) -> None:
+        """Once all ranks of a replica have asked: link it, and offer again what it may have lost.
+
+        The first time it has lost nothing: whoever was there from the start finds every offer in its channel.
+        """
+        replica, wanting = message.replica, self._wanting.setdefault(message.replica, {})
+        wanting[message.rank] = message
+        if len(wanting) < message.world:
+            return
+        del self._wanting[replica]
+        if message.is_linked:
+            self._epochs[replica] = self._epochs.get(replica, 0) + 1
+            linked = WeightsLinked(
+                replica=replica, world=message.world, sources=self._group.world, epoch=self._epochs[replica]
+            )
+            if self._relay is not None:
+                self._relay.put(linked)
+            self._serve(linked)
+            self._send(linked)
+        is_new = replica not in self._greeted and any(reader[0] == replica for reader in self._ledger.readers)
+        self._greeted.add(replica)
+        if is_new:
+            return
+        self.add_reader(replica)
+        self._ledger.forget(replica)
+        if self._last is not None and self._ledger.version_in(self._last.slot) == self._last.version:
+            self._ledger.offer(self._last.slot, [(replica, rank) for rank in range(message.world)])
+            self._send(msgspec.structs.replace(self._last, replica=replica))
+
+    def _serve(self, linked: WeightsLinked) -> None:
+        if self._links is None:
+            raise WeightSyncError(
+                f"replica {linked.replica} asks for a link and there are none", hint="both ends need `links`"
+            )
+        self._links.serve(linked, self._opened(), self._group.rank)
+
+    def _opened(self) -> Slots:
+        if self._slots is None:
             raise WeightSyncError("this publisher is not open", hint="call open(flat) first")
-        return self._live
+        return self._slots

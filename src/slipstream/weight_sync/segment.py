@@ -3,8 +3,9 @@
 Plain files instead of `multiprocessing.shared_memory`, whose Python 3.11 resource tracker unlinks the owner's segment
 when an attached process exits.
 
-    page 0     magic, number of slots, bytes per slot; then one record per slot: marker, version, checksum
-    page 1 ..  the slots, each starting on a page
+    page 0     magic, number of slots, bytes per slot, bytes of the holding; then a record per slot: marker, version,
+               checksum
+    page 1 ..  the holding; the checksums of each slot's blocks; the slots: each of these starting on a page
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ import struct
 import tempfile
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import Holding
+from slipstream.weight_sync.copying import Bytes, Checksums, num_blocks
 from slipstream.weight_sync.slots import Commit
 
-_MAGIC = b"SLIPSEG1"
-_HEADER = struct.Struct("<8sQQ")
+_MAGIC = b"SLIPSEG2"
+_HEADER = struct.Struct("<8sQQQ")
 _RECORD = struct.Struct("<QqQ")
 _MARKER = struct.Struct("<Q")
 _COMMITTED = 0x434F4D4D49545445  # any number that is not zero by accident
@@ -47,17 +52,27 @@ class SegmentSlots:
             raise WeightSyncError(
                 "a weight segment cannot be mapped", got=error, hint="has its publisher ended?"
             ) from error
-        magic, self.num_slots, self.num_bytes = _HEADER.unpack_from(self._map)
-        if magic != _MAGIC or self.num_slots > _MAX_SLOTS or len(self._map) != _size(self.num_bytes, self.num_slots):
+        magic, self.num_slots, self.num_bytes, holding_bytes = _HEADER.unpack_from(self._map)
+        if magic == _MAGIC and self.num_slots <= _MAX_SLOTS:
+            self._places = _Places(self.num_bytes, self.num_slots, holding_bytes)
+        if magic != _MAGIC or self.num_slots > _MAX_SLOTS or len(self._map) != self._places.size:
             raise WeightSyncError("this is not a weight segment", got=f"{path}, {len(self._map)} bytes")
+        self.holding = None
+        if holding_bytes:
+            self.holding = decode_holding(self._map[_PAGE_BYTES : _PAGE_BYTES + holding_bytes])
+        self._unreserved = {self.num_slots - 1} if is_owner and self.num_slots > 1 else set()
         if is_owner:
             atexit.register(self.close)
 
-    def data(self, slot: int) -> np.ndarray:
-        offset = _PAGE_BYTES + slot * _round_up(self.num_bytes)
-        return np.frombuffer(self._map, np.uint8, self.num_bytes, offset)
+    def data(self, slot: int) -> Bytes:
+        return np.frombuffer(self._map, np.uint8, self.num_bytes, self._places.data(slot))
+
+    def checksums(self, slot: int) -> Checksums:
+        return np.frombuffer(self._map, np.uint64, num_blocks(self.num_bytes), self._places.checksums(slot))
 
     def invalidate(self, slot: int) -> None:
+        if slot in self._unreserved:
+            self._reserve(slot)
         _MARKER.pack_into(self._map, self._record(slot), 0)
 
     def commit(self, slot: int, commit: Commit) -> None:
@@ -75,6 +90,14 @@ class SegmentSlots:
             Path(self.name).unlink(missing_ok=True)
             atexit.unregister(self.close)
 
+    def _reserve(self, slot: int) -> None:
+        try:
+            with open(self.name, "r+b") as file:
+                _reserve(file.fileno(), self._places.data(slot), _round_up(self.num_bytes))
+        except OSError as error:
+            raise WeightSyncError("no room for a further version in the weight segment", got=error) from error
+        self._unreserved.clear()
+
     def _record(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
             raise WeightSyncError("a weight segment has no such slot", got=slot, allowed=f"0..{self.num_slots - 1}")
@@ -88,26 +111,32 @@ class SharedMemory:
         self._prefix = file_prefix(run_id)
         self._directories = directories if directories is not None else segment_directories()
 
-    def create(self, num_bytes: int, num_slots: int) -> SegmentSlots:
-        """A new segment in the first directory with room; its space is reserved, so writing cannot fail later."""
+    def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> SegmentSlots:
+        """A new segment in the first directory with room; its space is reserved, so writing cannot fail later.
+
+        But for the last of several slots, which few runs ever write: its space is reserved by its first `invalidate`.
+        """
         if not 1 <= num_slots <= _MAX_SLOTS:
             raise WeightSyncError("bad number of slots", got=num_slots, allowed=f"1..{_MAX_SLOTS}")
-        size = _size(num_bytes, num_slots)
+        encoded = b"" if holding is None else wire.encode(holding)
+        places = _Places(num_bytes, num_slots, len(encoded))
         for directory in self._directories:
             path = directory / f"{self._prefix}{uuid.uuid4().hex[:12]}"
             try:
-                _allocate(path, size)
+                _allocate(path, places)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.ENOENT):
                     raise
                 path.unlink(missing_ok=True)
                 continue
             with open(path, "r+b") as file:
-                file.write(_HEADER.pack(_MAGIC, num_slots, num_bytes))
+                file.write(_HEADER.pack(_MAGIC, num_slots, num_bytes, len(encoded)))
+                file.seek(_PAGE_BYTES)
+                file.write(encoded)
             return SegmentSlots(path, is_owner=True)
         raise WeightSyncError(
             "no room for the weight segment",
-            got=f"{size} bytes needed",
+            got=f"{places.size} bytes needed",
             allowed=", ".join(map(str, self._directories)),
             hint="free memory in /dev/shm or the temporary directory",
         )
@@ -143,20 +172,45 @@ def file_prefix(run_id: str) -> str:
     return f"slipstream.{run_id}."
 
 
-def _allocate(path: Path, size: int) -> None:
+def decode_holding(encoded: bytes) -> Holding:
+    """Raises ChannelError for what is none."""
+    holding = wire.decode(encoded, (Holding,))
+    assert isinstance(holding, Holding)
+    return holding
+
+
+def _allocate(path: Path, places: _Places) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        if hasattr(os, "posix_fallocate"):  # not on macOS
-            os.posix_fallocate(descriptor, 0, size)
-        else:
-            os.truncate(descriptor, size)
+        os.truncate(descriptor, places.size)
+        _reserve(descriptor, 0, places.data(max(places.num_slots - 1, 1)))
     finally:
         os.close(descriptor)
+
+
+def _reserve(descriptor: int, start: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate") and num_bytes:  # not on macOS
+        os.posix_fallocate(descriptor, start, num_bytes)
 
 
 def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _size(num_bytes: int, num_slots: int) -> int:
-    return _PAGE_BYTES + num_slots * _round_up(num_bytes)
+class _Places(NamedTuple):
+    """Where things lie in a segment's file."""
+
+    num_bytes: int
+    num_slots: int
+    holding_bytes: int
+
+    def checksums(self, slot: int) -> int:
+        blocks = _round_up(8 * num_blocks(self.num_bytes))
+        return _PAGE_BYTES + _round_up(self.holding_bytes) + slot * blocks
+
+    def data(self, slot: int) -> int:
+        return self.checksums(self.num_slots) + slot * _round_up(self.num_bytes)
+
+    @property
+    def size(self) -> int:
+        return self.data(self.num_slots)

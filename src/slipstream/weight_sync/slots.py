@@ -1,7 +1,8 @@
-"""Where a published version lies: numbered byte slots that a publisher writes and subscribers copy from.
+"""Where a rank's bytes of published versions lie: numbered slots that a publisher writes and subscribers copy from.
 
-A slot is written as: marker cleared, bytes, checksum, marker. A reader checks the marker, copies, and compares the
-checksum of *its copy* with the offer, so a torn or damaged slot is never used.
+A slot is written as: marker cleared, bytes, checksums of its blocks, marker. A reader checks the marker, copies, and
+compares checksums of what it copied, so a torn or damaged slot is never used. Beside the slots lies the `Holding` that
+says which boxes they hold, unless all readers take their bytes as they are.
 """
 
 from __future__ import annotations
@@ -9,32 +10,33 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
-import xxhash
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.executor import WeightsPacker
-
-# Copying and hashing piece by piece hashes what is still in the cache: one pass over memory instead of two.
-_CHUNK_BYTES = 1 << 20
+from slipstream.core.types import Holding
+from slipstream.weight_sync.copying import Bytes, Checksums, num_blocks
 
 
 class Commit(NamedTuple):
-    """What lies complete in a slot."""
+    """What lies complete in a slot; `checksum` is that of its blocks' checksums."""
 
     version: int
     checksum: int
 
 
 class Slots(Protocol):
-    """Slots of one run; all of `num_bytes` bytes."""
+    """Slots of one rank; all of `num_bytes` bytes."""
 
     name: str
     num_slots: int
     num_bytes: int
+    holding: Holding | None
 
-    def data(self, slot: int) -> np.ndarray:
+    def data(self, slot: int) -> Bytes:
         """uint8 [num_bytes]: a view of the slot."""
+        ...
+
+    def checksums(self, slot: int) -> Checksums:
+        """uint64 [blocks]: a view of the slot's."""
         ...
 
     def invalidate(self, slot: int) -> None:
@@ -53,7 +55,7 @@ class Slots(Protocol):
 class Transport(Protocol):
     """How slots are shared between a publisher and its subscribers."""
 
-    def create(self, num_bytes: int, num_slots: int) -> Slots: ...
+    def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> Slots: ...
 
     def attach(self, name: str) -> Slots: ...
 
@@ -61,13 +63,17 @@ class Transport(Protocol):
 class MemorySlots:
     """Plain memory of this process."""
 
-    def __init__(self, name: str, num_bytes: int, num_slots: int) -> None:
-        self.name, self.num_bytes, self.num_slots = name, num_bytes, num_slots
+    def __init__(self, name: str, num_bytes: int, num_slots: int, holding: Holding | None = None) -> None:
+        self.name, self.num_bytes, self.num_slots, self.holding = name, num_bytes, num_slots, holding
         self._data = [np.zeros(num_bytes, np.uint8) for _ in range(num_slots)]
+        self._checksums = [np.zeros(num_blocks(num_bytes), np.uint64) for _ in range(num_slots)]
         self._commits: list[Commit | None] = [None] * num_slots
 
-    def data(self, slot: int) -> np.ndarray:
+    def data(self, slot: int) -> Bytes:
         return self._data[slot]
+
+    def checksums(self, slot: int) -> Checksums:
+        return self._checksums[slot]
 
     def invalidate(self, slot: int) -> None:
         self._commits[slot] = None
@@ -88,8 +94,8 @@ class InProcess:
     def __init__(self) -> None:
         self._slots: dict[str, MemorySlots] = {}
 
-    def create(self, num_bytes: int, num_slots: int) -> MemorySlots:
-        slots = MemorySlots(f"memory-{len(self._slots)}", num_bytes, num_slots)
+    def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> MemorySlots:
+        slots = MemorySlots(f"memory-{len(self._slots)}", num_bytes, num_slots, holding)
         self._slots[slots.name] = slots
         return slots
 
@@ -97,35 +103,3 @@ class InProcess:
         if name not in self._slots:
             raise WeightSyncError("no such weights in this process", got=name, allowed=", ".join(self._slots) or "none")
         return self._slots[name]
-
-
-def bytes_of(flat: torch.Tensor) -> np.ndarray:
-    """uint8 view of a contiguous CPU tensor."""
-    if flat.device.type != "cpu" or not flat.is_contiguous():
-        raise WeightSyncError(
-            "weights must be one contiguous CPU tensor", got=f"{flat.device}, stride {flat.stride()}, {flat.shape}"
-        )
-    view: np.ndarray = flat.detach().view(torch.uint8).numpy()
-    return view
-
-
-def copy_bytes(target: np.ndarray, source: np.ndarray) -> int:
-    """Copy uint8 [N] and return the xxh3_64 checksum of the copy.
-
-    numpy and xxhash release the GIL and use this thread only: torch's copy would start a second team of threads, which
-    takes the cores from decoding. xxh3 runs at memory speed where zlib.crc32 does 1-3 GB/s.
-    """
-    digest = xxhash.xxh3_64()
-    for start in range(0, len(source), _CHUNK_BYTES):
-        piece = target[start : start + _CHUNK_BYTES]
-        np.copyto(piece, source[start : start + _CHUNK_BYTES])
-        digest.update(piece.data)
-    return digest.intdigest()
-
-
-def pack_bytes(target: np.ndarray, packer: WeightsPacker) -> int:
-    """Have `packer` fill `target` uint8 [N] and return the xxh3_64 checksum, computed piece by piece on the way."""
-    digest = xxhash.xxh3_64()
-    for piece in packer.pack(torch.from_numpy(target)):
-        digest.update(target[piece].data)
-    return digest.intdigest()

@@ -16,8 +16,10 @@ from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import FlatWeights, Receiver, Sender, Swap
 from slipstream.core.links import WakeUp
-from slipstream.core.types import WeightsOffered, WeightsReleased
-from slipstream.weight_sync.slots import Slots, Transport, bytes_of, copy_bytes
+from slipstream.core.types import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
+from slipstream.weight_sync.links import LinkReader, Links
+from slipstream.weight_sync.reader import Fetch, SegmentReader
+from slipstream.weight_sync.slots import Transport
 
 Probe = Callable[[np.ndarray], np.ndarray]
 
@@ -39,7 +41,7 @@ class SubscribeStats:
 
 
 class Staging:
-    """One transfer: a slot copied to the shadow buffer, verified, and prepared. `run` may be another thread's work.
+    """One transfer: a version brought to the shadow buffer, verified, and prepared. `run` may be another thread's work.
 
     With a `probe` of prepared weights it ends with `probe_error`, the mean difference to the trainer's logprobs.
     """
@@ -49,7 +51,7 @@ class Staging:
         offer: WeightsOffered,
         shadow: torch.Tensor,
         weights: FlatWeights,
-        attach: Callable[[str], Slots],
+        fetch: Fetch,
         probe: Probe | None,
     ) -> None:
         self.offer = offer
@@ -57,12 +59,12 @@ class Staging:
         self.error: Exception | None = WeightSyncError(f"staging version {offer.version} did not finish")
         self.is_done = threading.Event()
         self.transfer_s = 0.0
-        self._shadow, self._weights, self._attach, self._probe = shadow, weights, attach, probe
+        self.fetch, self._shadow, self._weights, self._probe = fetch, shadow, weights, probe
 
     def run(self) -> None:
         started_s = _CLOCK.now_s()
         try:
-            self._copy()
+            self.fetch.fetch(self.offer, self._shadow)
             self._weights.prepare(self._shadow)
             if self._probe is not None:
                 self.probe_error = _probe_error(self._probe, self.offer)
@@ -70,25 +72,6 @@ class Staging:
         except Exception as error:  # noqa: BLE001 - `poll` tells a transfer that failed from a fault, and raises that
             self.error = error
         self.transfer_s = _CLOCK.now_s() - started_s
-
-    def _copy(self) -> None:
-        offer = self.offer
-        slots = self._attach(offer.segment)
-        shadow = bytes_of(self._shadow)
-        if not offer.num_bytes == slots.num_bytes == len(shadow):
-            raise WeightSyncError(
-                f"version {offer.version} has the wrong size",
-                got=f"{offer.num_bytes} bytes offered, {slots.num_bytes} in the segment",
-                allowed=f"{len(shadow)} bytes",
-            )
-        commit = slots.committed(offer.slot)
-        if commit is None or commit.version != offer.version:
-            raise WeightSyncError(f"slot {offer.slot} does not hold version {offer.version}", got=commit)
-        checksum = copy_bytes(shadow, slots.data(offer.slot))
-        if checksum != offer.checksum:
-            raise WeightSyncError(
-                f"version {offer.version} is damaged", got=f"checksum {checksum:x}", allowed=f"{offer.checksum:x}"
-            )
 
 
 class Subscriber:
@@ -98,14 +81,28 @@ class Subscriber:
     weights are never written. Only the newest offer counts: an older one that waits is released unread, and one that is
     staged but not committed gives way (`pending_version` is None meanwhile). One thread calls everything here; the
     staging thread touches the shadow buffer alone.
+
+    One on each rank `rank` of the `world` of a replica, with channels of its own. It maps segments by `transport`; with
+    `links` versions come over a link to the trainer, which is asked for again whenever a transfer over it fails.
     """
 
-    def __init__(self, offers: Receiver, releases: Sender, transport: Transport, *, replica: int) -> None:
+    def __init__(
+        self,
+        offers: Receiver,
+        releases: Sender,
+        transport: Transport,
+        *,
+        replica: int,
+        rank: int = 0,
+        world: int = 1,
+        links: Links | None = None,
+    ) -> None:
         self.stats = SubscribeStats()
         self.failure: WeightSyncError | None = None
         self._version = -1
-        self._offers, self._releases, self._transport, self._replica = offers, releases, transport, replica
-        self._attached: dict[str, Slots] = {}
+        self._offers, self._releases, self._transport, self._links = offers, releases, transport, links
+        self._replica, self._rank, self._world = replica, rank, world
+        self._fetch: Fetch | None = None
         self._wake = WakeUp()
         self._newest_seen = -1
         self._waiting: WeightsOffered | None = None
@@ -135,6 +132,12 @@ class Subscriber:
         self._parameters, self._probe, self._tolerance, self._is_threaded = parameters, probe, tolerance, is_threaded
         self._probes_prepared = probes_prepared
         self._shadow = torch.empty_like(parameters.flat, requires_grad=False, pin_memory=parameters.flat.is_pinned())
+        if self._links is None:
+            rotation = self._replica * self._world + self._rank
+            self._fetch = SegmentReader(self._transport, parameters.holding, rotation=rotation)
+        elif not is_threaded or parameters.holding is None:
+            raise WeightSyncError("a link needs a staging thread and weights that say what they hold (`holding`)")
+        self._want()
 
     @property
     def version(self) -> int:
@@ -206,21 +209,29 @@ class Subscriber:
         return [self._wake.fileno()]
 
     def close(self) -> None:
-        """Wait for the transfer in hand and let go of the segments. Idempotent."""
+        """Wait for the transfer in hand and let go of segments and links. Idempotent."""
+        if isinstance(self._fetch, LinkReader):
+            self._fetch.close()  # which ends a transfer that waits for the other side
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for slots in self._attached.values():
-            slots.close()
-        self._attached.clear()
+        if self._fetch is not None:
+            self._fetch.close()
+        if self._links is not None:
+            self._links.close()
         self._wake.close()
 
     def _take_offers(self) -> bool:
         took = False
         while (message := self._offers.get_nowait()) is not None:
             took = True
+            if isinstance(message, WeightsLinked):
+                self._link(message)
+                continue
             if not isinstance(message, WeightsOffered):
                 raise WeightSyncError("an offer was expected", got=type(message).__name__)
+            if message.replica not in (-1, self._replica):
+                continue
             if message.version <= self._newest_seen:
                 self._pass_over(message)
                 continue
@@ -231,14 +242,16 @@ class Subscriber:
         return took
 
     def _start(self) -> bool:
-        if self._waiting is None or self._staging is not None or self._shadow is None or self._parameters is None:
+        if self._waiting is None or self._staging is not None or self._fetch is None:
             return False
+        assert self._shadow is not None, "open has seen to that"
+        assert self._parameters is not None
         offer, self._waiting = self._waiting, None
         if self._pending is not None:
             self.stats.num_passed_over += 1
             self._pending = None
         probe = self._probe if self._probes_prepared else None
-        self._staging = Staging(offer, self._shadow, self._parameters, self._attach, probe)
+        self._staging = Staging(offer, self._shadow, self._parameters, self._fetch, probe)
         if self._is_threaded:
             torch.get_num_threads()  # binds this thread to its number, which the other one's would replace else
             self._thread = threading.Thread(target=self._stage_aside, args=(self._staging,), name="weight-staging")
@@ -269,7 +282,7 @@ class Subscriber:
             self._thread.join()
             self._thread = None
         staging, self._staging = self._staging, None
-        self._releases.put(_release(self._replica, staging.offer))
+        self._release(staging.offer)
         if staging.error is None:
             self._pending = staging
         elif not isinstance(staging.error, WeightSyncError):
@@ -277,22 +290,37 @@ class Subscriber:
         else:
             self.stats.num_failed_transfers += 1
             self.failure = staging.error
+            if self._links is not None and self._fetch is staging.fetch:
+                self._fetch.close()
+                self._fetch = None
+                self._newest_seen = self._version  # so that what was lost may be offered again
+                self._want()
             _LOG.warning("replica %d keeps version %d: %s", self._replica, self._version, staging.error)
         return True
 
-    def _attach(self, name: str) -> Slots:
-        if name not in self._attached:
-            self._attached.clear()  # a new publisher has a new segment
-            self._attached[name] = self._transport.attach(name)
-        return self._attached[name]
+    # The trainer
+
+    def _want(self) -> None:
+        self._releases.put(
+            WeightsWanted(replica=self._replica, rank=self._rank, world=self._world, is_linked=self._links is not None)
+        )
+
+    def _link(self, linked: WeightsLinked) -> None:
+        if linked.replica != self._replica or self._links is None or self._parameters is None:
+            return
+        if self._fetch is not None:
+            self._fetch.close()
+        assert self._parameters.holding is not None, "open has seen to that"
+        self._fetch = self._links.receive(linked, self._rank, self._parameters.holding)
+
+    def _release(self, offer: WeightsOffered) -> None:
+        self._releases.put(
+            WeightsReleased(replica=self._replica, rank=self._rank, version=offer.version, slot=offer.slot)
+        )
 
     def _pass_over(self, offer: WeightsOffered) -> None:
         self.stats.num_passed_over += 1
-        self._releases.put(_release(self._replica, offer))
-
-
-def _release(replica: int, offer: WeightsOffered) -> WeightsReleased:
-    return WeightsReleased(replica=replica, version=offer.version, slot=offer.slot)
+        self._release(offer)
 
 
 def _probe_error(probe: Probe, offer: WeightsOffered) -> float:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
+from slipstream.core.types import Holding
 from slipstream.generator.backend import Pin
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm import protocol
@@ -25,6 +26,7 @@ from slipstream.models.build import build_policy
 from slipstream.models.config import config_from_hf
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import read_hf_config
+from slipstream.models.quantized import WeightLayout
 
 WORKER = Path(__file__).with_name("worker.py")
 PROBE_ROOM = 64  # tokens; the trainer's probe text is shorter
@@ -35,9 +37,9 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 class VLLMWeights:
     """Flat parameters whose exchange takes effect in vLLM as well. Implements `core.executor.FlatWeights`."""
 
-    def __init__(self, parameters: FlatParameters, engine: VLLMEngine) -> None:
+    def __init__(self, parameters: FlatParameters, engine: VLLMEngine, holding: Holding) -> None:
         self._parameters, self._engine = parameters, engine
-        self.flat = parameters.flat
+        self.flat, self.holding = parameters.flat, holding
 
     def prepare(self, flat: torch.Tensor) -> None:
         """Nothing is to be done before `rebind`."""
@@ -94,7 +96,7 @@ class VLLMBackend:
         except BaseException:
             self._folder.close()
             raise
-        self.weights = VLLMWeights(parameters, self.engine)
+        self.weights = VLLMWeights(parameters, self.engine, WeightLayout(model, "float32").holding)
         try:
             self.engine.wait_ready()
         except BaseException:
