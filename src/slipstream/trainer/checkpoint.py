@@ -56,6 +56,14 @@ class Restored:
     updates: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole and on disk."""
+
+    path: Path
+    step: int
+
+
 def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"{PREFIX}{step}"
 

@@ -17,7 +17,7 @@ from slipstream.core import wire
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, GroupCollector, NewCollector
-from slipstream.core.ranks import data_parallel_rank
+from slipstream.core.ranks import RankGroup, data_parallel_rank
 from slipstream.core.types import (
     Arrived,
     Checkpoint,
@@ -53,6 +53,15 @@ PROBE_TOKENS = 32
 CHECK_SAVING_EVERY_S = 0.1
 
 
+def new_policy(config: RunConfig, ranks: RankGroup, data_ranks: RankGroup, tensor_ranks: RankGroup) -> Policy:
+    """Whole on one CPU rank, as bits do not change there; else divided, also on one GPU."""
+    if ranks.world == 1 and config.trainer.device == "cpu":
+        return WholePolicy(config)
+    from slipstream.trainer.sharded_policy import ShardedPolicy  # torch's distributed parts take a second to import
+
+    return ShardedPolicy(config, ranks, data_ranks, tensor_ranks)
+
+
 class Trainer(Executor):
     """Buffers rollouts, trains the groups that the schedule names, publishes versions, saves checkpoints.
 
@@ -63,7 +72,7 @@ class Trainer(Executor):
     With several ranks, each data-parallel one keeps the rollouts it is dealt, and tells rank 0 their heads (`Arrived`):
     rank 0 knows when a group is whole, alone speaks with the controller, and relays its commands. All ranks carry them
     out in one order, so whatever a command leads to, collectives included, they do together. Tensor-parallel peers get
-    a step's rollouts from the first of them when it is trained. What a rank reports or writes itself, is said below.
+    a step's rollouts from the first of them when it is trained.
     """
 
     inputs = ("rollouts",)
@@ -91,7 +100,7 @@ class Trainer(Executor):
             expects=lambda ordinal, sample: data_parallel_rank(ordinal, sample, num_ranks, by=by) == mine
         )
         self.heads: GroupCollector[RolloutHead] = self.new_buffer()
-        self.policy: Policy = WholePolicy(config)
+        self.policy = new_policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
         self._ends.callback(self.policy.close)
         self.version = 0
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"

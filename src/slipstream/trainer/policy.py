@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,17 +15,9 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.checkpoint import Restored, Trained, load_checkpoint, save_checkpoint
+from slipstream.trainer.checkpoint import Restored, Saved, Trained, save_checkpoint
 from slipstream.trainer.critic import Critic, ValueFunction
 from slipstream.trainer.optim import FlatAdamW, Optimizer
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is whole and on disk."""
-
-    path: Path
-    step: int
 
 
 class Policy(Protocol):
@@ -130,7 +121,11 @@ class WholePolicy:
         return saved
 
     def load(self, path: Path, critic: ValueFunction | None) -> Restored:
-        return load_checkpoint(path, self.parameters, self._adamw, critic=_trained(critic))
+        from slipstream.trainer.sharded_checkpoint import load_on_one_rank  # takes a second, which others need not wait
+
+        assert critic is None or isinstance(critic, Critic), "a whole policy has made it"
+        trained = None if critic is None else (critic.module, critic.flat, critic.optimizer)
+        return load_on_one_rank(path, (self.model, self.parameters, self._adamw), trained)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,7 +44,7 @@ from slipstream.models.scalar import ScalarModel
 from slipstream.models.shards import Box, Shard, dtensor_boxes, local_parts
 from slipstream.models.transformer import Transformer
 from slipstream.trainer import checkpoint as one_rank
-from slipstream.trainer.checkpoint import Restored, newest_first, read_manifest, set_random_state, verify_file
+from slipstream.trainer.checkpoint import Restored, Saved, newest_first, read_manifest, set_random_state, verify_file
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.shard_storage import (
     FORMAT,
@@ -70,14 +69,6 @@ ONE_RANK_FILES = {
 }
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is whole and on disk."""
-
-    path: Path
-    step: int
 
 
 def trained_parts(
