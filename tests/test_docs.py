@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import runpy
 import tomllib
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from slipstream.cli import COMMANDS
+from slipstream.cli import COMMANDS, _launch_options
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.recipes import list_recipes, resolve
 
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "slipstream"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-OWN_FLAGS = {"out", "resume", "preset", "recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
+LAUNCH_FLAGS = {field.name for field in dataclasses.fields(_launch_options({}))}
+OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"} | LAUNCH_FLAGS
 SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/integration)/\w+\.py)((?: +[^`\n#)]*)?)")
 
 named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
