@@ -23,7 +23,15 @@ from typing import Any, Protocol
 from slipstream.controller.cluster import RemoteGroups
 from slipstream.controller.groups import join_on_one_machine
 from slipstream.controller.meeting import attend
-from slipstream.controller.pipeline import CONTROLLER, MEMBERSHIP, Node, decode_node, encode_node, weight_readers
+from slipstream.controller.pipeline import (
+    CONTROLLER,
+    MEMBERSHIP,
+    Node,
+    decode_node,
+    encode_node,
+    replica_of,
+    weight_readers,
+)
 from slipstream.controller.placement import thread_environment
 from slipstream.core.addresses import StoreAddresses
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, connect_by_book, wait
@@ -32,9 +40,10 @@ from slipstream.core.errors import ChannelError, ExecutorDied
 from slipstream.core.executor import Context
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
-from slipstream.core.ranks import RankGroup, rank_name
+from slipstream.core.ranks import RankGroup, rank_name, split_rank_name
 from slipstream.core.types import Counters, Failed, Left, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
+from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory, file_prefix
 from slipstream.weight_sync.subscriber import Subscriber
@@ -60,6 +69,7 @@ class Host:
         run_id: str,
         group: RankGroup | None = None,
         clock: Clock | None = None,
+        links: Links | None = None,
     ) -> None:
         clock = WallClock() if clock is None else clock
         group = RankGroup.alone() if group is None else group
@@ -67,22 +77,7 @@ class Host:
         self.ports = ports
         self.executor = node.build()
         self.timeline = Timeline(self.name, timeline_path(run_dir, self.name), clock)
-        publisher = subscriber = None
-        readers = weight_readers(channels)
-        if "weights" in ports.outputs:
-            publisher = Publisher(
-                ports.outputs["weights"],
-                ports.inputs["weights-released"],
-                SharedMemory(run_id),
-                num_readers=len(readers),
-            )
-        if "weights" in ports.inputs:
-            subscriber = Subscriber(
-                ports.inputs["weights"],
-                ports.outputs["weights-released"],
-                SharedMemory(run_id),
-                replica=readers.index(self.name),
-            )
+        publisher, subscriber = _weights_ends(node, ports, channels, run_id, group, links)
         self.counted_s = clock.now_s()
         self.while_idle = ExitStack()
         self.ends = ExitStack()
@@ -146,12 +141,62 @@ class Host:
             match message:
                 case PeerJoined():
                     self.ports.rejoin(message.executor, message.incarnation)
+                    self._publish_to(message.executor, is_there=True)
                 case PeerLost():
                     self.ports.shut_out(message.executor, message.incarnation)
+                    self._publish_to(message.executor, is_there=False)
+
+    def _publish_to(self, executor: str, *, is_there: bool) -> None:
+        publisher, replica = self.context.publisher, replica_of(executor)
+        if publisher is None or replica is None or split_rank_name(executor)[1] or not self.context.group.is_leader:
+            return  # once for all ranks of a replica
+        if is_there:
+            publisher.add_reader(replica)
+        else:
+            publisher.drop_reader(replica)
 
     def _close_executor(self) -> None:
         with self.timeline.span("shut_down"):
             self.executor.close()
+
+
+def _weights_ends(
+    node: Node,
+    ports: Ports,
+    channels: tuple[ChannelSpec, ...],
+    run_id: str,
+    group: RankGroup,
+    links: Links | None,
+) -> tuple[Publisher | None, Subscriber | None]:
+    """This rank's ends of the WEIGHTS channels: those that give versions have no other part in them, and vice versa.
+
+    All ranks of a publishing group have one, of which rank 0's has the ports.
+    """
+    readers = weight_readers(channels)
+    if f"{node.name}.weights" in {channel.source for channel in channels if channel.kind is Kind.WEIGHTS}:
+        publisher = Publisher(
+            ports.outputs.get("weights"),
+            ports.inputs.get("weights-released"),
+            SharedMemory(run_id),
+            num_readers=len(readers),
+            reader_ranks=max(readers.values()),
+            group=group,
+            links=links,
+            relay=ports.outputs.get("relay"),
+        )
+        return publisher, None
+    if node.name in readers:
+        subscriber = Subscriber(
+            ports.inputs["weights"],
+            ports.outputs["weights-released"],
+            SharedMemory(run_id),
+            replica=list(readers).index(node.name),
+            rank=group.rank,
+            world=group.world,
+            links=links,
+        )
+        return None, subscriber
+    return None, None
 
 
 # In a process of its own

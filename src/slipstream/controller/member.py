@@ -26,6 +26,8 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys
 from slipstream.core.ranks import RankGroup, rank_name
 from slipstream.core.types import Joined
+from slipstream.weight_sync.links import Links
+from slipstream.weight_sync.plan import Place
 
 JOIN_TIMEOUT_S = 600.0
 
@@ -54,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         ports.outputs["events"].put(Joined(executor=name, incarnation=incarnation, machine=machine_name()))
         clock = ShiftedClock(wall_minus_clock_s() - spec.wall_minus_clock_s)
-        host = Host(node, ports, spec.channels, spec.run_dir, run_id=spec.run_id, group=group, clock=clock)
+        links = Links(store, hostname=options.address, place=Place(host=machine_name()), timeout_s=spec.deadline_s)
+        host = Host(node, ports, spec.channels, spec.run_dir, run_id=spec.run_id, group=group, clock=clock, links=links)
         if incarnation == 1:
             host.timeline.backdate("start_up", spec.started_s)
         host.init()

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -281,6 +282,7 @@ def replica_of(executor: str) -> int | None:
     return int(number) if prefix == "generator" and number.isdigit() else None
 
 
-def weight_readers(channels: Sequence[ChannelSpec]) -> list[str]:
-    """The executors that take weights, in the order of their channels: replica i is the i-th."""
-    return [channel.target.split(".")[0] for channel in channels if channel.kind is Kind.WEIGHTS]
+def weight_readers(channels: Sequence[ChannelSpec]) -> dict[str, int]:
+    """The executors that take weights, each with the number of its ranks. Replica i is the i-th, by their channels."""
+    members = [channel.target.split(".")[0] for channel in channels if channel.kind is Kind.WEIGHTS]
+    return dict(Counter(split_rank_name(member)[0] for member in members))
