@@ -462,7 +462,7 @@ class WeightsWanted(Message):
 
 
 class WeightsLinked(Message):
-    """The `sources` ranks of the trainer and the `world` of `replica` are to make link `epoch`; those before are void."""
+    """The `sources` ranks of the trainer and the `world` of `replica` are to make link `epoch`, in place of others."""
 
     replica: int
     world: int
