@@ -6,6 +6,7 @@ broke has lost it; the receiver drops what it has already seen, and everything f
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import threading
@@ -32,6 +33,7 @@ _CONNECT_TIMEOUT_MS = 2000  # the system's own attempts come ever more seldom
 _UNACKNOWLEDGED_MS = 8000  # a connection on which the other machine's system answers nothing for so long is given up
 _KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 4, 2, 3  # the same for one on which nothing is sent
 _HANDSHAKE_MS = 10_000
+_REOPEN_S = 5.0  # ZeroMQ restores a connection by itself, except where the other side was no ZeroMQ: that it gives up
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -290,6 +292,7 @@ class ZmqLink:
         self.address = address
         self.heard_s = _CLOCK.now_s()
         self.is_connected = self.is_away = self.is_fenced = False
+        self._tried_s = self.heard_s
         self._max_bytes = spec.max_bytes
         self._name = spec.name.encode()
         self._incarnation = incarnation
@@ -298,7 +301,7 @@ class ZmqLink:
         self._num_refused = 0
         self._stats = ChannelStats() if stats is None else stats
         self._closed_because: str | None = None
-        self._socket = _socket(zmq.DEALER)
+        self._socket = _socket(zmq.DEALER, [address.at])
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self._socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
@@ -337,14 +340,14 @@ class ZmqLink:
             )
         self.sequence += 1
         self._kept.append((self.sequence, payload))
-        self._transmit(self.sequence, payload)
+        self._transmit(frames.pack_data(self._name, self._incarnation, self._base, self.sequence, payload))
 
     def probe(self) -> None:
         if self.is_connected:  # else it would only wait, and all of them would arrive together
-            self._socket.send(frames.pack_probe(self._name, self._incarnation, self._base, self.sequence), zmq.NOBLOCK)
+            self._transmit(frames.pack_probe(self._name, self._incarnation, self._base, self.sequence))
 
     def pump(self) -> None:
-        """Read replies and connection events; after a reconnect ask what the broken connection lost."""
+        """Read replies and connection events; on every connection ask what an earlier one may have lost."""
         while not self.is_closed and is_readable(self._monitor):
             self._changed(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
         while not self.is_closed and is_readable(self._socket):
@@ -353,6 +356,8 @@ class ZmqLink:
                 self._replied(*frames.unpack_reply(b"".join(parts)))
             except ChannelError:
                 self._stats.refused += 1
+        if not self.is_closed and not self.is_connected and _CLOCK.now_s() - self._tried_s >= _REOPEN_S:
+            self._reopen()
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
         return [] if self.is_closed else [self._socket, self._monitor]
@@ -377,11 +382,10 @@ class ZmqLink:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._num_connections += 1
             self.is_connected, self.heard_s = True, _CLOCK.now_s()
-            if self._num_connections > 1:  # what was put before the first connection is still queued
-                self.probe()
+            self.probe()
         elif event == zmq.EVENT_DISCONNECTED:
             self._stats.disconnects += self.is_connected
-            self.is_connected = False
+            self.is_connected, self._tried_s = False, _CLOCK.now_s()
         else:
             self._num_refused += 1
             self._stats.refused_peers += 1
@@ -397,12 +401,19 @@ class ZmqLink:
         elif incarnation == self._incarnation and reply is Reply.RESEND:
             for kept, payload in self._kept:
                 if kept > sequence:
-                    self._transmit(kept, payload)
+                    self._transmit(frames.pack_data(self._name, self._incarnation, self._base, kept, payload))
         elif reply is Reply.CLOSED:
             self._end(f"'{self.target}' has ended")
 
-    def _transmit(self, sequence: int, payload: bytes) -> None:
-        self._socket.send(frames.pack_data(self._name, self._incarnation, self._base, sequence, payload), zmq.NOBLOCK)
+    def _transmit(self, frame: bytes) -> None:
+        with contextlib.suppress(zmq.Again):  # ZeroMQ has given up; what is kept comes when there is a connection
+            self._socket.send(frame, zmq.NOBLOCK)
+
+    def _reopen(self) -> None:
+        self._tried_s = _CLOCK.now_s()
+        with contextlib.suppress(zmq.ZMQError):  # it is gone where ZeroMQ has given up
+            self._socket.disconnect(self.address.at)
+        self._socket.connect(self.address.at)
 
     def _end(self, why: str) -> None:
         if self._closed_because is None:
@@ -429,7 +440,7 @@ class Listener:
     ) -> None:
         self._stats = stats
         self._num_refused = 0  # connections that will end without having been admitted
-        self.socket = _socket(zmq.ROUTER)
+        self.socket = _socket(zmq.ROUTER, addresses)
         self.socket.set(zmq.MAXMSGSIZE, max_bytes + frames.MAX_OVERHEAD_BYTES)
         self.socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if keys is not None:
@@ -480,13 +491,13 @@ def is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def _socket(kind: int) -> zmq.Socket[bytes]:
+def _socket(kind: int, addresses: Sequence[str]) -> zmq.Socket[bytes]:
     """One without bounds of its own: channels are bounded by `capacity`. Dead connections are found by the system."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, _LINGER_MS)
-    socket.set(zmq.IPV6, 1)
+    socket.set(zmq.IPV6, any("[" in address for address in addresses))  # else addresses come back as mapped ones
     socket.set(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
     socket.set(zmq.TCP_KEEPALIVE, 1)
     socket.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_S)
