@@ -13,17 +13,30 @@ from rank_pool import Rank
 from torch import Tensor
 
 from slipstream.batching.collate import collate
-from slipstream.core.config import OptimizerConfig
+from slipstream.core.config import OptimizerConfig, RunConfig
+from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch, TrainSequence, empty_microbatch
 from slipstream.core.ranks import RankGroup, data_parallel_rank
+from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors
-from slipstream.models.sharded import Division, ShardedParameters, divide, sum_gradients
-from slipstream.models.shards import Box, load_shard, local_parts
-from slipstream.models.tensor_parallel import TensorParallel
+from slipstream.models.packed import at_targets
+from slipstream.models.scalar import ScalarModel
+from slipstream.models.sharded import (
+    Division,
+    ShardedParameters,
+    divide,
+    load_sharded,
+    new_sharded,
+    sum_gradients,
+)
+from slipstream.models.shards import Box, load_shard, local_parts, whole_tensors
+from slipstream.models.tensor_parallel import local_config
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.critic import Critic, ValueFunction
 from slipstream.trainer.optim import FlatAdamW, Optimizer
+from slipstream.trainer.sharded_critic import ShardedCritic
 from slipstream.trainer.sharded_optim import ShardedAdamW
 from slipstream.trainer.step import microbatch_logprobs
 
@@ -72,8 +85,7 @@ def division_of(rank: Rank, layout: Layout) -> Division:
 
 
 def part_of(config: TransformerConfig, division: Division) -> Transformer:
-    ranks = division.ranks_of(config)
-    model = Transformer(ranks.local_config if isinstance(ranks, TensorParallel) else config, ranks)
+    model = Transformer(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
     divide(model, division)
     load_shard(model, logical_tensors(whole_model(config)))
     return model
@@ -96,14 +108,19 @@ def sequences_of(update: int, vocab_size: int) -> list[TrainSequence]:
     return drawn
 
 
-def loss_of(model: Transformer, microbatch: PackedMicrobatch, num_tokens: int) -> Tensor:
+def loss_of(model: Transformer, microbatch: PackedMicrobatch, states: Tensor, num_tokens: int) -> Tensor:
     """A policy gradient, and some of the entropy's."""
-    logprobs, entropies = microbatch_logprobs(model, microbatch, temperature=1.0)
+    logprobs, entropies = microbatch_logprobs(model, microbatch, temperature=1.0, states=states)
     return -(logprobs * torch.from_numpy(microbatch.advantages) + 0.1 * entropies).sum() / num_tokens
 
 
 def update_from(
-    model: Transformer, optimizer: Optimizer, sequences: Sequence[TrainSequence], layout: Layout, ranks: RankGroup
+    model: Transformer,
+    optimizer: Optimizer,
+    sequences: Sequence[TrainSequence],
+    layout: Layout,
+    ranks: RankGroup,
+    critic: ValueFunction | None = None,
 ) -> float:
     """Gradients of all `sequences`, of which this rank reads its own; this rank's part of the loss."""
     num_tokens = sum(sequence.num_targets for sequence in sequences)
@@ -111,15 +128,27 @@ def update_from(
     microbatches = collate(own, 64)
     num_passes = int(ranks.max(torch.tensor(len(microbatches))))
     optimizer.zero_grad()
+    if critic is not None:
+        critic.optimizer.zero_grad()
     total = 0.0
     for index in range(num_passes):
         if layout.one_reduction:
             sum_gradients(model, index == num_passes - 1)
         microbatch = microbatches[index] if index < len(microbatches) else empty_microbatch()
-        loss = loss_of(model, microbatch, num_tokens)
+        states = at_targets(model, microbatch)
+        loss = loss_of(model, microbatch, states, num_tokens)
+        if critic is not None:  # through the trunk of the policy, where the critic is a head
+            errors = critic.values(microbatch, states) - torch.from_numpy(microbatch.advantages)
+            loss = loss + errors.square().sum() / num_tokens
         torch.autograd.backward(loss)
         total += float(loss.detach())
     return total
+
+
+@torch.no_grad()
+def logits_of(model: Transformer) -> np.ndarray:
+    """Of one short sequence, [9, V]."""
+    return model.logits(model(torch.arange(9), torch.arange(9), PackedAttention([9]))).numpy()
 
 
 def boxes(model: Transformer, tensors: dict[str, Tensor]) -> Boxes:
@@ -181,6 +210,140 @@ def train_alone(config: TransformerConfig, settings: dict[str, Any], num_updates
 
 
 def _whole(config: TransformerConfig, flat: Tensor) -> dict[str, np.ndarray]:
-    from slipstream.models.shards import whole_tensors
-
     return {name: tensor.numpy().copy() for name, tensor in whole_tensors(config, flat).items()}
+
+
+def train_with_torch(config: TransformerConfig, settings: dict[str, Any], num_updates: int) -> Trained:
+    """Another oracle: torch's AdamW with two groups, and its clipping."""
+    model = whole_model(config)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": settings["weight_decay"]},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings["lr"], betas=settings["betas"], eps=settings["eps"])
+    seen = Trained()
+    for update in range(num_updates):
+        sequences = sequences_of(update, config.vocab_size)
+        optimizer.zero_grad()
+        num_tokens = sum(sequence.num_targets for sequence in sequences)
+        for sequence in sequences:  # each alone
+            [microbatch] = collate([sequence], 64)
+            torch.autograd.backward(loss_of(model, microbatch, at_targets(model, microbatch), num_tokens))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+        seen.grad_norms.append(float(norm))
+        optimizer.step()
+    seen.weights = {name: tensor.detach().numpy().copy() for name, tensor in logical_tensors(model).items()}
+    return seen
+
+
+def load(rank: Rank, folder: str, layout: Layout) -> Boxes:
+    model = load_sharded(folder, division_of(rank, layout))
+    return boxes(model, ShardedParameters(model, division_of(rank, layout)).named_views())
+
+
+def fresh(rank: Rank, config: TransformerConfig, seed: int, layout: Layout) -> Boxes:
+    model = new_sharded(config, seed, division_of(rank, layout))
+    return boxes(model, ShardedParameters(model, division_of(rank, layout)).named_views())
+
+
+def resume(rank: Rank, config: TransformerConfig, layout: Layout, settings: dict[str, Any]) -> tuple[Boxes, Boxes]:
+    """Weights after 4 updates at a stretch, and after 2 and 2 with another model and optimizer."""
+    division = division_of(rank, layout)
+    results = []
+    for starts in ([0], [0, 2]):
+        kept: tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], int] | None = None
+        for start in starts:
+            model = part_of(config, division)
+            parameters = ShardedParameters(model, division)
+            optimizer = ShardedAdamW(parameters, OptimizerConfig(**settings), total_updates=8)
+            if kept is not None:
+                with torch.no_grad():
+                    model(torch.arange(3), torch.arange(3), PackedAttention([3]))  # leaves old weights gathered
+                for name, view in parameters.named_views().items():
+                    view.copy_(kept[0][name])
+                parameters.reshard()
+                optimizer.resume(kept[1], kept[2])
+            for update in range(start, 4 if len(starts) == 1 else start + 2):
+                update_from(model, optimizer, sequences_of(update, config.vocab_size), layout, division.data_parallel)
+                optimizer.step()
+            kept = parameters.named_views(), optimizer.named_moments(), optimizer.num_updates
+        results.append(boxes(model, parameters.named_views()))
+    return results[0], results[1]
+
+
+def measure_between(rank: Rank, config: TransformerConfig, layout: Layout) -> tuple[list[np.ndarray], Boxes]:
+    """Logits without gradients before and after an update, and the weights that it left."""
+    division = division_of(rank, layout)
+    model = part_of(config, division)
+    parameters = ShardedParameters(model, division)
+    optimizer = ShardedAdamW(parameters, OptimizerConfig(lr=0.05), total_updates=8)
+    seen = [logits_of(model)]
+    update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, division.data_parallel)
+    seen.append(logits_of(model))  # old weights stay gathered over the update
+    optimizer.step()
+    seen.append(logits_of(model))
+    return seen, boxes(model, parameters.named_views())
+
+
+def poison(rank: Rank, config: TransformerConfig, layout: Layout, value: float) -> tuple[str, bool]:
+    """A number of the last rank's gradient is `value`: the error here, and whether weights and state are as before."""
+    division = division_of(rank, layout)
+    model = part_of(config, division)
+    parameters = ShardedParameters(model, division)
+    optimizer = ShardedAdamW(parameters, OptimizerConfig(weight_decay=0.1), total_updates=8)
+    for update in range(2):
+        update_from(model, optimizer, sequences_of(update, config.vocab_size), layout, division.data_parallel)
+        if update == 0:
+            optimizer.step()
+    live = {**parameters.named_views(), **{f"m {n}": m for n, m in optimizer.named_moments()["exp_avg"].items()}}
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    if rank.rank == rank.world - 1:
+        parameters.named_grads()["layers.1.up.weight"].view(-1)[0] = value
+    try:
+        optimizer.step()
+    except NonFiniteError as error:
+        return str(error), all(torch.equal(before[name], tensor) for name, tensor in live.items())
+    return "", False
+
+
+def train_critic(
+    rank: Rank, config: TransformerConfig, layout: Layout, run: RunConfig, num_updates: int
+) -> tuple[Boxes, dict[str, Any], list[float]]:
+    """The critic after updates of policy and critic: its trunk, its other weights by name, and its gradients' norms."""
+    division = division_of(rank, layout)
+    model = part_of(config, division)
+    optimizer = ShardedAdamW(ShardedParameters(model, division), run.critic.optimizer, total_updates=num_updates)
+    critic = ShardedCritic(run, model, division)
+    norms = []
+    for update in range(num_updates):
+        sequences = sequences_of(update, config.vocab_size)
+        update_from(model, optimizer, sequences, layout, division.data_parallel, critic)
+        norms.append(critic.optimizer.finite_grad_norm())
+        optimizer.step()
+        assert critic.optimizer.step() == norms[-1], "sums over ranks are made once"
+    views = critic.parameters.named_views()
+    others = {name: view.numpy().copy() for name, view in views.items() if not name.startswith("backbone.")}
+    trunk = {name.removeprefix("backbone."): view for name, view in views.items() if name.startswith("backbone.")}
+    held = boxes(critic.module.backbone, trunk) if isinstance(critic.module, ScalarModel) else []
+    return held, others, norms
+
+
+def train_critic_alone(
+    config: TransformerConfig, run: RunConfig, num_updates: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float]]:
+    """The oracle of `train_critic`: `Critic` beside a whole policy."""
+    model = whole_model(config)
+    optimizer = FlatAdamW(model, FlatParameters(model), run.critic.optimizer, total_updates=num_updates)
+    critic = Critic(run, model)
+    norms = []
+    for update in range(num_updates):
+        sequences = sequences_of(update, config.vocab_size)
+        update_from(model, optimizer, sequences, Layout(1, 1), RankGroup.alone(), critic)
+        optimizer.step()
+        norms.append(critic.optimizer.step())
+    trunk = {}
+    if isinstance(critic.module, ScalarModel):
+        trunk = {name: t.numpy().copy() for name, t in logical_tensors(critic.module.backbone).items()}
+    named = critic.module.named_parameters()
+    others = {name: p.detach().numpy().copy() for name, p in named if not name.startswith("backbone.")}
+    return trunk, others, norms

@@ -3,7 +3,8 @@
 A rank's `Transformer` is its tensor-parallel share (`tensor_parallel.py`), whose parameters torch's `fully_shard` cuts
 by rows over the data-parallel ranks: each layer is a group that is gathered when it runs and given up again; embedding,
 final norm and head are the root's, gathered from a forward pass to the end of its backward pass. So `model(...)` comes
-first, then `model.logits(states)`, as everywhere; both work on whole (tensor-parallel shares of) parameters.
+first, then `model.logits(states)`, as everywhere; both work on whole (tensor-parallel shares of) parameters. Measure
+under `torch.no_grad()`: in `torch.inference_mode()` torch would gather into tensors that can never be trained on.
 
 Gradients of the data-parallel ranks are summed, never averaged: losses are divided by counts over all ranks. What is
 left to sum over tensor-parallel ranks (`tensor_parallel.SharedRows`) is summed once per update, by
@@ -251,7 +252,12 @@ class ShardedParameters:
         return rows[group.rank * size : (group.rank + 1) * size]
 
     def named_views(self) -> dict[str, Tensor]:
-        """The weights that lie here, float32, by parameter name: live, never copies; some may have no rows."""
+        """The weights that lie here, float32, by parameter name: live, never copies; some may have no rows.
+
+        What is gathered is given up, so that the model's own parameters are those that lie here, and what is written
+        into these is what it computes with.
+        """
+        self.reshard()
         return {name: local.view for name, local in self._locals.items()}
 
     def named_grads(self) -> dict[str, Tensor]:
@@ -263,7 +269,8 @@ class ShardedParameters:
         return self._locals[name].rows
 
     def reshard(self) -> None:
-        """Give up all gathered parameters: call it after writing into `named_views`, or the model computes with old."""
+        """Give up all gathered parameters. Whoever writes into views taken before a pass of the model calls it, or the
+        next pass computes with the old embedding and head."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
