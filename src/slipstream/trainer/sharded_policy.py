@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,12 @@ class ShardedPolicy:
             updates_per_step=config.updates_per_step,
         )
         self.optimizer: Optimizer = self._adamw
-        self._checkpoints = ShardedCheckpoints(ranks)
         self.is_saving = False
+
+    @cached_property
+    def _checkpoints(self) -> ShardedCheckpoints:
+        """They need a process group more, which is made when there is something to save or load."""
+        return ShardedCheckpoints(self._ranks)
 
     def new_optimizer(self, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1) -> ShardedAdamW:
         return ShardedAdamW(self.parameters, config, total_updates=total_updates, updates_per_step=updates_per_step)
@@ -90,6 +95,8 @@ class ShardedPolicy:
         self.is_saving = True
 
     def saved(self, *, wait: bool = False) -> Saved | None:
+        if not self.is_saving:
+            return None
         saved = self._checkpoints.wait() if wait else self._checkpoints.poll()
         self.is_saving &= saved is None
         return saved
@@ -105,7 +112,8 @@ class ShardedPolicy:
         return restored
 
     def close(self) -> None:
-        self._checkpoints.close()
+        if self.is_saving:
+            self._checkpoints.close()
 
     def _trained(self, critic: ValueFunction | None) -> _Trained:
         trained: _Trained = {POLICY: (self.model, self.parameters, self._adamw)}

@@ -1,0 +1,200 @@
+"""What the trainer's ranks do in tests of whole training steps, and one rank that does all of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rank_pool import Rank
+from sharded_jobs import Layout, division_of
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "trainer"))  # its data serve here, too
+
+from training_data import TINY, make_groups, run_config, sharing_prompts
+
+from slipstream.batching import collate
+from slipstream.core.config import ModelConfig, RunConfig, WarmStartConfig
+from slipstream.core.ranks import RankGroup, data_parallel_rank
+from slipstream.core.types import Group
+from slipstream.models.shards import Box
+from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.policy import Policy, WholePolicy
+from slipstream.trainer.scores import head_of
+from slipstream.trainer.sharded_checkpoint import module_shards
+from slipstream.trainer.sharded_policy import ShardedPolicy
+from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.supervised import supervised_updates
+
+Boxes = list[tuple[Box, np.ndarray]]
+Named = dict[str, Tensor]
+
+
+@dataclass
+class Seen:
+    """Of policy and critic, by "policy/<tensor>" and "critic/<tensor>"; and the metrics of each step."""
+
+    first_gradient: Boxes = field(default_factory=list)
+    weights: Boxes = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    num_params: int = 0
+
+
+def config_of(sections: dict[str, Any]) -> RunConfig:
+    return run_config(model=ModelConfig(**TINY.model_dump() | {"max_positions": 64}), **sections)
+
+
+def batch_of(config: RunConfig, step: int) -> list[Group]:
+    return sharing_prompts(make_groups(num_samples=config.samples_per_group, seed=step, version=step))
+
+
+def share_of(groups: list[Group], config: RunConfig, ranks: RankGroup) -> list[Group]:
+    by = dealt_by(config)
+    shares = []
+    for group in groups:
+        mine = [o for o in group.rollouts if data_parallel_rank(o.ordinal, o.sample, ranks.world, by=by) == ranks.rank]
+        shares += [Group(ordinal=group.ordinal, rollouts=tuple(mine))] if mine else []
+    return shares
+
+
+def _boxes(prefix: str, module: nn.Module, views: Named) -> Boxes:
+    return [
+        (Box(f"{prefix}/{one.box.name}", one.box.shape, one.box.start, one.box.stop), one.view.numpy().copy())
+        for one in module_shards(module, {name: view.detach() for name, view in views.items()})
+    ]
+
+
+def _is_whole(model: Any) -> bool:
+    return hasattr(model, "flat") or isinstance(model, WholePolicy)
+
+
+def _weights(one: Any) -> Named:
+    """Of a policy or critic, whole or divided."""
+    parameters = one.flat if hasattr(one, "flat") else one.parameters
+    views: Named = parameters.named_views()
+    return views
+
+
+def _grads(one: Any) -> Named:
+    if not _is_whole(one):
+        divided: Named = one.parameters.named_grads()
+        return divided
+    flat = one.flat if hasattr(one, "flat") else one.parameters
+    whole: Named = flat.views_of(one.optimizer.grad)
+    return whole
+
+
+def _module(one: Any) -> nn.Module:
+    module: nn.Module = one.module if hasattr(one, "module") else one.model
+    return module
+
+
+@torch.no_grad()
+def _sharpen(policy: Policy) -> None:
+    """Fresh weights give nearly uniform logits: too easy."""
+    for view in _weights(policy).values():
+        if view.ndim >= 2:
+            view.mul_(8.0)
+    if isinstance(policy, ShardedPolicy):
+        policy.parameters.reshard()
+
+
+def _train(policy: Policy, config: RunConfig, num_steps: int, ranks: RankGroup) -> Seen:
+    _sharpen(policy)
+    seen = Seen(num_params=policy.num_params)
+    critic = policy.new_critic() if config.has_critic else None
+    trained: dict[str, Any] = {"policy": policy} | ({} if critic is None else {"critic": critic})
+    first = policy.optimizer.step
+
+    def step_and_note() -> float:
+        policy.optimizer.finite_grad_norm()
+        for name, one in trained.items():
+            seen.first_gradient.extend(_boxes(name, _module(one), _grads(one)))
+        vars(policy.optimizer).pop("step")
+        return first()
+
+    vars(policy.optimizer)["step"] = step_and_note
+    auxiliary = Auxiliary(policy.reference(None), critic)
+    for step in range(num_steps):
+        groups = batch_of(config, step)
+        metrics = train_on_batch(
+            policy.model,
+            policy.optimizer,
+            share_of(groups, config, ranks),
+            config=config,
+            step=step,
+            batching=collate,
+            auxiliary=auxiliary,
+            heads=[head_of(rollout, config) for group in groups for rollout in group.rollouts],
+            ranks=ranks,
+        )
+        seen.metrics.append(metrics)
+    for name, one in trained.items():
+        seen.weights += _boxes(name, _module(one), _weights(one))
+    return seen
+
+
+def _warm_up(policy: Policy, config: RunConfig, ranks: RankGroup) -> Seen:
+    _sharpen(policy)
+    seen = Seen()
+    rng = np.random.default_rng(0)
+    pairs = [
+        (rng.integers(0, 19, 4).astype(np.int32), rng.integers(0, 19, int(rng.integers(1, 9))).astype(np.int32))
+        for _ in range(13)
+    ]
+    warm_start = WarmStartConfig(steps=20, batch_size=5)
+    for update in supervised_updates(
+        policy.model,
+        policy.new_optimizer(warm_start.optimizer, total_updates=20),
+        pairs,
+        config=warm_start,
+        microbatch_tokens=24,
+        seed=config.seed,
+        batching=collate,
+        ranks=ranks,
+    ):
+        seen.metrics.append({"loss": update.loss, "grad_norm": update.grad_norm, "tokens": float(update.num_tokens)})
+    seen.weights += _boxes("policy", policy.model, _weights(policy))
+    return seen
+
+
+def _divided(rank: Rank, config: RunConfig, layout: Layout) -> tuple[ShardedPolicy, RankGroup]:
+    division = division_of(rank, layout)
+    policy = ShardedPolicy(config, RankGroup.over(rank.group), division.data_parallel, division.tensor_parallel)
+    return policy, division.data_parallel
+
+
+# Jobs
+
+
+def train(rank: Rank, sections: dict[str, Any], layout: Layout, num_steps: int) -> Seen:
+    config = config_of(sections)
+    policy, ranks = _divided(rank, config, layout)
+    return _train(policy, config, num_steps, ranks)
+
+
+def warm_up(rank: Rank, layout: Layout) -> Seen:
+    config = config_of({})
+    policy, ranks = _divided(rank, config, layout)
+    return _warm_up(policy, config, ranks)
+
+
+# One rank
+
+
+def alone(work: Callable[..., Seen], sections: dict[str, Any], *args: Any) -> Seen:
+    config = config_of(sections)
+    return work(WholePolicy(config), config, *args, RankGroup.alone())
+
+
+def train_alone(sections: dict[str, Any], num_steps: int) -> Seen:
+    return alone(_train, sections, num_steps)
+
+
+def warm_up_alone() -> Seen:
+    return alone(_warm_up, {})
