@@ -7,6 +7,9 @@ one executor over the whole model, which is what the replica is compared with.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -24,16 +27,19 @@ from rank_pool import Rank
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.channel import ChannelSpec, Kind, connect, wait
 from slipstream.core.clock import VirtualClock
-from slipstream.core.config import RunConfig
-from slipstream.core.errors import WeightSyncError
+from slipstream.core.config import ModelConfig, RunConfig
+from slipstream.core.errors import RankError, WeightSyncError
 from slipstream.core.executor import Context, FlatWeights, Swap
+from slipstream.core.links import WakeUp
 from slipstream.core.ranks import RankGroup, rank_name
 from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop, Wake
 from slipstream.generator.executor import Generator
 from slipstream.generator.lockstep import Agreement
+from slipstream.models.build import build_part, build_policy
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors, save_model
 from slipstream.models.quantized import WeightLayout
+from slipstream.models.served import ServedWeights
 from slipstream.models.shards import load_shard
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.tokenizer import char_tokenizer
@@ -131,7 +137,8 @@ class Versions:
         self.pending_version: int | None = None
         self.version = 0
         self.probe_errors: list[float] = []
-        self.spoils = False  # versions whose probe disagrees
+        self.spoils = False  # versions: their probes disagree
+        self._wake = WakeUp()
         self._left = deque(arrivals)
         self._step = -1
         self._rank, self._precision = rank, precision
@@ -152,7 +159,13 @@ class Versions:
     def has_more(self) -> bool:
         return bool(self._left)
 
+    def arrive(self, version: int) -> None:
+        """From another thread: `version` is staged, whatever step it is."""
+        self._left.append((0, version))
+        self._wake.set()
+
     def poll(self) -> bool:
+        self._wake.clear()
         self._step += 1
         has_news = False
         while self._left and self._left[0][0] <= self._step:
@@ -184,9 +197,10 @@ class Versions:
         return Swap(version, transfer_s=0.5, pause_s=0.25, probe_error=error)
 
     def wait_fds(self) -> list[int]:
-        return []
+        return [self._wake.fileno()]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._wake.close()
 
 
 # Channels
@@ -199,6 +213,22 @@ def channels(world: int) -> list[ChannelSpec]:
         *(ChannelSpec(f"relay/{o}", Kind.BROADCAST, "generator-0.relay", f"{o}.commands") for o in others),
         *(ChannelSpec(f"staged/{o}", Kind.GATHER, f"{o}.staged", "generator-0.staged") for o in others),
     ]
+
+
+class Mailbox(Port):
+    """A port that another thread may put to, and that can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wake = WakeUp()
+
+    def put(self, message: Message) -> None:
+        super().put(message)
+        self.wake.set()
+
+    def get_nowait(self) -> Message | None:
+        self.wake.clear()
+        return super().get_nowait()
 
 
 class Late:
@@ -243,7 +273,7 @@ class Member:
         self.arriving = deque(case.commands)
         self.clock = VirtualClock(100.0 * rank.rank)  # machines need not agree on the time
         self.outputs: dict[str, Any] = {"completions": Port(), "events": Port()}
-        self.commands: Any = Port()
+        self.commands: Any = Mailbox()
         inputs: dict[str, Any] = {}
         if self.ports is not None:
             self.outputs |= self.ports.outputs
@@ -307,7 +337,8 @@ class Member:
     def sleep(self) -> None:
         assert self.ports is not None
         self.num_waits += 1
-        assert wait(self.ports.inputs.values(), self.ports.outputs.values(), [], 20.0), "nobody wakes this rank"
+        fds = self.generator.wait_fds() + ([self.commands.wake.fileno()] if self.rank.rank == 0 else [])
+        assert wait(self.ports.inputs.values(), self.ports.outputs.values(), fds, 20.0), "nobody wakes this rank"
 
     def run(self) -> Outcome:
         """Until every completion is there and nothing more arrives; rank 0 then stops all."""
@@ -333,6 +364,7 @@ class Member:
 
     def close(self) -> None:
         self.generator.close()
+        self.versions.close()
         if self.ports is not None:
             for outbox in self.ports.outputs.values():
                 outbox.flush(5.0)  # as a host does: nobody may be left with what no one takes
@@ -358,6 +390,131 @@ def follow(rank: Rank, case: Case, folder: str, trace: Trace) -> Outcome:
             member.clock.advance(time_s - member.clock.now_s())
             member.step()
         return member.collected()
+
+
+@dataclass
+class Slept:
+    """A rank that had work, then none, then work again: steps, rounds and versions in between; when it began again."""
+
+    num_steps: int
+    num_rounds: int
+    committed: list[tuple[int, int]]
+    began_s: float
+    put_s: float  # rank 0's
+    tokens: dict[tuple[str, int, int], list[tuple[int, int]]]  # version spans of rank 0's completions
+
+
+def sleep(rank: Rank, folder: str, transport: str, idle_s: float, staged_s: list[float | None]) -> Slept:
+    """Work, `idle_s` without any, when each rank stages version 1 after `staged_s` (None: never), and work again."""
+    with closing(Member(rank, Case({}, ((0, admit(0)),)), folder, transport)) as member:
+        while not (member.outcome.trace and member.generator.engine.is_idle):
+            if not member.step():
+                member.sleep()
+        while member.step():
+            pass
+        after = staged_s[rank.rank]
+        timers = [] if after is None else [threading.Timer(after, member.versions.arrive, [1])]
+        put_s: list[float] = []
+
+        def begin() -> None:
+            put_s.append(time.monotonic())
+            member.commands.put(admit(1))
+
+        if rank.rank == 0:
+            timers.append(threading.Timer(idle_s, begin))
+        for timer in timers:
+            timer.start()
+        num_steps, num_rounds = member.num_steps, len(member.outcome.trace)
+
+        def has_begun() -> bool:
+            obeyed = [command for commands, *_ in member.outcome.trace for command in commands]
+            return any(isinstance(command, Admit) and command.ordinal == 1 for command in obeyed)
+
+        while not has_begun():
+            if not member.step():
+                member.sleep()
+        began_s = time.monotonic()
+        slept = Slept(member.num_steps - num_steps, len(member.outcome.trace) - num_rounds, [], began_s, 0.0, {})
+        slept.committed = list(member.outcome.committed)
+        while not member.generator.engine.is_idle:
+            member.step()
+        if rank.rank == 0:
+            slept.put_s = put_s[0]
+            member.commands.put(Stop())
+        while not member.generator.is_finished:
+            if not member.step() and not member.generator.is_finished:
+                member.sleep()
+        for timer in timers:
+            timer.join()
+        for key, completion in member.collected().completions.items():
+            slept.tokens[key] = [(span.start, span.version) for span in completion.segments[0].version_spans]
+        return slept
+
+
+def end(rank: Rank, folder: str, transport: str, how: str) -> tuple[str, float, int]:
+    """The last rank dies or stays away after 5 rounds; or differs in its noise or its commands, or all in their probes.
+
+    (the error that the others end with, seconds it took, the version the engine has then)
+    """
+    is_last = rank.rank == rank.world - 1
+    case = Case({}, ((0, admit(0, 4)), (1, admit(1, 4))), staged=(((3, 1),),) * 4 if how == "probe" else ((),) * 4)
+    member = Member(rank, case, folder, transport)
+    member.versions.spoils = True
+    if is_last and how == "noise":
+        member.generator.engine._seed += 1  # type: ignore[attr-defined]
+    if is_last and how == "commands":
+        take = member.commands.get_nowait
+
+        def take_less() -> Message | None:
+            found = take()
+            return admit(1, 3) if isinstance(found, Admit) and found.ordinal == 1 else found
+
+        member.commands.get_nowait = take_less
+    started = time.monotonic()
+    try:
+        while True:
+            if is_last and len(member.outcome.trace) == 5:
+                if how == "dies":
+                    os._exit(1)
+                if how == "hangs":
+                    return "", 0.0, 0
+            if member.generator.together.num_rounds <= 5:
+                started = time.monotonic()
+            if not member.step() and not member.is_expecting:
+                member.sleep()
+    except (RankError, WeightSyncError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started, member.generator.engine.version
+
+
+def served(
+    rank: Rank, config: TransformerConfig, precision: Any, in_place: bool, text: np.ndarray
+) -> list[tuple[bool, np.ndarray]]:
+    """Of the weights a rank begins with, of a version prepared, exchanged, and of the exchange undone: whether its
+    bytes are its part of the whole model's, and the logprobs of `text`."""
+    first, second = whole_model(config, 0), whole_model(config, 1)
+    part = TensorParallel.over(rank.group, config, fixed_order=True).new_model()
+    load_shard(part, logical_tensors(first))
+    plain = TensorParallel(config, rank.rank, rank.world).new_model()
+    weights = ServedWeights(part, precision, in_place=in_place, group=RankGroup.over(rank.group))
+    previous, new = weights.flat, bytes_of_part(second, precision, plain)
+    seen = [(torch.equal(previous, bytes_of_part(first, precision, plain)), probe_logprobs(part, text))]
+    weights.prepare(new)
+    seen.append((weights.flat is previous, probe_logprobs(weights.prepared_model, text)))
+    weights.rebind(new)
+    seen.append((weights.flat is new, probe_logprobs(part, text)))
+    weights.rebind(previous)
+    seen.append((weights.flat is previous, probe_logprobs(part, text)))
+    return seen
+
+
+def fresh(rank: Rank, config: ModelConfig) -> bool:
+    """Whether the rank's part of a fresh model has the numbers of the whole one."""
+    tokenizer = char_tokenizer(ALPHABET)
+    part = build_part(config, rank.group, seed=3, tokenizer=tokenizer)
+    whole, _ = build_policy(config, seed=3, tokenizer=tokenizer)
+    expected = TensorParallel(whole.config, rank.rank, rank.world).new_model()
+    load_shard(expected, logical_tensors(whole))
+    return all(torch.equal(a, b) for a, b in zip(part.parameters(), expected.parameters(), strict=True))
 
 
 def prompt(number: int) -> Prompt:

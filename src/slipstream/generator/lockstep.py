@@ -78,8 +78,9 @@ class _Other:
 class _Numbers(NamedTuple):
     """What a rank tells rank 0."""
 
-    state: int  # a checksum of what it has done
+    done: int  # a checksum of what it has done
     num_received: int
+    received: int  # a checksum of these commands
     staged: int
     num_reports: int
 
@@ -88,11 +89,10 @@ class _Decision(NamedTuple):
     """What rank 0 tells the others."""
 
     num_commands: int = 0
-    checksum: int = 0  # of all commands up to there
     version: int = _NOTHING
     time_ns: int = 0
     leaves_work: int = 0
-    apart: int = _NOTHING  # a rank that does not do what rank 0 does
+    apart: int = _NOTHING  # a rank that has done or received something else than rank 0
     lost: int = _NOTHING  # a rank that did not come
 
 
@@ -166,6 +166,7 @@ class LockStep:
         numbers = _Numbers(
             zlib.crc32(repr(done).encode()),
             self._num_obeyed + len(self._commands),
+            self._checksum,
             _NOTHING if staged is None else staged,
             self._num_reports,
         )
@@ -236,13 +237,17 @@ class LockStep:
             self._others[rank].num_reports = numbers.num_reports
         everyone = [mine, *theirs.values()]
         num_commands = min(numbers.num_received for numbers in everyone)
+        apart = [
+            rank
+            for rank, numbers in theirs.items()
+            if numbers.done != mine.done or numbers.received != self._checksum_of(numbers.num_received)
+        ]
         decision = _Decision(
             num_commands=num_commands,
-            checksum=self._checksum_of(num_commands),
             version=mine.staged if len({numbers.staged for numbers in everyone}) == 1 else _NOTHING,
             time_ns=int(self._source.now_s() * NS_PER_S),
             leaves_work=int(num_commands < mine.num_received),
-            apart=next((rank for rank, numbers in theirs.items() if numbers.state != mine.state), _NOTHING),
+            apart=apart[0] if apart else _NOTHING,
         )
         for rank in theirs:
             self._tell(rank, decision)
@@ -281,20 +286,17 @@ class LockStep:
         return _Decision(*decision.tolist())
 
     def _check(self, decision: _Decision, engine: GenerationEngine) -> None:
-        """Raise RankError unless every rank came, and all have done the same and are told to do the same."""
+        """Raise RankError unless all ranks came, and have done and received the same."""
         if decision.lost != _NOTHING:
             raise self._lost(decision.lost, "rank 0 said so")
-        is_told_else = self._checksum_of(decision.num_commands) != decision.checksum
-        if decision.apart == _NOTHING and not is_told_else:
-            return
-        apart = self._group.rank if is_told_else else decision.apart
-        did = f"version {engine.version}, {engine.num_live} live, {engine.num_waiting} waiting, {self._done:08x}"
-        raise RankError(
-            "the ranks that run one model no longer do the same",
-            got=f"'{rank_name(self._name, apart)}' has {'other commands' if is_told_else else 'done something else'} "
-            f"in round {self.num_rounds}; here, at rank {self._group.rank}: {did}",
-            hint="weights, seeds and settings of all ranks must be the same; compare with the other ranks' logs",
-        )
+        if decision.apart != _NOTHING:
+            did = f"version {engine.version}, {engine.num_live} live, {engine.num_waiting} waiting, {self._done:08x}"
+            raise RankError(
+                "the ranks that run one model no longer do the same",
+                got=f"'{rank_name(self._name, decision.apart)}' differs from '{self._name}' in round "
+                f"{self.num_rounds}, where rank {self._group.rank} has {did}, commands {self._checksum:08x}",
+                hint="weights, seeds and settings of all ranks must be the same; compare with the other ranks' logs",
+            )
 
     def _lost(self, rank: int, why: object) -> RankError:
         return RankError(
