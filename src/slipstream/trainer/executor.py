@@ -39,6 +39,7 @@ from slipstream.core.types import (
     TrainStep,
     Waiting,
     WarmStart,
+    WeightsLinked,
 )
 from slipstream.models.transformer import Transformer
 from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
@@ -66,8 +67,9 @@ class Trainer(Executor):
     """Buffers rollouts, trains the groups that the schedule names, publishes versions, saves checkpoints.
 
     Consumes: `Rollout` (rollouts), `WarmStart`, `TrainStep`, `Skip`, `Waiting`, `Checkpoint`, `Export`, `Stop`
-    (commands). Produces: versions (its WEIGHTS channel), `GroupScored`, `StepDone`, `Published` (events). Waits for: a
-    `TrainStep`. Ends when: told to stop. With `resume` it starts from that checkpoint instead of a warm start.
+    (commands; and `WeightsLinked`, of rank 0's publisher). Produces: versions (its WEIGHTS channel), `GroupScored`,
+    `StepDone`, `Published` (events). Waits for: a `TrainStep`. Ends when: told to stop. With `resume` it starts from
+    that checkpoint instead of a warm start.
 
     With several ranks, each data-parallel one keeps the rollouts it is dealt, and tells rank 0 their heads (`Arrived`):
     rank 0 knows when a group is whole, alone speaks with the controller, and relays its commands. All ranks carry them
@@ -286,6 +288,8 @@ class Trainer(Executor):
                 with self.context.spans.span("export"):
                     self.policy.export(Path(message.path))
                 self._tell(Exported(path=message.path))
+            case WeightsLinked():
+                self.publisher.take(message)
             case Stop():
                 self._report_saved(wait=True)
                 self._is_finished = True

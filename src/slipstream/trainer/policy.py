@@ -97,11 +97,11 @@ class WholePolicy:
         return reference.requires_grad_(False)
 
     def offer_to(self, publisher: WeightsPublisher) -> None:
-        precision = self._config.generator.precision
+        layout = WeightLayout(self.model, self._config.generator.precision)
         packer = None  # where generators take float32 as it is
-        if precision != "float32":
-            packer = Packer(WeightLayout(self.model, precision), self.parameters.named_views())
-        publisher.open(self.parameters.flat, packer)
+        if layout.precision != "float32":
+            packer = Packer(layout, self.parameters.named_views())
+        publisher.open(self.parameters.flat, packer, layout.holding)
 
     def export(self, path: Path) -> None:
         save_model(self.model, path, self.tokenizer)
