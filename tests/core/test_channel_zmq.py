@@ -41,10 +41,10 @@ def item(step: int) -> CheckpointSaved:
     return CheckpointSaved(step=step, path="p")
 
 
-def take(inbox: Inbox, count: int) -> list[int]:
+def take(inbox: Inbox, count: int, *, timeout_s: float = 5.0) -> list[int]:
     taken: list[Message] = []
     while len(taken) < count:
-        assert wait([inbox], timeout_s=5), f"only {len(taken)} of {count} arrived"
+        assert wait([inbox], timeout_s=timeout_s), f"only {len(taken)} of {count} arrived"
         while len(taken) < count and (message := inbox.get_nowait()) is not None:
             taken.append(message)
     return [m.step for m in taken if isinstance(m, CheckpointSaved)]
@@ -172,7 +172,7 @@ specs = [
 ]
 ports = connect(specs, "b", Path(sys.argv[1]), int(sys.argv[2]))
 while True:
-    if not wait(ports.inputs.values(), ports.outputs.values(), timeout_s=15):
+    if not wait(ports.inputs.values(), ports.outputs.values(), timeout_s=60):
         sys.exit(1)
     while (message := ports.inputs["in"].get_nowait()) is not None:
         ports.outputs["out"].put(message)
@@ -192,7 +192,7 @@ def test_a_killed_process_is_restarted_and_nothing_waits_forever(directory: Path
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(directory), "1"])
     for step in range(8):
         a.outputs["out"].put(item(step))
-    assert take(a.inputs["in"], 8) == list(range(8))
+    assert take(a.inputs["in"], 8, timeout_s=60) == list(range(8))
     child.send_signal(signal.SIGKILL)
     child.wait()
     for step in range(8, 16):
@@ -201,7 +201,7 @@ def test_a_killed_process_is_restarted_and_nothing_waits_forever(directory: Path
     a.outputs["out"].put(Stop())
     seen: list[int] = []
     while True:
-        assert wait(a.inputs.values(), a.outputs.values(), timeout_s=10)
+        assert wait(a.inputs.values(), a.outputs.values(), timeout_s=60)
         message = a.inputs["in"].get_nowait()
         if message == Stop():
             break

@@ -117,7 +117,7 @@ class Host:
         if now_s - self.counted_s >= COUNTERS_EVERY_S:
             self.counted_s = now_s
             totals = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
-            self.ports.outputs["events"].put(Counters(executor=self.name, values=totals))
+            self.ports.outputs["events"].put(Counters(executor=self.name, values=totals | self.ports.refusals()))
         return not self.executor.is_finished and self.executor.step()
 
     def wait(self, extra_fds: list[int], timeout_s: float) -> None:

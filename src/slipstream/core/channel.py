@@ -86,13 +86,25 @@ class Ports:
         An executor answers when it reads its ports, and so seems silent for as long as a step of it takes. Of those in
         `busy` it is enough that their process is connected.
         """
-        heard = [end.heard_s for end in (*self.inputs.values(), *self.outputs.values())]
+        ends: list[Inbox | Outbox] = [*self.inputs.values(), *self.outputs.values()]
+        heard = [end.heard_s for end in ends]
         now_s = _CLOCK.now_s()  # the lease may have another clock
         for name, heard_s in (item for end in heard for item in end.items()):
             lease.heard(name, ago_s=now_s - heard_s)
         for outbox in self.outputs.values():
             for name in outbox.connected.intersection(busy):
                 lease.heard(name)
+
+    def refusals(self) -> dict[str, float]:
+        """What ports have refused (`ChannelStats`), as counters 'refused_frames/port' and 'refused_peers/port'.
+
+        Only of ports where there was any.
+        """
+        counters = {}
+        for end in (*self.inputs.values(), *self.outputs.values()):
+            counters[f"refused_frames/{end.port}"] = float(end.stats.refused)
+            counters[f"refused_peers/{end.port}"] = float(end.stats.refused_peers)
+        return {name: count for name, count in counters.items() if count}
 
     def close(self) -> None:
         for outbox in self.outputs.values():
