@@ -269,7 +269,7 @@ def _launch_options(shown: Mapping[str, Any]) -> Any:
         ("account", "SLURM: account.", str, False),
         ("time", "SLURM: time limit. Default: 24:00:00.", str, False),
         ("image", "Kubernetes: container image with Slipstream installed.", str, False),
-        ("namespace", "Kubernetes: namespace. Default: default.", str, False),
+        ("namespace", "Kubernetes: namespace. Default: kubectl's present one.", str, False),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
         ("resume", "Folder of a run to go on with, from its last checkpoint.", Path, False),

@@ -31,7 +31,7 @@ from slipstream.controller.schedule import Command, Event, Schedule, Snapshot
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import Observer
 from slipstream.core.addresses import AddressBook, LocalAddresses
-from slipstream.core.channel import connect_by_book, make_transport_dir, wait
+from slipstream.core.channel import Ports, connect_by_book, make_transport_dir, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ExecutorDied, SlipstreamError
@@ -113,6 +113,7 @@ class Controller:
         self.ledger = Ledger(run_dir / "ledger.jsonl")
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
+        self.ports = Ports()
         self.hosts: list[Host] = []
         self.children: list[Child] = []
         self.remote: RemoteGroups | None = None
@@ -457,7 +458,7 @@ class Controller:
     def _shut_down(self) -> None:
         """Stop what still listens, wait for it, kill what does not end; close everything. Runs after errors too."""
         with contextlib.ExitStack() as ends:  # each is closed whatever the others do
-            for ports in [host.ports for host in self.hosts] + ([self.ports] if self.children or self.hosts else []):
+            for ports in [*(host.ports for host in self.hosts), self.ports]:
                 ends.callback(ports.close)
             for writer in (self.metrics, self.events, self.ledger, self.timeline):
                 ends.callback(writer.close)
