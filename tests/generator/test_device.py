@@ -44,6 +44,19 @@ def test_replicas_are_dealt_out_to_the_gpus_or_put_on_one() -> None:
     assert replica_device(config_of().generator, 3, 0) == torch.device("cpu")
 
 
+def test_ranks_get_a_gpu_each(gpus: Any) -> None:
+    """Neighbours of one replica, as far as the GPUs go."""
+    generator = config_of(device="cuda", replicas=2, tensor_parallel=2).generator
+    dealt = [str(replica_device(generator, replica, 3, rank)) for replica in (0, 1) for rank in (0, 1)]
+    assert dealt == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    assert most_on_one(generator, 3) == 2
+    gpus(3)
+    check_device(config_of(device="cuda", replicas=2, tensor_parallel=2))
+    for refused in ({"device": "cuda", "tensor_parallel": 4}, {"device": "cuda:1", "tensor_parallel": 2}):
+        with pytest.raises(ConfigError, match="need a GPU each"):
+            check_device(config_of(**refused))
+
+
 @pytest.mark.parametrize("device", ["auto", "cuda:", "cuda:-1", "gpu", "mps", "CPU"])
 def test_other_devices_are_refused(device: str) -> None:
     with pytest.raises(ConfigError, match="device"):

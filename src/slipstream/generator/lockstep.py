@@ -9,9 +9,8 @@ before every step they meet in a *round*: each tells rank 0 what it has, and ran
 Whatever else an executor does follows from these and from what it did before, so it needs no agreement: admission,
 draining, commits, evaluations, preemption, endings.
 
-A round is two small messages per rank, point to point. An all-reduce of the same numbers needs no leader, but took 0.9
-and 7 ms between 2 and 4 gloo processes on two busy cores, where rounds took 0.1 and 0.4; and rank 0 knows who has not
-come, or differs, and tells the others.
+A round is two small messages per rank, point to point. An all-reduce of the same numbers needs no leader, but nobody
+would know then who has not come, or differs; here rank 0 does, and tells the others. `benchmarks/rounds.py` times both.
 
 Asleep. Without work there are no rounds: ranks sleep on their ports, as executors do. A rank meets the others when it
 has received a command that is not obeyed yet, or when the last round or step left work. All commands come by rank 0,

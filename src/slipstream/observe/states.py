@@ -10,6 +10,7 @@ _AWAITED = {
     "straggler": "a straggler",
     "trainer": "the trainer",
     "completions": "completions",
+    "ranks": "its other ranks",
     "nothing": "nothing",
 }
 _COLOURS = {
