@@ -233,7 +233,7 @@ def make_plan(
     chosen = _choose(
         pieces.sizes(), box, wanted.rank[destination], held.rank, holders_of, first_holder, distances, rotation
     )
-    return Plan(len(sources), len(destinations), _copies(pieces, held, chosen, wanted, destination))
+    return Plan(len(sources), len(destinations), _copies(pieces, held, chosen, wanted, destination, names))
 
 
 @dataclass(frozen=True)
@@ -466,7 +466,7 @@ def _choose(
 
 
 def _copies(
-    pieces: _Pieces, held: _Boxes, chosen: Array, wanted: _Boxes, destination: Array
+    pieces: _Pieces, held: _Boxes, chosen: Array, wanted: _Boxes, destination: Array, names: _Names
 ) -> dict[tuple[int, int], Copies]:
     """Pieces as copies of bytes, by pair of ranks, in order of the destination's bytes."""
     source, source_strides = _located(held, chosen, pieces)
@@ -482,13 +482,13 @@ def _copies(
     order = np.lexsort([target, from_rank, to_rank])
     every = Copies(source, target, counts, source_strides, target_strides, run_bytes).take(order)
     from_rank, to_rank, destination = from_rank[order], to_rank[order], destination[order]
-    next_box = _next_in_bytes(wanted)
+    stops, starts = _lonely_edges(wanted, names)
     edges = np.flatnonzero((np.diff(from_rank) != 0) | (np.diff(to_rank) != 0)) + 1
     copies = {}
     for group in np.split(np.arange(len(order)), edges):
         if len(group):
             pair = int(from_rank[group[0]]), int(to_rank[group[0]])
-            copies[pair] = _joined(every.take(group), destination[group], next_box)
+            copies[pair] = _joined(every.take(group), stops[destination[group]], starts[destination[group]])
     return copies
 
 
@@ -497,31 +497,39 @@ def _located(boxes: _Boxes, index: Array, pieces: _Pieces) -> tuple[Array, Array
     return boxes.offset[index] + ((pieces.start - boxes.start[index]) * strides).sum(1), strides
 
 
-def _next_in_bytes(wanted: _Boxes) -> Array:
-    """For each box the one that follows it in its rank's bytes, or -1."""
+def _lonely_edges(wanted: _Boxes, names: _Names) -> tuple[Array, Array]:
+    """For each box the byte where it ends, if none lies there before the next one begins, and where that next one is.
+
+    (-1, -1) for others. Sorted by first bytes, nothing lies behind a box where all before it have ended, too.
+    """
     order = np.lexsort([wanted.offset, wanted.rank])
-    following = np.full(len(order), -1)
-    same = wanted.rank[order[1:]] == wanted.rank[order[:-1]]
-    following[order[:-1][same]] = order[1:][same]
-    return following
+    extent = wanted.stop - wanted.start
+    ends = (wanted.offset + ((extent - 1) * wanted.strides).sum(1) + names.item_bytes[wanted.tensor])[order]
+    base = wanted.rank[order] * (int(ends.max(initial=0)) + 1)
+    has_ended = np.maximum.accumulate(base + ends) == base + ends
+    starts = np.full(len(order), -1)
+    starts[:-1] = np.where(wanted.rank[order[1:]] == wanted.rank[order[:-1]], wanted.offset[order[1:]], -1)
+    edges = np.full((2, len(order)), -1)
+    edges[:, order] = np.where(has_ended & (starts >= 0), [ends, starts], -1)
+    return edges[0], edges[1]
 
 
-def _joined(copies: Copies, destination: Array, next_box: Array) -> Copies:
-    """Runs that continue one another on both sides made one; also over a gap in which no box lies."""
+def _joined(copies: Copies, box_stops: Array, next_starts: Array) -> Copies:
+    """Runs that continue one another on both sides made one; also over a gap between boxes in which nothing lies."""
     is_run = (copies.counts == 1).all(1)
-    gap = copies.target[1:] - copies.target[:-1] - copies.run_bytes[:-1]
-    is_next = (destination[1:] == destination[:-1]) | (next_box[destination[:-1]] == destination[1:])
+    ends = copies.target + copies.run_bytes
+    gap = copies.target[1:] - ends[:-1]
+    is_lonely = (ends[:-1] == box_stops[:-1]) & (copies.target[1:] == next_starts[:-1])
     joins = (
         is_run[1:]
         & is_run[:-1]
         & (copies.source[1:] - copies.source[:-1] - copies.run_bytes[:-1] == gap)
-        & ((gap == 0) | ((gap > 0) & (gap < _LARGEST_GAP) & is_next))
+        & ((gap == 0) | ((gap > 0) & (gap < _LARGEST_GAP) & is_lonely))
     )
     first = np.flatnonzero(np.append(True, ~joins))
     last = np.append(first[1:], len(copies)) - 1
-    ends = copies.target[last] + copies.run_bytes[last]
     kept = copies.take(first)
-    run_bytes = np.where(first == last, kept.run_bytes, ends - kept.target)
+    run_bytes = np.where(first == last, kept.run_bytes, ends[last] - kept.target)
     return Copies(kept.source, kept.target, kept.counts, kept.source_strides, kept.target_strides, run_bytes)
 
 
