@@ -7,7 +7,6 @@ it again when it dies. docs/cluster.md shows it for two machines, SLURM and Kube
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 
 JOIN_TIMEOUT_S = 600.0
 CONTROLLER_GROUP = "controller"
+QUIET = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""c10d warns of every address that has no name."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
 
 
 def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
-    """The command of the group's torchrun agent on this machine, and its environment.
+    """The arguments of the group's torchrun agent on this machine, and what its environment needs besides.
 
     Waits for the controller, which knows how many ranks the group has. Raises ConfigError for a group that the run does
     not have, or whose ranks do not divide over `nnodes`.
@@ -99,8 +100,7 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
         )
     per_machine = node.ranks // job.nnodes
     threads = max(1, num_cores() // per_machine) if job.threads is None else job.threads
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_machine)]
-    command += ["--max-restarts", str(job.max_restarts)]
+    command = ["--nproc-per-node", str(per_machine), "--max-restarts", str(job.max_restarts)]
     if job.rendezvous is None:
         command += ["--standalone"]
     else:
@@ -108,7 +108,7 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
         command += ["--rdzv-endpoint", job.rendezvous, "--rdzv-id", f"{spec.run_id}-{node.name}"]
     command += ["-m", "slipstream.controller.member", "--controller", job.controller, "--group", job.group]
     command += ["--address", job.address, "--threads", str(threads)]
-    environment = os.environ | thread_environment(threads)
+    environment = thread_environment(threads) | QUIET
     if job.key_file is not None:
         command += ["--key-file", str(job.key_file)]
     else:
@@ -117,6 +117,9 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
 
 
 def join(job: Job) -> None:
-    """Become the group's torchrun agent: this process is replaced by it."""
-    command, environment = torchrun(job)
-    os.execve(command[0], command, environment)
+    """Be the group's torchrun agent until the run is over; raises or exits as torchrun does."""
+    arguments, environment = torchrun(job)
+    os.environ.update(environment)
+    from torch.distributed.run import main
+
+    main(arguments)

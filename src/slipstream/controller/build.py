@@ -24,7 +24,7 @@ from slipstream.core.types import WarmStart
 from slipstream.generator.device import check_device
 from slipstream.generator.executor import Generator
 from slipstream.generator.vllm.backend import check_vllm
-from slipstream.models.build import build_tokenizer
+from slipstream.models.build import build_tokenizer, check_division
 from slipstream.models.config import config_from_hf
 from slipstream.models.hf import read_hf_config
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
@@ -44,6 +44,8 @@ def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
     check_model_path(config)
     check_vllm(config)
     check_device(config)
+    for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
+        check_division(config.model, ranks)
     check_loss(config)
     check_checkpoints(config, readers(config))
     if not has_own_reward and (config.rewards.terms or not config.rewards.models):

@@ -222,10 +222,13 @@ class PipeTether:
 
 
 class LeaseTether:
-    """Signs of life of a controller on another machine, and of this process to its peers."""
+    """Signs of life of a controller on another machine, and of this process to its peers; and the life of its agent.
+
+    A process that outlives its agent would be in the way of the one that the next agent starts.
+    """
 
     def __init__(self, ports: Ports, lease_s: float) -> None:
-        self.fds: list[int] = []
+        self.fds = [os.pidfd_open(os.getppid())]
         self._ports = ports
         self._lease = Lease(lease_s, WallClock())
         self._lease.watch(CONTROLLER)
@@ -234,7 +237,7 @@ class LeaseTether:
         if self._lease.is_beat_due():
             self._ports.beat()
         self._ports.hear(self._lease)
-        return bool(self._lease.silent())
+        return bool(self._lease.silent()) or bool(select.select(self.fds, [], [], 0)[0])
 
 
 def main(spec_path: str) -> int:
@@ -287,7 +290,7 @@ def serve(host: Host, tether: Tether) -> int:
         if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
             checked_s = clock.now_s()
             if tether.is_cut():
-                sys.stderr.write("the controller is gone\n")
+                sys.stderr.write("the controller, or the agent that started this process, is gone\n")
                 return 1
     host.ports.outputs["events"].put(Left(executor=host.name))
     for outbox in host.ports.outputs.values():
