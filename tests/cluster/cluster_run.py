@@ -1,0 +1,61 @@
+"""A run on two machines that a test starts, watches and disturbs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from machines import Job, Machine, wait_until
+
+TRAINER_SIDE = ("--group", "trainer", "--threads", "1")
+GENERATOR = ("--group", "generator-0", "--threads", "1")
+
+
+class ClusterRun:
+    """The quickstart on two machines: controller, rewards and trainer on one, a generator on the other."""
+
+    def __init__(self, near: Machine, far: Machine, folder: Path, *overrides: str) -> None:
+        self.near, self.far, self.folder = near, far, folder
+        self.key, self.address, self.out = folder / "key", folder / "address", folder / "run"
+        self.controller = near.launch(
+            "quickstart",
+            *("--group", "controller", "--listen", f"{near.address}:0"),
+            *("--key-file", str(self.key), "--address-file", str(self.address), "--out", str(self.out)),
+            *overrides,
+            log="controller.log",
+        )
+        self.trainer = self.join(near, *TRAINER_SIDE)
+        self.generator = self.join(far, *GENERATOR)
+
+    def join(self, machine: Machine, *options: str, key: Path | None = None) -> Job:
+        wait_until(self.address.exists, "the controller listens", timeout_s=60)
+        return machine.launch(
+            *options,
+            *("--controller", str(self.address), "--key-file", str(key or self.key), "--address", machine.address),
+            log=f"{options[1]}.log",
+        )
+
+    def steps(self) -> int:
+        return self.count("StepDone")
+
+    def count(self, kind: str) -> int:
+        return sum(f'"{kind}"' in line for line in self._events())
+
+    def _events(self) -> list[str]:
+        path = self.out / "events.jsonl"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def events(self) -> list[dict]:
+        return [json.loads(line) for line in self._events()]
+
+    def wait_for_step(self, step: int, timeout_s: float = 300) -> None:
+        def is_so() -> bool:
+            assert self.controller.process.poll() is None, f"the run ended:\n{self.controller.tail()}"
+            return self.steps() >= step
+
+        wait_until(is_so, f"step {step}", timeout_s=timeout_s)
+
+    def end(self, timeout_s: float = 500) -> dict:
+        code = self.controller.wait(timeout_s)
+        assert code == 0, self.controller.tail() + self.trainer.tail() + self.generator.tail()
+        return json.loads((self.out / "summary.json").read_text())
