@@ -7,10 +7,12 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.config import GeneratorConfig, ModelConfig
-from slipstream.models.hf import load_model, load_tokenizer, logical_tensors, new_model
+from slipstream.core.config import GeneratorConfig, ModelConfig, stage_of
+from slipstream.models.config import config_from_hf
+from slipstream.models.hf import load_model, load_tokenizer, logical_tensors, new_model, read_hf_config
+from slipstream.models.initialise import new_config
 from slipstream.models.shards import load_parallel_model, load_shard
-from slipstream.models.tensor_parallel import TensorParallel
+from slipstream.models.tensor_parallel import TensorParallel, local_config
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import Transformer
 
@@ -56,6 +58,17 @@ def build_part(
     part = TensorParallel.over(group, whole.config, fixed_order=fixed_order).new_model()
     load_shard(part, logical_tensors(whole))
     return part
+
+
+def check_division(config: ModelConfig, ranks: int) -> None:
+    """Raise ConfigError where this model cannot be divided over `ranks`; those of stages that have not run pass."""
+    if ranks == 1 or (config.path is not None and stage_of(config.path) is not None):
+        return
+    if config.path is None:
+        model = new_config(config, vocab_size=len(build_tokenizer(config)))
+    else:
+        model = config_from_hf(read_hf_config(Path(config.path)))
+    local_config(model, ranks)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, config: GeneratorConfig) -> list[int]:
