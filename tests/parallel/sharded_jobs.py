@@ -11,6 +11,7 @@ import torch
 from rank_models import whole_model
 from rank_pool import Rank
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from slipstream.batching.collate import collate
 from slipstream.core.config import OptimizerConfig, RunConfig
@@ -29,7 +30,6 @@ from slipstream.models.sharded import (
     divide,
     load_sharded,
     new_sharded,
-    sum_gradients,
 )
 from slipstream.models.shards import Box, load_shard, local_parts, whole_tensors
 from slipstream.models.tensor_parallel import local_config
@@ -51,7 +51,7 @@ class Layout:
     data_parallel: int
     tensor_parallel: int
     recomputes: bool = False
-    one_reduction: bool = False  # per update, not per microbatch
+    reduce_once: bool = False
     precision: Any = "float32"
 
     @property
@@ -132,8 +132,8 @@ def update_from(
         critic.optimizer.zero_grad()
     total = 0.0
     for index in range(num_passes):
-        if layout.one_reduction:
-            sum_gradients(model, index == num_passes - 1)
+        for one in (optimizer,) if critic is None else (optimizer, critic.optimizer):
+            one.before_backward(is_last=index == num_passes - 1)
         microbatch = microbatches[index] if index < len(microbatches) else empty_microbatch()
         states = at_targets(model, microbatch)
         loss = loss_of(model, microbatch, states, num_tokens)
@@ -177,7 +177,9 @@ def train(rank: Rank, config: TransformerConfig, layout: Layout, settings: dict[
     division = division_of(rank, layout)
     model = part_of(config, division)
     parameters = ShardedParameters(model, division)
-    optimizer = ShardedAdamW(parameters, OptimizerConfig(**settings), total_updates=num_updates)
+    optimizer = ShardedAdamW(
+        parameters, OptimizerConfig(**settings), total_updates=num_updates, reduce_once=layout.reduce_once
+    )
     seen = Trained()
     for update in range(num_updates):
         sequences = sequences_of(update, config.vocab_size)
@@ -304,6 +306,20 @@ def poison(rank: Rank, config: TransformerConfig, layout: Layout, value: float) 
     except NonFiniteError as error:
         return str(error), all(torch.equal(before[name], tensor) for name, tensor in live.items())
     return "", False
+
+
+def count_reductions(rank: Rank, config: TransformerConfig, layout: Layout) -> tuple[int, int]:
+    """(backward passes, reduce-scatters) of one update."""
+    division = division_of(rank, layout)
+    model = part_of(config, division)
+    parameters = ShardedParameters(model, division)
+    optimizer = ShardedAdamW(parameters, OptimizerConfig(), total_updates=1, reduce_once=layout.reduce_once)
+    passes: list[Tensor] = []
+    model.final_norm.register_full_backward_pre_hook(lambda _module, grads: passes.append(grads[0]))
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, division.data_parallel)
+    names = [event.name for event in seen.events()]
+    return len(passes), names.count("c10d::_reduce_scatter_base_")
 
 
 def train_critic(

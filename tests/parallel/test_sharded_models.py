@@ -15,6 +15,7 @@ from sharded_jobs import Layout, assembled
 from test_sharded import LAYOUTS, SETTINGS, alone, relative
 
 from slipstream.core.config import RunConfig, TaskConfig
+from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import logical_tensors, save_model
 from slipstream.models.initialise import initialise
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
@@ -45,12 +46,36 @@ def test_a_fresh_model_has_the_same_numbers_in_every_division(ranks: RankPool, l
 
 @pytest.mark.parametrize("case", ["llama_tied", "gpt2"])
 @pytest.mark.parametrize(
-    "layout", [Layout(2, 1, one_reduction=True), Layout(2, 2, recomputes=True), Layout(1, 2, recomputes=True)]
+    "layout", [Layout(2, 1, reduce_once=True), Layout(2, 2, recomputes=True), Layout(1, 2, recomputes=True)]
 )
 def test_options_change_no_gradient(ranks: RankPool, layout: Layout, case: str) -> None:
     one = alone(case, 1)
     by_rank = ranks.run(sharded_jobs.train, CONFIGS[case], layout, SETTINGS, 1, world=layout.world)
     assert relative(assembled([seen.first_gradient for seen in by_rank]), one.first_gradient) < 3e-6
+
+
+def test_a_whole_model_recomputes_to_the_same_bits() -> None:
+    gradients = {}
+    kept: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for recomputes, tensors in kept.items():
+        model = whole_model(CONFIGS["gpt_neox"])
+        for layer in model.layers:
+            layer.recomputes = recomputes
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, to=tensors: to.append(x) or x, lambda x: x):
+            states = model(torch.arange(9), torch.arange(9), PackedAttention([5, 4]))
+        model.logits(states).square().sum().backward()
+        gradients[recomputes] = [parameter.grad for parameter in model.parameters()]
+    assert len(kept[True]) < 10 < 30 < len(kept[False])
+    assert all(map(torch.equal, gradients[False], gradients[True]))
+
+
+@pytest.mark.parametrize("reduce_once", [False, True])
+def test_one_reduction_per_update_where_it_is_asked_for(ranks: RankPool, reduce_once: bool) -> None:
+    config, layout = CONFIGS["llama"], Layout(2, 1, reduce_once=reduce_once)
+    for num_passes, num_reductions in ranks.run(sharded_jobs.count_reductions, config, layout, world=2):
+        assert num_passes > 1
+        groups = config.num_layers + 1  # of parameters: each layer, and the root
+        assert num_reductions == groups * (1 if reduce_once else num_passes)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, precision="bfloat16"), Layout(1, 2, precision="bfloat16")])

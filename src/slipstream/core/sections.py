@@ -468,6 +468,16 @@ class TrainerConfig(Section):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What it computes in on a GPU; weights and optimizer stay float32 there, too."
     )
+    recompute: bool = Field(
+        False,
+        description="Keep only each layer's input for the backward pass, and run the layer again there: less memory, a "
+        "third more work.",
+    )
+    reduce_once: bool = Field(
+        False,
+        description="Sum gradients over data-parallel ranks once per update, not per microbatch: less traffic, but each"
+        " rank then holds a whole gradient (of its tensor-parallel share).",
+    )
     minibatches: Positive = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
     epochs: Positive = Field(1, description="Passes over the batch per step (A4's T).")
     shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")

@@ -78,17 +78,6 @@ class Division:
         return DeviceMesh.from_group(pg, self.device.type, mesh_dim_names=("data_parallel",))
 
 
-def sum_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether backward passes from now on sum gradients over the data-parallel ranks: yes, unless told otherwise.
-
-    Switched off for all microbatches of an update but the last, there is one reduce-scatter per update, for the memory
-    of a whole (tensor-parallel share of a) gradient. All ranks must agree. Without FSDP it does nothing.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(enabled, recurse=False)
-
-
 def divide(model: Transformer, division: Division) -> None:
     """Bring this rank's tensor-parallel share `model` to the division's device, and cut it over data-parallel ranks.
 
@@ -235,7 +224,8 @@ class ShardedParameters:
     """
 
     def __init__(self, model: nn.Module, division: Division) -> None:
-        self._model, self._division = model, division
+        self._division = division
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.reshard()
         shared = _shared_rows(model, division.tensor_parallel)
         self._locals = {
@@ -271,9 +261,16 @@ class ShardedParameters:
     def reshard(self) -> None:
         """Give up all gathered parameters. Whoever writes into views taken before a pass of the model calls it, or the
         next pass computes with the old embedding and head."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._fsdp_modules:
+            module.reshard()
+
+    def sum_gradients(self, enabled: bool) -> None:
+        """Whether backward passes from now on sum gradients over the data-parallel ranks: yes, unless told otherwise.
+
+        While they do not, each rank adds up a gradient of all rows of its tensor-parallel share.
+        """
+        for module in self._fsdp_modules:
+            module.set_requires_gradient_sync(enabled, recurse=False)
 
     def zero_grad(self) -> None:
         for local in self._locals.values():

@@ -90,6 +90,10 @@ class Optimizer(Protocol):
         """Clear the gradients: backward passes add to them until `step`."""
         ...
 
+    def before_backward(self, *, is_last: bool) -> None:
+        """Say before a backward pass whether it is the last one until `step`; unless told, each is taken for it."""
+        ...
+
     def finite_grad_norm(self) -> float:
         """The norm of the whole model's gradient, each element once. NonFiniteError when it is NaN or inf."""
         ...
@@ -149,6 +153,9 @@ class FlatAdamW:
         self.grad.zero_()
         for parameter, grad in self._parameters:
             parameter.grad = grad
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Nothing is put off until the last backward pass."""
 
     @torch.no_grad()
     def step(self) -> float:

@@ -73,6 +73,8 @@ class WholePolicy:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.model, self.tokenizer = build_policy(config.model, seed=config.seed)
+        for layer in self.model.layers:
+            layer.recomputes = config.trainer.recompute
         self.parameters = FlatParameters(self.model)
         self.num_params = self.parameters.num_params
         self._adamw = self.new_optimizer(

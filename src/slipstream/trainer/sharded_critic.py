@@ -41,6 +41,7 @@ class ShardedCritic:
             critic.optimizer,
             total_updates=config.steps * config.updates_per_step,
             updates_per_step=config.updates_per_step,
+            reduce_once=config.trainer.reduce_once,
         )
 
     def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:

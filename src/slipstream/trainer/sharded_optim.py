@@ -20,12 +20,21 @@ class ShardedAdamW:
 
     Implements `optim.Optimizer`; options as `FlatAdamW`'s. Gradients are sums over ranks (`sharded.py`), so what
     several ranks hold they change alike. Identity: the same weights as `FlatAdamW` of the whole model, up to rounding.
+
+    With `reduce_once`, gradients are summed over data-parallel ranks in the last backward pass before `step` only, as
+    `before_backward` says; until then each rank has one of all rows. All ranks must say alike.
     """
 
     def __init__(
-        self, parameters: ShardedParameters, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1
+        self,
+        parameters: ShardedParameters,
+        config: OptimizerConfig,
+        *,
+        total_updates: int,
+        updates_per_step: int = 1,
+        reduce_once: bool = False,
     ) -> None:
-        self._parameters, self._config = parameters, config
+        self._parameters, self._config, self._reduce_once = parameters, config, reduce_once
         self._rates = LearningRates(config, total_updates=total_updates, updates_per_step=updates_per_step)
         self._views = {name: nn.Parameter(view) for name, view in parameters.named_views().items()}
         self._adamw = torch.optim.AdamW(
@@ -49,6 +58,11 @@ class ShardedAdamW:
         """Drop the gradients: the next backward pass makes new ones."""
         self._parameters.zero_grad()
         self._is_finished = False
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Say before a backward pass whether it is the last one until `step`; unless told, each is taken for it."""
+        if self._reduce_once:
+            self._parameters.sum_gradients(is_last)
 
     def finite_grad_norm(self) -> float:
         """The whole gradient's norm, on all ranks alike. NonFiniteError, there too, when it is NaN or inf."""

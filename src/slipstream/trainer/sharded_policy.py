@@ -42,6 +42,7 @@ class ShardedPolicy:
             tensor_ranks,
             device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
             precision=config.trainer.precision,
+            recomputes=config.trainer.recompute,
         )
         self.tokenizer = build_tokenizer(config.model)
         self.model = build_sharded_policy(config.model, self.division, seed=config.seed, tokenizer=self.tokenizer)
@@ -62,7 +63,13 @@ class ShardedPolicy:
         return ShardedCheckpoints(self._ranks)
 
     def new_optimizer(self, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1) -> ShardedAdamW:
-        return ShardedAdamW(self.parameters, config, total_updates=total_updates, updates_per_step=updates_per_step)
+        return ShardedAdamW(
+            self.parameters,
+            config,
+            total_updates=total_updates,
+            updates_per_step=updates_per_step,
+            reduce_once=self._config.trainer.reduce_once,
+        )
 
     def new_critic(self) -> ValueFunction:
         return ShardedCritic(self._config, self.model, self.division)

@@ -322,7 +322,9 @@ class _Update:
             critic.optimizer.zero_grad()
         total = 0.0
         parts: Metrics = {}
-        for microbatch in microbatches:
+        for index, microbatch in enumerate(microbatches):
+            for optimizer in (self.optimizer,) if critic is None else (self.optimizer, critic.optimizer):
+                optimizer.before_backward(is_last=index == len(microbatches) - 1)
             states = at_targets(self.model, microbatch)
             logprobs, entropies = microbatch_logprobs(
                 self.model, microbatch, temperature=self.config.generator.temperature, states=states

@@ -65,7 +65,9 @@ def supervised_updates(
         num_tokens = sum(sequence.num_targets for sequence in batch)
         optimizer.zero_grad()
         total = 0.0
-        for microbatch in in_step(batching.collate(batch[ranks.rank :: ranks.world], microbatch_tokens), ranks):
+        microbatches = in_step(batching.collate(batch[ranks.rank :: ranks.world], microbatch_tokens), ranks)
+        for index, microbatch in enumerate(microbatches):
+            optimizer.before_backward(is_last=index == len(microbatches) - 1)
             logprobs, _ = microbatch_logprobs(model, microbatch, temperature=1.0)
             loss = -logprobs.sum() / num_tokens
             torch.autograd.backward(loss)
