@@ -1,0 +1,155 @@
+"""A trainer of several ranks, as jobs of a `RankPool`: it publishes what it is told to, until it is told to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rank_models import whole_model
+from rank_pool import Rank
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, wait
+from slipstream.core.ranks import RankGroup
+from slipstream.core.sections import Precision
+from slipstream.core.types import Export, Stop, WeightsLinked
+from slipstream.models.config import TransformerConfig
+from slipstream.models.hf import logical_tensors
+from slipstream.models.quantized import Packer, WeightLayout
+from slipstream.models.shards import load_shard, local_shards, local_tensor
+from slipstream.models.tensor_parallel import TensorParallel
+from slipstream.models.transformer import Transformer
+from slipstream.weight_sync.links import Links
+from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.segment import SharedMemory
+
+TOKENS = np.arange(4, dtype=np.int32)
+DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Its ranks are data_parallel x tensor_parallel; with `replicate` FSDP shards over half of the former only."""
+
+    config: TransformerConfig
+    precision: Precision
+    folder: str
+    run_id: str
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    replicate: bool = False
+    is_linked: bool = False
+    delta: bool = False
+    timeout_s: float = 20.0
+    bucket_bytes: int = 3000
+
+    @property
+    def world(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+
+def specs(trainer: Trainer, generators: list[tuple[int, int]]) -> list[ChannelSpec]:
+    """The channels to every rank (replica, rank) of the generators, and among the trainer's."""
+    found = []
+    for replica, rank in generators:
+        name = f"generator-{replica}@{rank}"
+        found.append(ChannelSpec(f"offers/{name}", Kind.WEIGHTS, "trainer.offers", f"{name}.offers"))
+        found.append(ChannelSpec(f"releases/{name}", Kind.GATHER, f"{name}.releases", "trainer.releases"))
+    found.append(ChannelSpec("commands", Kind.GATHER, "test.commands", "trainer.commands"))
+    for rank in range(1, trainer.world):
+        found.append(ChannelSpec(f"relay/{rank}", Kind.BROADCAST, "trainer.relay", f"trainer@{rank}.commands"))
+    return found
+
+
+def links_of(trainer: Trainer) -> Links | None:
+    if not trainer.is_linked:
+        return None
+    store = dist.FileStore(f"{trainer.folder}/links", -1)
+    return Links(store, timeout_s=trainer.timeout_s, bucket_bytes=trainer.bucket_bytes, delta=trainer.delta)
+
+
+def new_part(rank: Rank, trainer: Trainer) -> tuple[Transformer, dist.ProcessGroup | None]:
+    """This rank's part of the trainer's model, and its tensor-parallel group."""
+    dims = {"dp": trainer.data_parallel, "tp": trainer.tensor_parallel}
+    if trainer.replicate:
+        dims = {"rep": 2, "dp": trainer.data_parallel // 2, "tp": trainer.tensor_parallel}
+    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    group = None
+    if trainer.tensor_parallel > 1:
+        group = mesh["tp"].get_group()
+        model = TensorParallel.over(group, trainer.config).new_model()
+    else:
+        model = Transformer(trainer.config)
+    if trainer.data_parallel > 1:
+        sharded = mesh["rep", "dp"] if trainer.replicate else mesh["dp"]
+        for layer in model.layers:
+            fully_shard(layer, mesh=sharded)
+        fully_shard(model, mesh=sharded)
+    return model, group
+
+
+def train(rank: Rank, trainer: Trainer, generators: list[tuple[int, int]]) -> dict[str, float]:
+    """Publish the versions that commands name, until told to stop.
+
+    Version v has the weights of `whole_model(config, v)`, and the version as its probe.
+    """
+    model, tensor_group = new_part(rank, trainer)
+    over_ranks = None if tensor_group is None else RankGroup.over(tensor_group).max
+    name = "trainer" if rank.rank == 0 else f"trainer@{rank.rank}"
+    ports = connect(specs(trainer, generators), name, Path(trainer.folder), 1)
+    is_leader = rank.rank == 0
+    publisher = Publisher(
+        ports.outputs["offers"] if is_leader else None,
+        ports.inputs["releases"] if is_leader else None,
+        SharedMemory(trainer.run_id),
+        num_readers=len({replica for replica, _ in generators}),
+        reader_ranks=1 + max(r for _, r in generators),
+        group=RankGroup.over(rank.group),
+        links=links_of(trainer),
+        relay=ports.outputs["relay"] if is_leader and trainer.world > 1 else None,
+    )
+    layout = WeightLayout(model, trainer.precision)
+    weights = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
+    publisher.open(None, Packer(layout, weights, over_ranks=over_ranks))
+    check_shards(model, trainer.config)
+    try:
+        _serve(ports, publisher, model, trainer, is_leader)
+    finally:
+        publisher.close()
+        ports.close()
+    return {"published": publisher.stats.num_published, "skipped": publisher.stats.num_skipped}
+
+
+def check_shards(model: Transformer, config: TransformerConfig) -> None:
+    """The oracle of `local_shards`: the whole tensors, sliced."""
+    whole = logical_tensors(whole_model(config, 7))
+    load_shard(model, whole)
+    for shard in local_shards(model):
+        assert torch.equal(shard.view, whole[shard.box.name][shard.box.slices]), shard.box
+
+
+def _serve(ports: Ports, publisher: Publisher, model: Transformer, trainer: Trainer, is_leader: bool) -> None:
+    """Rank 0 passes every command on. `Export` asks for the version that its path names."""
+    while True:
+        publisher.poll()
+        message = ports.inputs["commands"].get_nowait()
+        if message is None:
+            assert wait(ports.inputs.values(), ports.outputs.values(), timeout_s=DEADLINE_S), "nobody says anything"
+            continue
+        if isinstance(message, WeightsLinked):
+            publisher.take(message)
+            continue
+        if is_leader and trainer.world > 1:
+            ports.outputs["relay"].put(message)
+        if isinstance(message, Stop):
+            if is_leader and trainer.world > 1:
+                ports.outputs["relay"].flush(deadline_s=5.0)
+            return
+        assert isinstance(message, Export)
+        version = int(message.path)
+        load_shard(model, logical_tensors(whole_model(trainer.config, version)))
+        publisher.publish(version, TOKENS, np.full(3, version, np.float32))

@@ -1,0 +1,178 @@
+"""Versions of a trainer divided over ranks arrive at generators divided otherwise, bit for bit.
+
+The trainer's ranks are processes of the pool; the generators' ranks are in this one, each with a subscriber and
+channels of its own. The oracle are the bytes that a generator's own layout gives the whole model's tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rank_models import CONFIGS, whole_model
+from rank_pool import RankPool
+from reshard_jobs import DEADLINE_S, Trainer, links_of, specs, train
+
+from slipstream.core.channel import Ports, connect, make_transport_dir, wait
+from slipstream.core.sections import Precision
+from slipstream.core.types import Export, Holding, Stop
+from slipstream.models.config import TransformerConfig
+from slipstream.models.hf import logical_tensors
+from slipstream.models.quantized import WeightLayout
+from slipstream.models.shards import load_shard
+from slipstream.models.tensor_parallel import TensorParallel
+from slipstream.models.transformer import Transformer
+from slipstream.weight_sync.segment import SharedMemory, cleanup
+from slipstream.weight_sync.subscriber import Subscriber
+
+_NUMBER = itertools.count()
+
+
+def generator_model(config: TransformerConfig, rank: int, world: int) -> Transformer:
+    return Transformer(config) if world == 1 else TensorParallel(config, rank, world).new_model()
+
+
+def expected_bytes(
+    config: TransformerConfig, precision: Precision, rank: int, world: int, version: int
+) -> torch.Tensor:
+    """What the layout of rank `rank` makes of the whole model of a version, with the scales of whole rows."""
+    whole = whole_model(config, version)
+    model = generator_model(config, rank, world)
+    load_shard(model, logical_tensors(whole))
+    layout = WeightLayout(model, precision)
+    out = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    largest = {name: p.detach().abs().amax(1) for name, p in whole.named_parameters() if p.ndim == 2}
+    cut = [n for n, _ in model.named_parameters() if n.endswith(("output.weight", "down.weight"))]
+
+    def over_ranks(own: torch.Tensor) -> torch.Tensor:
+        return torch.cat([largest[name] for name in cut])
+
+    for _ in layout.pack(dict(model.named_parameters()), out, over_ranks=over_ranks if world > 1 else None):
+        pass
+    return out
+
+
+class Weights:
+    """Stands for `ServedWeights`: bytes in a layout, exchanged by pointer."""
+
+    def __init__(self, layout: WeightLayout) -> None:
+        self.flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        self.layout = layout
+
+    @property
+    def holding(self) -> Holding:
+        return self.layout.holding
+
+    def prepare(self, flat: torch.Tensor) -> None: ...
+
+    def rebind(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+
+
+class GeneratorRank:
+    """One rank of a generator replica."""
+
+    def __init__(self, trainer: Trainer, channels: list, replica: int, rank: int, world: int, incarnation: int = 1):
+        self.replica, self.rank, self.world, self.trainer = replica, rank, world, trainer
+        self.ports: Ports = connect(channels, f"generator-{replica}@{rank}", Path(trainer.folder), incarnation)
+        self.weights = Weights(WeightLayout(generator_model(trainer.config, rank, world), trainer.precision))
+        self.subscriber = Subscriber(
+            self.ports.inputs["offers"],
+            self.ports.outputs["releases"],
+            SharedMemory(trainer.run_id),
+            replica=replica,
+            rank=rank,
+            world=world,
+            links=links_of(trainer),
+        )
+        self.probed = -1.0
+        self.subscriber.open(self.weights, self._probe, 1e9, is_threaded=True)
+
+    def _probe(self, tokens: np.ndarray) -> np.ndarray:
+        return np.zeros(3, np.float32)
+
+    def check(self, version: int) -> None:
+        expected = expected_bytes(self.trainer.config, self.trainer.precision, self.rank, self.world, version)
+        layout = self.weights.layout
+        for name, (mine, theirs) in {
+            name: (view, layout.views(expected)[name]) for name, view in layout.views(self.weights.flat).items()
+        }.items():
+            assert torch.equal(mine.values.view(torch.uint8), theirs.values.view(torch.uint8)), name
+            if mine.scales is not None:
+                assert torch.equal(mine.scales, theirs.scales), name
+
+    def close(self) -> None:
+        self.subscriber.close()
+        self.ports.close()
+
+
+@contextmanager
+def running(
+    pool: RankPool, config: TransformerConfig, replicas: list[int], precision: Precision = "float32", **how
+) -> Iterator[tuple[list[GeneratorRank], Ports, Future]]:
+    """A trainer in the pool and all ranks of `replicas` (their worlds) here."""
+    folder = make_transport_dir()
+    trainer = Trainer(config, precision, str(folder), f"reshard-{next(_NUMBER)}", **how)
+    every = [(replica, rank) for replica, world in enumerate(replicas) for rank in range(world)]
+    channels = specs(trainer, every)
+    test = connect(channels, "test", folder, 1)
+    generators: list[GeneratorRank] = []
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(pool.run, train, trainer, every, world=trainer.world)
+        try:
+            generators += [
+                GeneratorRank(trainer, channels, replica, rank, replicas[replica]) for replica, rank in every
+            ]
+            yield generators, test, outcome
+        finally:
+            test.outputs["commands"].put(Stop())
+            outcome.result(DEADLINE_S)
+            for generator in generators:
+                generator.close()
+            test.close()
+            cleanup(trainer.run_id)
+            shutil.rmtree(folder)
+
+
+def take(generators: list[GeneratorRank], version: int) -> None:
+    """Wait until all have staged `version`, and commit it."""
+    inputs = [port for generator in generators for port in generator.ports.inputs.values()]
+    fds = [fd for generator in generators for fd in generator.subscriber.wait_fds()]
+    while any(generator.subscriber.pending_version != version for generator in generators):
+        if not any([generator.subscriber.poll() for generator in generators]):
+            failures = [generator.subscriber.failure for generator in generators]
+            assert wait(inputs, [], fds, timeout_s=DEADLINE_S), f"version {version} did not arrive: {failures}"
+    for generator in generators:
+        assert generator.subscriber.commit() is not None
+
+
+def publish(test: Ports, version: int) -> None:
+    test.outputs["commands"].put(Export(path=str(version)))
+
+
+def deliver(
+    pool: RankPool, config: TransformerConfig, replicas: list[int], precision: Precision = "float32", **how
+) -> None:
+    with running(pool, config, replicas, precision, **how) as (generators, test, _):
+        for version in range(2):
+            publish(test, version)
+            take(generators, version)
+            for generator in generators:
+                generator.check(version)
+
+
+@pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8"])
+def test_two_ranks_of_fsdp_to_a_pair_and_to_two_single_replicas(
+    ranks: RankPool, precision: Precision, is_linked: bool
+) -> None:
+    config = CONFIGS["llama"]
+    deliver(ranks, config, [2], precision, data_parallel=2, is_linked=is_linked)
+    deliver(ranks, config, [1, 1], precision, data_parallel=2, is_linked=is_linked)
