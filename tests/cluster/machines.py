@@ -105,7 +105,7 @@ class Cable:
 
 @contextlib.contextmanager
 def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine, Cable]]:
-    """Two machines and the cable between them. Logs of their jobs go to `folder`; what still runs in the end is killed."""
+    """Two machines and the cable between them. Logs of their jobs go to `folder`; in the end they are killed."""
     mark = os.getpid()
     machines = [
         Machine(f"slip-{side}-{mark}", f"10.77.0.{number}", f"slip{side}{mark}"[:15], folder)
