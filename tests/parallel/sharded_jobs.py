@@ -111,7 +111,8 @@ def sequences_of(update: int, vocab_size: int) -> list[TrainSequence]:
 def loss_of(model: Transformer, microbatch: PackedMicrobatch, states: Tensor, num_tokens: int) -> Tensor:
     """A policy gradient, and some of the entropy's."""
     logprobs, entropies = microbatch_logprobs(model, microbatch, temperature=1.0, states=states)
-    return -(logprobs * torch.from_numpy(microbatch.advantages) + 0.1 * entropies).sum() / num_tokens
+    advantages = torch.from_numpy(microbatch.advantages).to(logprobs.device)
+    return -(logprobs * advantages + 0.1 * entropies).sum() / num_tokens
 
 
 def update_from(

@@ -76,13 +76,14 @@ class ShardedAdamW:
         """Clip by global norm and update; the gradient norm before clipping. NonFiniteError as `finite_grad_norm`'s."""
         grad_norm = self.finite_grad_norm()
         lr = self.lr
-        for name, grad in self._parameters.named_grads().items():
-            view = self._views[name]
-            if grad_norm > self._config.max_grad_norm:
-                grad.mul_(self._config.max_grad_norm / (grad_norm + 1e-6))
-            if self._config.weight_decay and view.ndim >= 2:
-                view.mul_(1.0 - lr * self._config.weight_decay)
-            view.grad = grad
+        grads = self._parameters.named_grads()
+        if grad_norm > self._config.max_grad_norm:
+            torch._foreach_mul_(list(grads.values()), self._config.max_grad_norm / (grad_norm + 1e-6))
+        if self._config.weight_decay:
+            matrices = [view for view in self._views.values() if view.ndim >= 2]
+            torch._foreach_mul_(matrices, 1.0 - lr * self._config.weight_decay)
+        for name, view in self._views.items():
+            view.grad = grads[name]
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.param_groups[0]["eps"] = corrected_eps(self._config, update=self.num_updates + 1)
         self._adamw.step()
