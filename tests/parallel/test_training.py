@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import training_jobs
 from rank_pool import RankPool
+from safetensors.numpy import load_file
 from sharded_jobs import Layout, assembled
-from training_jobs import Boxes, Seen
+from training_jobs import Boxes, Seen, Span
 
 LAYOUTS = {"dp2": Layout(2, 1), "dp4": Layout(4, 1), "dp2_tp2": Layout(2, 2)}
 TRAINER = {"optimizer": {"lr": 1e-3, "max_grad_norm": 0.7}, "microbatch_tokens": 48}
@@ -41,7 +43,7 @@ PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_fra
 
 @functools.cache
 def one_rank(case: str, num_steps: int) -> Seen:
-    return training_jobs.train_alone(CASES[case], num_steps)
+    return training_jobs.train_alone(CASES[case], Span(num_steps))
 
 
 def relative(found: list[Boxes], expected: Boxes) -> float:
@@ -58,7 +60,7 @@ def relative(found: list[Boxes], expected: Boxes) -> float:
 )
 def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
     one = one_rank(case, 20)
-    by_rank = ranks.run(training_jobs.train, CASES[case], LAYOUTS[layout], 20, world=LAYOUTS[layout].world)
+    by_rank = ranks.run(training_jobs.train, CASES[case], LAYOUTS[layout], Span(20), world=LAYOUTS[layout].world)
     assert {seen.num_params for seen in by_rank} == {one.num_params}
     assert relative([seen.first_gradient for seen in by_rank], one.first_gradient) < 1e-5
     assert relative([seen.weights for seen in by_rank], one.weights) < 1e-5
@@ -67,6 +69,27 @@ def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, case: str, layout: 
             assert mine.keys() == expected.keys()
             for name in expected.keys() - PACKING:
                 assert mine[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+
+
+def test_a_run_goes_on_where_it_was_saved_on_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Three steps on one rank, two on four data-parallel ones, one on 2 x 2, one on one rank: all seven as on one."""
+    case = CASES["ppo"]
+    spans = [
+        Span(3, save=tmp_path / "step_3"),
+        Span(5, 3, tmp_path / "step_3", tmp_path / "step_5"),
+        Span(6, 5, tmp_path / "step_5", tmp_path / "step_6", tmp_path / "model"),
+        Span(7, 6, tmp_path / "step_6"),
+    ]
+    training_jobs.train_alone(case, spans[0])
+    ranks.run(training_jobs.train, case, LAYOUTS["dp4"], spans[1], world=4)
+    by_rank = ranks.run(training_jobs.train, case, LAYOUTS["dp2_tp2"], spans[2], world=4)
+    exported: dict[str, np.ndarray] = {}
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        exported |= {f"policy/{name}": tensor for name, tensor in load_file(file).items()}
+    trained = assembled([seen.weights for seen in by_rank])
+    assert exported.keys() == {name for name in trained if name.startswith("policy/")}
+    assert all(np.array_equal(tensor, trained[name]) for name, tensor in exported.items())
+    assert relative([training_jobs.train_alone(case, spans[3]).weights], one_rank("ppo", 7).weights) < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["dp2", "dp2_tp2"])

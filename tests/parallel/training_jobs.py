@@ -45,6 +45,17 @@ class Seen:
     num_params: int = 0
 
 
+@dataclass(frozen=True)
+class Span:
+    """Steps `first` up to `stop`, from the checkpoint `load` if they do not begin; then kept as `save`, as `export`."""
+
+    stop: int
+    first: int = 0
+    load: Path | None = None
+    save: Path | None = None
+    export: Path | None = None
+
+
 def config_of(sections: dict[str, Any]) -> RunConfig:
     return run_config(model=ModelConfig(**TINY.model_dump() | {"max_positions": 64}), **sections)
 
@@ -104,7 +115,7 @@ def _sharpen(policy: Policy) -> None:
         policy.parameters.reshard()
 
 
-def _train(policy: Policy, config: RunConfig, num_steps: int, ranks: RankGroup) -> Seen:
+def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> Seen:
     _sharpen(policy)
     seen = Seen(num_params=policy.num_params)
     critic = policy.new_critic() if config.has_critic else None
@@ -120,7 +131,9 @@ def _train(policy: Policy, config: RunConfig, num_steps: int, ranks: RankGroup) 
 
     vars(policy.optimizer)["step"] = step_and_note
     auxiliary = Auxiliary(policy.reference(None), critic)
-    for step in range(num_steps):
+    if span.load is not None:
+        assert policy.load(span.load, critic).step == span.first
+    for step in range(span.first, span.stop):
         groups = batch_of(config, step)
         metrics = train_on_batch(
             policy.model,
@@ -134,6 +147,14 @@ def _train(policy: Policy, config: RunConfig, num_steps: int, ranks: RankGroup) 
             ranks=ranks,
         )
         seen.metrics.append(metrics)
+    if span.save is not None:
+        policy.save(span.save, step=span.stop, extra={}, critic=critic)
+        saved = policy.saved(wait=True)
+        assert saved is not None
+        assert saved.path == span.save
+        assert not policy.is_saving
+    if span.export is not None:
+        policy.export(span.export)
     for name, one in trained.items():
         seen.weights += _boxes(name, _module(one), _weights(one))
     return seen
@@ -172,10 +193,12 @@ def _divided(rank: Rank, config: RunConfig, layout: Layout) -> tuple[ShardedPoli
 # Jobs
 
 
-def train(rank: Rank, sections: dict[str, Any], layout: Layout, num_steps: int) -> Seen:
+def train(rank: Rank, sections: dict[str, Any], layout: Layout, span: Span) -> Seen:
     config = config_of(sections)
     policy, ranks = _divided(rank, config, layout)
-    return _train(policy, config, num_steps, ranks)
+    seen = _train(policy, config, span, ranks)
+    policy.close()
+    return seen
 
 
 def warm_up(rank: Rank, layout: Layout) -> Seen:
@@ -192,8 +215,8 @@ def alone(work: Callable[..., Seen], sections: dict[str, Any], *args: Any) -> Se
     return work(WholePolicy(config), config, *args, RankGroup.alone())
 
 
-def train_alone(sections: dict[str, Any], num_steps: int) -> Seen:
-    return alone(_train, sections, num_steps)
+def train_alone(sections: dict[str, Any], span: Span) -> Seen:
+    return alone(_train, sections, span)
 
 
 def warm_up_alone() -> Seen:

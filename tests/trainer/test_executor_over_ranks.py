@@ -181,8 +181,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(("world", "tensor_parallel"), [(2, 1), (3, 1), (4, 2), (2, 2)])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "world", "tensor_parallel"),
+    [*((loss, 2, 1) for loss in LOSSES), ("groups", 3, 1), ("samples", 4, 2), ("samples", 2, 2)],
+)
 def test_a_run_over_ranks_is_that_of_one(monkeypatch, tmp_path, loss, world, tensor_parallel):
     config = run_config(steps=NUM_STEPS, loss=LOSSES[loss], warm_start={"steps": 10, "batch_size": 3})
     ((one, events, publisher),) = run(monkeypatch, tmp_path / "one", config, 1)

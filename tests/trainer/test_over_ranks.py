@@ -114,17 +114,17 @@ def batches(draw):
 
 
 def prepared(config, groups, **ranks):
-    """The batch, its first epoch's minibatches, in order and as dealt in another order."""
+    """The batch of step 4, with all columns that its config needs."""
     names = {"proximal_logprobs": 0.2}
     if config.kl.coef or config.loss.name == "online_dpo":
         names["reference_logprobs"] = 0.5
     if config.has_critic:
         names["values"] = 1.0
-    batch = prepare_batch(groups, config=config, step=4, measure=columns(**names), **ranks)
-    return batch
+    return prepare_batch(groups, config=config, step=4, measure=columns(**names), **ranks)
 
 
 def minibatches_of(batch, config, ordinals):
+    """Dealt in another order, as by `trainer.shuffle`."""
     groups = [Group(ordinal=ordinal, rollouts=()) for ordinal in ordinals]
     order = np.random.default_rng(5).permutation(len(groups)).tolist()
     parts = batching.split_minibatches(groups, config.trainer.minibatches, order=order)
@@ -256,7 +256,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 8])
 @pytest.mark.parametrize("case", UPDATES)
 def test_updates_over_ranks_are_those_of_one(case, world):
     """Eight ranks have nothing to train on in some minibatches, or never."""
