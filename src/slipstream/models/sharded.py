@@ -41,7 +41,7 @@ from slipstream.models.scalar import (
     initialise_head,
     restore_biases,
 )
-from slipstream.models.shards import checkpoint_slices, load_shard
+from slipstream.models.shards import checkpoint_slices, load_shard, local_tensor
 from slipstream.models.tensor_parallel import SharedRows, TensorParallel, local_config, shared_rows, whole_config
 from slipstream.models.transformer import OneRank, Ranks, Transformer
 
@@ -196,14 +196,14 @@ class _Local:
 
     @property
     def view(self) -> Tensor:
-        return _local_part(self.parameter)
+        return local_tensor(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor:
         """The gradient of `view`, zeros if no backward pass has made any."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        return _local_part(self.parameter.grad)
+        return local_tensor(self.parameter.grad.detach())
 
     def among(self, rows: range) -> slice:
         """Where in `view` those of the share's `rows` are that lie here."""
@@ -211,16 +211,12 @@ class _Local:
         return slice(start - self.rows.start, max(start, stop) - self.rows.start)
 
 
-def _local_part(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class ShardedParameters:
     """What this rank stores of a model's parameters: the counterpart of `FlatParameters` for several ranks.
 
-    A parameter's local part are the rows `rows(name)`, along its first dimension, of this rank's tensor-parallel share;
-    parameters that FSDP does not manage are whole. `named_views` stay valid for the model's life.
+    Of a parameter that is a range of rows, along its first dimension, of this rank's tensor-parallel share (where it
+    lies in the checkpoint: `shards.local_parts`); what FSDP does not manage is whole. `named_views` stay valid for the
+    model's life.
     """
 
     def __init__(self, model: nn.Module, division: Division) -> None:
@@ -253,10 +249,6 @@ class ShardedParameters:
     def named_grads(self) -> dict[str, Tensor]:
         """The gradients of `named_views`; zeros where no backward pass has made any."""
         return {name: local.grad for name, local in self._locals.items()}
-
-    def rows(self, name: str) -> range:
-        """Which rows of this rank's tensor-parallel share of parameter `name` lie here."""
-        return self._locals[name].rows
 
     def reshard(self) -> None:
         """Give up all gathered parameters. Whoever writes into views taken before a pass of the model calls it, or the
