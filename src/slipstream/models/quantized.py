@@ -191,7 +191,8 @@ class Packer:
         *,
         over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.num_bytes, self.holding = layout.num_bytes, layout.holding
+        self.num_bytes = layout.num_bytes
+        self.holding: Holding | None = layout.holding
         self._layout, self._weights, self._over_ranks = layout, weights, over_ranks
 
     @torch.no_grad()
