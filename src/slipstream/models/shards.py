@@ -142,7 +142,7 @@ def dtensor_boxes(name: str, tensor: DTensor) -> list[Shard]:
     if 0 in extent:
         return []
     stop = tuple(first + size for first, size in zip(start, extent, strict=True))
-    return [Shard(Box(name, tuple(tensor.shape), start, stop), tensor.detach().to_local())]
+    return [Shard(Box(name, tuple(tensor.shape), start, stop), local_tensor(tensor.detach()))]
 
 
 def _placed(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

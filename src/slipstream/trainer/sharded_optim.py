@@ -80,7 +80,7 @@ class ShardedAdamW:
         if grad_norm > self._config.max_grad_norm:
             torch._foreach_mul_(list(grads.values()), self._config.max_grad_norm / (grad_norm + 1e-6))
         if self._config.weight_decay:
-            matrices = [view for view in self._views.values() if view.ndim >= 2]
+            matrices: list[Tensor] = [view for view in self._views.values() if view.ndim >= 2]
             torch._foreach_mul_(matrices, 1.0 - lr * self._config.weight_decay)
         for name, view in self._views.items():
             view.grad = grads[name]
