@@ -47,7 +47,8 @@ def child(rank: int, world: int, store: str, num_rounds: int) -> None:
 
     from slipstream.core.clock import WallClock
     from slipstream.core.executor import Context
-    from slipstream.core.ranks import RankGroup, rank_name
+    from slipstream.core.rank_group import RankGroup
+    from slipstream.core.ranks import rank_name
     from slipstream.generator.lockstep import LockStep
 
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """The architecture as a test: who may import whom, and what may not be in the library at all.
 
-core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages < api, doctor, job_files, launch < cli
+core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages
+     < api, doctor, job_files, launch < cli
 """
 
 from __future__ import annotations

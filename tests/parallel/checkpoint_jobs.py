@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.core.errors import CheckpointError
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.config import TransformerConfig
 from slipstream.models.export import export_sharded
 from slipstream.models.hf import logical_tensors

@@ -31,7 +31,8 @@ from slipstream.core.config import ModelConfig, RunConfig
 from slipstream.core.errors import RankError, WeightSyncError
 from slipstream.core.executor import Context, FlatWeights, Swap
 from slipstream.core.links import WakeUp
-from slipstream.core.ranks import RankGroup, rank_name
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.ranks import rank_name
 from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop, Wake
 from slipstream.generator.executor import Generator
 from slipstream.generator.lockstep import Agreement

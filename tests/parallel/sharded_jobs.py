@@ -17,7 +17,8 @@ from slipstream.batching.collate import collate
 from slipstream.core.config import OptimizerConfig, RunConfig
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch, TrainSequence, empty_microbatch
-from slipstream.core.ranks import RankGroup, data_parallel_rank
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.ranks import data_parallel_rank
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, ShapeError
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model, logical_tensors, save_model
 from slipstream.models.inventory import Held, givers

@@ -7,18 +7,21 @@ channels of its own. The oracle are the bytes that a generator's own layout give
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rank_models import CONFIGS, whole_model
+from rank_models import CONFIGS
 from rank_pool import RankPool
-from reshard_jobs import DEADLINE_S, Trainer, links_of, specs, train
+from reshard_jobs import DEADLINE_S, Trainer, links_of, specs, train, version_of
 
 from slipstream.core.channel import Ports, connect, make_transport_dir, wait
 from slipstream.core.sections import Precision
@@ -43,7 +46,7 @@ def expected_bytes(
     config: TransformerConfig, precision: Precision, rank: int, world: int, version: int
 ) -> torch.Tensor:
     """What the layout of rank `rank` makes of the whole model of a version, with the scales of whole rows."""
-    whole = whole_model(config, version)
+    whole = version_of(config, version)
     model = generator_model(config, rank, world)
     load_shard(model, logical_tensors(whole))
     layout = WeightLayout(model, precision)
@@ -80,7 +83,8 @@ class GeneratorRank:
     """One rank of a generator replica."""
 
     def __init__(self, trainer: Trainer, channels: list, replica: int, rank: int, world: int, incarnation: int = 1):
-        self.replica, self.rank, self.world, self.trainer = replica, rank, world, trainer
+        self.replica, self.rank, self.world = replica, rank, world
+        self.trainer, self.channels = trainer, channels
         self.ports: Ports = connect(channels, f"generator-{replica}@{rank}", Path(trainer.folder), incarnation)
         self.weights = Weights(WeightLayout(generator_model(trainer.config, rank, world), trainer.precision))
         self.subscriber = Subscriber(
@@ -146,7 +150,7 @@ def take(generators: list[GeneratorRank], version: int) -> None:
     inputs = [port for generator in generators for port in generator.ports.inputs.values()]
     fds = [fd for generator in generators for fd in generator.subscriber.wait_fds()]
     while any(generator.subscriber.pending_version != version for generator in generators):
-        if not any([generator.subscriber.poll() for generator in generators]):
+        if not sum(generator.subscriber.poll() for generator in generators):  # of all, also after the first True
             failures = [generator.subscriber.failure for generator in generators]
             assert wait(inputs, [], fds, timeout_s=DEADLINE_S), f"version {version} did not arrive: {failures}"
     for generator in generators:
@@ -176,3 +180,69 @@ def test_two_ranks_of_fsdp_to_a_pair_and_to_two_single_replicas(
     config = CONFIGS["llama"]
     deliver(ranks, config, [2], precision, data_parallel=2, is_linked=is_linked)
     deliver(ranks, config, [1, 1], precision, data_parallel=2, is_linked=is_linked)
+
+
+@pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gpt_neox", "gpt2", "mistral"])
+def test_two_by_two_ranks_to_one(ranks: RankPool, case: str, is_linked: bool) -> None:
+    """FSDP2 over two pairs that share each layer; Mistral's pairs both hold the only key-value head."""
+    precision: Precision = "int8" if case in ("qwen3", "gpt2") else "float32"
+    deliver(ranks, CONFIGS[case], [1], precision, data_parallel=2, tensor_parallel=2, is_linked=is_linked)
+
+
+def test_uneven_and_replicated_shards(ranks: RankPool) -> None:
+    """Three ranks cut rows that three does not divide; two times two ranks hold everything twice."""
+    deliver(ranks, replace(CONFIGS["llama"], intermediate_size=52), [2], "int8", data_parallel=3)
+    deliver(ranks, CONFIGS["gpt_neox"], [2], data_parallel=4, replicate=True)
+
+
+def test_changes_alone_travel_where_they_are_less(ranks: RankPool) -> None:
+    config = CONFIGS["llama"]
+    with running(ranks, config, [2], "bfloat16", data_parallel=2, is_linked=True, delta=True) as (generators, test, _):
+        for version in (0, 2000, 2001, 3, 4001):  # from 1000 on, a thousand apart, versions differ in a few weights
+            publish(test, version)
+            take(generators, version)
+            for generator in generators:
+                generator.check(version)
+
+
+def test_a_replica_that_dies_touches_no_other_and_comes_back(ranks: RankPool) -> None:
+    config = CONFIGS["llama"]
+    with running(ranks, config, [1, 1], data_parallel=2, is_linked=True) as (generators, test, _):
+        publish(test, 0)
+        take(generators, 0)
+        dead, alive = generators
+        dead.close()
+        for version in (1, 2, 3):
+            publish(test, version)
+            take([alive], version) if version < 2 else None
+        again = GeneratorRank(alive.trainer, alive.channels, 0, 0, 1, incarnation=2)
+        generators[0] = again
+        take([again], 3)
+        take([alive], 3)
+        for generator in generators:
+            generator.check(3)
+
+
+def test_a_source_that_hangs_costs_one_transfer(ranks: RankPool) -> None:
+    """The old version runs on; when the source goes on, a new link brings what was missed."""
+    config = CONFIGS["llama"]
+    with running(ranks, config, [1], data_parallel=2, is_linked=True, timeout_s=1.0) as (generators, test, _):
+        (generator,) = generators
+        publish(test, 0)
+        take(generators, 0)
+        publish(test, 1)
+        assert wait(generator.ports.inputs.values(), [], timeout_s=DEADLINE_S)
+        hung = ranks.processes[1].pid
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            while generator.subscriber.stats.num_failed_transfers == 0:
+                if not generator.subscriber.poll():
+                    assert wait([], [], generator.subscriber.wait_fds(), timeout_s=DEADLINE_S)
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        assert "broke before version 1" in str(generator.subscriber.failure)
+        assert generator.subscriber.version == 0
+        generator.check(0)
+        take(generators, 1)
+        generator.check(1)

@@ -14,7 +14,7 @@ from sharded_jobs import Layout, assembled
 from test_sharded import SETTINGS, alone, relative, without_key_biases
 
 from slipstream.core.config import OptimizerConfig
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.sharded import Division, ShardedParameters
 from slipstream.models.shards import local_parts
 from slipstream.trainer.sharded_optim import ShardedAdamW

@@ -35,7 +35,7 @@ CASES = {
     },
     "whitened": {
         "loss": {"name": "reinforce", "advantages": "reward", "whiten_advantages": "batch"},
-        "trainer": TRAINER,
+        "trainer": {**TRAINER, "reduce_once": True, "recompute": True},
     },
 }
 PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "train_s"}

@@ -20,7 +20,8 @@ from training_data import TINY, make_groups, run_config, sharing_prompts
 
 from slipstream.batching import collate
 from slipstream.core.config import ModelConfig, RunConfig, WarmStartConfig
-from slipstream.core.ranks import RankGroup, data_parallel_rank
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.types import Group
 from slipstream.models.shards import Box
 from slipstream.trainer.dealing import dealt_by

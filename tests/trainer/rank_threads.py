@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 
 TIMEOUT_S = 30.0
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from slipstream.controller.pipeline import Node
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 
 LOOPBACK = "lo"
 

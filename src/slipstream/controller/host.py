@@ -40,7 +40,8 @@ from slipstream.core.errors import ChannelError, ExecutorDied
 from slipstream.core.executor import Context
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
-from slipstream.core.ranks import RankGroup, rank_name, split_rank_name
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.ranks import rank_name, split_rank_name
 from slipstream.core.types import Counters, Failed, Left, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 from slipstream.weight_sync.links import Links

@@ -24,7 +24,8 @@ from slipstream.core.channel import connect_by_book
 from slipstream.core.clock import ShiftedClock, wall_minus_clock_s
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys
-from slipstream.core.ranks import RankGroup, rank_name
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.ranks import rank_name
 from slipstream.core.types import Joined
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.plan import Place

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slipstream.core.clock import Clock
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Holding, Message
 
 if TYPE_CHECKING:

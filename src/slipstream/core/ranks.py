@@ -1,19 +1,12 @@
-"""The ranks of one executor group, as one of them sees the others; and which rank gets which rollout.
+"""The names of a group's ranks, and which rank gets which rollout.
 
-A group is several processes that run one executor together (L1, L7). Its collectives stay inside of it: groups meet in
-channels only. Rank 0 holds the group's channels and passes its commands on; the others are named after it.
+A group is several processes that run one executor together (L1, L7). Rank 0 holds the group's channels and passes its
+commands on; the others are named after it.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any, Literal
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from slipstream.core.errors import ConfigError, RankError
+from typing import Literal
 
 RANK_MARK = "@"
 
@@ -41,115 +34,3 @@ def data_parallel_rank(ordinal: int, sample: int, num_ranks: int, *, by: Dealt) 
     It depends on nothing that is known later, so a rollout can go to its rank the moment it is scored.
     """
     return (ordinal + sample if by == "samples" else ordinal) % num_ranks
-
-
-class RankGroup:
-    """`rank` of `world`, and the process group `pg` between them; None where there is one process only.
-
-    Collectives here are for what is small or rare. They wait for all ranks, at most the group's timeout; a rank that
-    stays away or dies gives the others a RankError.
-    """
-
-    def __init__(self, rank: int = 0, world: int = 1, pg: dist.ProcessGroup | None = None) -> None:
-        if not 0 <= rank < world or (pg is None and world > 1):
-            raise ConfigError("no such rank", got=f"rank {rank} of {world}, group {pg}", allowed="0 <= rank < world")
-        self.rank, self.world, self.pg = rank, world, pg
-
-    @classmethod
-    def alone(cls) -> RankGroup:
-        """The only process of its group: every collective is the identity."""
-        return cls()
-
-    @classmethod
-    def over(cls, pg: dist.ProcessGroup) -> RankGroup:
-        """This process's rank of `pg`."""
-        return cls(dist.get_rank(pg), dist.get_world_size(pg), pg)
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks of `values` (same shape and type everywhere), as a new tensor; the same on every rank."""
-        return self._reduced(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Tensor) -> Tensor:
-        """The largest of each element over ranks, as a new tensor."""
-        return self._reduced(values, dist.ReduceOp.MAX)
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's `payload`, by rank, on every rank."""
-        if self.pg is None:
-            return [payload]
-        sizes = self._run_gather(torch.tensor([len(payload)], dtype=torch.int64))
-        longest = int(max(size.item() for size in sizes))
-        sent = torch.zeros(max(longest, 1), dtype=torch.uint8)
-        sent[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else sent[:0]
-        parts = self._run_gather(sent)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
-
-    def broadcast(self, payload: bytes, *, source: int = 0) -> bytes:
-        """The `payload` of rank `source`, on every rank; what the others hand in is not looked at."""
-        if self.pg is None:
-            return payload
-        size = torch.tensor([len(payload)], dtype=torch.int64)
-        self._run(dist.broadcast, size, group_src=source)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        if self.rank == source and payload:
-            content.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        if len(content):
-            self._run(dist.broadcast, content, group_src=source)
-        return content.numpy().tobytes()
-
-    def split(self, tensor_parallel: int, *, timeout_s: float = 120.0) -> tuple[RankGroup, RankGroup]:
-        """(data-parallel group, tensor-parallel group) of this rank; rank = data_parallel_rank * tensor_parallel + t.
-
-        All ranks call it at the same time. Ranks of one tensor-parallel group are neighbours: they talk most.
-        """
-        if tensor_parallel < 1 or self.world % tensor_parallel:
-            raise ConfigError(
-                "ranks do not divide into tensor-parallel groups",
-                got=f"{self.world} ranks, tensor_parallel = {tensor_parallel}",
-                allowed=", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0),
-            )
-        if self.pg is None:
-            return self, self
-        everyone = dist.get_process_group_ranks(self.pg)
-        backend, timeout = dist.get_backend(self.pg), timedelta(seconds=timeout_s)
-        rows = [everyone[start : start + tensor_parallel] for start in range(0, self.world, tensor_parallel)]
-        columns = [everyone[place::tensor_parallel] for place in range(tensor_parallel)]
-        mine: list[RankGroup] = []
-        for side in (columns, rows):
-            for members in side:  # every rank makes every group, in one order
-                pg = dist.new_group(members, timeout=timeout, backend=backend)
-                if dist.get_rank() in members:
-                    mine.append(RankGroup.over(pg) if len(members) > 1 else RankGroup.alone())
-        return mine[0], mine[1]
-
-    def _reduced(self, values: Tensor, operation: Any) -> Tensor:
-        if self.pg is None:
-            return values.clone()
-        reduced = values.detach().clone().contiguous()
-        self._run(dist.all_reduce, reduced, operation)
-        return reduced
-
-    def _run_gather(self, values: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(values) for _ in range(self.world)]
-        self._run(dist.all_gather, parts, values)
-        return parts
-
-    def _run(self, collective: Any, *args: Any, **options: Any) -> None:
-        assert self.pg is not None
-        try:
-            collective(*args, group=self.pg, **options)
-        except RuntimeError as error:
-            raise lost_rank(self.pg, error) from error
-
-
-def lost_rank(group: dist.ProcessGroup, error: RuntimeError) -> RankError:
-    """What a failed collective of `group` means."""
-    return RankError(
-        "a collective of the ranks that run one model failed",
-        got=f"{str(error).splitlines()[0]} (seen by rank {dist.get_rank(group)} of {dist.get_world_size(group)})",
-        hint="most often another rank has died or hangs: see its log; the group must be started again as a whole",
-    )

@@ -13,7 +13,7 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.generator.backend import Pin
 from slipstream.generator.device import check_device, kv_bytes_beside, most_on_one, replica_device
 from slipstream.generator.engine import PREFILL_CHUNK, Engine

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.errors import CheckpointError, ShapeError
-from slipstream.core.ranks import RankGroup, lost_rank
+from slipstream.core.rank_group import RankGroup, lost_rank
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import WEIGHTS_FILE, shard_file, write_configs, write_index
 from slipstream.models.inventory import Held, gather_holdings, givers, holdings

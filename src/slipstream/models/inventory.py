@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.errors import ShapeError
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.safetensors_file import DTYPE_NAMES, DTYPES
 from slipstream.models.shards import Box, Shard
 

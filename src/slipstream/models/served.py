@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import Precision
 from slipstream.core.types import Holding
 from slipstream.models.linear import Linear

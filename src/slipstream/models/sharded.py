@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.hf import logical_tensors, read_hf_config, write_tensor
 from slipstream.models.initialise import initialise, new_config

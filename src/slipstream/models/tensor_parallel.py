@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, ShapeError
-from slipstream.core.ranks import lost_rank
+from slipstream.core.rank_group import lost_rank
 from slipstream.models.config import TransformerConfig
 from slipstream.models.transformer import Transformer
 

@@ -57,9 +57,7 @@ def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: P
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
     pipeline = (
-        default_pipeline(
-            with_paths, reward=given.reward, resume=checkpoint, is_on_cluster=given.cluster is not None
-        )
+        default_pipeline(with_paths, reward=given.reward, resume=checkpoint, is_on_cluster=given.cluster is not None)
         if given.pipeline is None
         else given.pipeline(with_paths)
     )

@@ -18,7 +18,7 @@ from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import Numbered, TrainSequence, check_kept_sets
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.staleness import check_bound, staleness_of, token_versions
 from slipstream.core.types import Completion, Group, RolloutHead
 from slipstream.trainer.measure import Columns, Key, with_columns

@@ -17,7 +17,8 @@ from slipstream.core import wire
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, GroupCollector, NewCollector
-from slipstream.core.ranks import RankGroup, data_parallel_rank
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.types import (
     Arrived,
     Checkpoint,

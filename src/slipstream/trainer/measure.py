@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 
 Key = tuple[int, int]  # (ordinal, sample)
 Columns = dict[Key, np.ndarray]

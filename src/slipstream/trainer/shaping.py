@@ -13,7 +13,7 @@ from slipstream.algorithms.advantages import gae, place_scores, vtrace, whiten_p
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.core.config import RunConfig
 from slipstream.core.packed import TrainSequence
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.trainer.measure import Key, with_columns
 
 

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.flat import FlatParameters
 from slipstream.models.inventory import Held, gather_holdings, givers, holdings
 from slipstream.models.scalar import ScalarModel

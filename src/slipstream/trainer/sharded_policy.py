@@ -12,7 +12,7 @@ from torch import nn
 
 from slipstream.core.config import OptimizerConfig, RunConfig
 from slipstream.core.executor import WeightsPublisher
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.build import build_tokenizer
 from slipstream.models.export import export_sharded
 from slipstream.models.quantized import Packer, WeightLayout

@@ -30,7 +30,7 @@ from slipstream.algorithms.reduce import (
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.staleness import staleness_in_updates
 from slipstream.core.types import Group, RolloutHead
 from slipstream.models.packed import at_targets

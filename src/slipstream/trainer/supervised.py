@@ -13,7 +13,7 @@ from slipstream.algorithms.logprobs import token_logprobs_and_entropy
 from slipstream.core.config import WarmStartConfig
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
 from slipstream.core.packed import Batching, TrainSequence
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import in_step

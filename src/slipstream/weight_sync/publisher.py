@@ -13,7 +13,7 @@ import torch
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import Receiver, Sender, WeightsPacker
-from slipstream.core.ranks import RankGroup
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Holding, Message, WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.weight_sync.copying import Bytes, bytes_of, copy_bytes, pack_bytes
 from slipstream.weight_sync.links import Links
