@@ -33,17 +33,23 @@ from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.device import check_trainer_device
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.step import needed_columns
 
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
 
 
-def check(config: RunConfig, *, has_own_reward: bool = False) -> None:
-    """Raise ConfigError for what the schema cannot see: models, losses, tasks, rewards and GPUs that are not there."""
+def check(config: RunConfig, *, has_own_reward: bool = False, is_on_cluster: bool = False) -> None:
+    """Raise ConfigError for what the schema cannot see: models, losses, tasks, rewards and GPUs that are not there.
+
+    On a cluster, what generators and trainer compute on is on their machines, where they look for it themselves.
+    """
     check_model_path(config)
-    check_vllm(config)
-    check_device(config)
+    if not is_on_cluster:
+        check_vllm(config)
+        check_device(config)
+        check_trainer_device(config)
     for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
         check_division(config.model, ranks)
     check_loss(config)

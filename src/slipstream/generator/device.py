@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from slipstream.core.config import GeneratorConfig, RunConfig
@@ -40,7 +42,8 @@ def check_device(config: RunConfig) -> None:
             allowed="'cpu'" + (f", 'cuda' or 'cuda:0' to 'cuda:{num_gpus - 1}'" if num_gpus else ""),
             hint="`slipstream doctor` shows GPUs; a torch that ends in +cpu sees none",
         )
-    if wanted.type == "cuda" and generator.tensor_parallel > (num_gpus if wanted.index is None else 1):
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", generator.tensor_parallel))  # of a torchrun job on several machines
+    if wanted.type == "cuda" and here > (num_gpus if wanted.index is None else 1):
         raise ConfigError(
             "ranks that share layers need a GPU each",
             got=f"generator.tensor_parallel = {generator.tensor_parallel} with generator.device = "
