@@ -158,7 +158,7 @@ def launch_command(argv: Sequence[str]) -> int:
         raise ConfigError("a group joins a controller", allowed="--controller HOST:PORT, or the file with that")
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Job)}
     join(Job(**{name: value for name, value in given.items() if value is not None}))
-    return EXIT_FAILED  # not reached: torchrun has taken over
+    return EXIT_DONE
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -14,7 +14,7 @@ from slipstream.controller.cluster import Cluster
 from slipstream.controller.meeting import Listen, attend, read_spec
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.core.addresses import LOOPBACK, numeric_address
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 
 JOIN_TIMEOUT_S = 600.0
@@ -117,9 +117,17 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
 
 
 def join(job: Job) -> None:
-    """Be the group's torchrun agent until the run is over; raises or exits as torchrun does."""
+    """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up."""
     arguments, environment = torchrun(job)
     os.environ.update(environment)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    main(arguments)
+    try:
+        main(arguments)
+    except ChildFailedError as error:
+        raise SlipstreamError(
+            f"'{job.group}' has failed once more than --max-restarts {job.max_restarts} allows",
+            got=f"exit codes {sorted({failure.exitcode for failure in error.failures.values()})}",
+            hint="what its processes have said is above",
+        ) from error

@@ -1,0 +1,75 @@
+"""Whole runs whose trainer and generators have several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from audit import audit
+from transformers import AutoModelForCausalLM
+
+import slipstream
+from slipstream.core.errors import ConfigError
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "grad_norm" in line]
+
+
+def test_two_data_parallel_ranks_train_what_one_does(tiny, tmp_path):
+    """Without staleness both runs sample the same first batch, so its step is the same, up to rounding."""
+    found = {}
+    for ranks in (1, 2):
+        overrides = tiny | {"steps": 2, "max_staleness": 0, "weight_update": "between_batches"}
+        overrides["trainer"] = {"minibatches": 2, "ranks": ranks}
+        overrides["generator"] = tiny["generator"] | {"replicas": ranks}
+        out = tmp_path / str(ranks)
+        slipstream.run("quickstart", overrides=overrides, out=out, display=False)
+        assert audit(out)["fates"]["trained"] == 8
+        found[ranks] = metrics(out)[0]
+    one, two = found[1], found[2]
+    for name in ("reward_mean", "completion_tokens_mean", "tokens_trained", "staleness_max", "num_updates"):
+        assert two[name] == one[name], name
+    for name in ("loss", "grad_norm", "entropy", "behaviour_surprisal_sum"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+
+
+def test_a_tensor_parallel_trainer_serves_a_tensor_parallel_generator_in_int8(tiny, tmp_path):
+    out = tmp_path / "run"
+    overrides = tiny | {"steps": 3}
+    overrides["trainer"] = {"ranks": 2, "tensor_parallel": 2, "checkpoint_every": 1}
+    overrides["generator"] = tiny["generator"] | {"tensor_parallel": 2, "precision": "int8"}
+    result = slipstream.run("quickstart", overrides=overrides, out=out, display=False)
+    audit(out)
+    assert result.summary["staleness"]["max"] <= 2
+    assert {"trainer", "trainer@1", "generator-0", "generator-0@1"} <= set(result.summary["accounting"])
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert sum(p.numel() for p in model.parameters()) == result.summary["model_params"]
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step_2", "step_3"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        ({"trainer": {"ranks": 3, "tensor_parallel": 2}}, "divide"),
+        ({"trainer": {"ranks": 2}, "host": "inline"}, "processes of their own"),
+        ({"trainer": {"device": "cuda"}}, "GPU"),
+        ({"trainer": {"precision": "bfloat16"}}, "float32"),
+        ({"generator": {"tensor_parallel": 3}}, "divided"),
+    ],
+)
+def test_impossible_groups_are_refused_before_anything_starts(overrides, match, tmp_path):
+    with pytest.raises(ConfigError, match=match):
+        slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_learns_with_two_ranks_and_two_replicas(tmp_path):
+    overrides = {"trainer": {"ranks": 2}, "generator": {"replicas": 2}}
+    summary = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False).summary
+    audit(tmp_path / "run")
+    assert summary["eval"]["after"]["accuracy"] > 0.9
