@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from slipstream.controller.controller import Work
 from slipstream.controller.pipeline import HostKind, Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
+from slipstream.core.channel import ChannelSpec
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import check_model_path
@@ -26,6 +27,7 @@ from slipstream.generator.executor import Generator
 from slipstream.generator.vllm.backend import check_vllm
 from slipstream.models.build import build_tokenizer, check_division
 from slipstream.models.config import config_from_hf
+from slipstream.models.device import check_gpus
 from slipstream.models.hf import read_hf_config
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
@@ -33,7 +35,6 @@ from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.dealing import dealt_by
-from slipstream.trainer.device import check_trainer_device
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.step import needed_columns
 
@@ -49,7 +50,9 @@ def check(config: RunConfig, *, has_own_reward: bool = False, is_on_cluster: boo
     if not is_on_cluster:
         check_vllm(config)
         check_device(config)
-        check_trainer_device(config)
+        check_gpus("trainer", config.trainer.device, "ranks", config.trainer.ranks)
+    if config.rewards.models:
+        check_gpus("rewards", config.rewards.device, "model_ranks", config.rewards.model_ranks)
     for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
         check_division(config.model, ranks)
     check_loss(config)
@@ -243,6 +246,7 @@ def nodes(
                 host=config.host,
                 num_threads=threads["reward_models"].together,
                 num_threads_alone=threads["reward_models"].alone,
+                ranks=config.rewards.model_ranks,
             )
         )
     return (*generators, *scoring, trainer)
@@ -266,27 +270,8 @@ def default_pipeline(
     trainer = next(node for node in made if node.name == "trainer")
     leaders = trainer.members[:: config.trainer.tensor_parallel]  # of the data-parallel ranks: they get the rollouts
     deadline_s = config.deadline_s
-    first = "rewards" if has_functions(config, reward) else "reward_models"
-    scored = ("reward_models", "scored") if config.rewards.models else ("rewards", "rollouts")
     channels = [
-        *(
-            gather(
-                f"completions/{node.name}", f"{node.name}.completions", f"{first}.completions", deadline_s=deadline_s
-            )
-            for node in replicas
-        ),
-        *(
-            [gather("parts", "rewards.rollouts", "reward_models.completions", deadline_s=deadline_s)]
-            if first != scored[0]
-            else []
-        ),
-        *scatter(
-            "rollouts",
-            ".".join(scored),
-            [f"{leader}.rollouts" for leader in leaders],
-            f"rollouts/{dealt_by(config)}",
-            deadline_s=deadline_s,
-        ),
+        *_through_stations(config, made, leaders),
         *(
             gather(f"arrived/{name}", f"{name}.arrived", "trainer.arrived", deadline_s=deadline_s)
             for name in leaders[1:]
@@ -303,6 +288,33 @@ def default_pipeline(
         ),
     ]
     return Pipeline(made, tuple(channels), deadline_s=deadline_s)
+
+
+STATIONS = {"rewards": ("completions", "rollouts"), "reward_models": ("completions", "scored")}
+"""What completions go through on their way to the trainer, in this order: the ports by which they come and leave."""
+
+
+def _through_stations(config: RunConfig, made: Sequence[Node], leaders: Sequence[str]) -> Iterator[ChannelSpec]:
+    """The way of completions from generators, through each station that there is, to the trainer's `leaders`.
+
+    Over the ranks of a station they are dealt one by one; from there they go to whoever is next, not by its rank 0.
+    """
+    node_named = {node.name: node for node in made}
+    sources = [f"{node.name}.completions" for node in made if node.name.startswith("generator")]
+    for name, (port_in, port_out) in STATIONS.items():
+        if name in node_named:
+            members = node_named[name].members
+            yield from _dealt(config, sources, [f"{member}.{port_in}" for member in members], "rollouts/samples")
+            sources = [f"{member}.{port_out}" for member in members]
+    targets = [f"{leader}.rollouts" for leader in leaders]
+    yield from _dealt(config, sources, targets, f"rollouts/{dealt_by(config)}")
+
+
+def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], route: str) -> Iterator[ChannelSpec]:
+    """Channels from each of `sources` to all `targets`, of which `route` chooses one for each message."""
+    for source in sources:
+        executor, port = source.split(".")
+        yield from scatter(f"{port}/{executor}", source, targets, route, deadline_s=config.deadline_s)
 
 
 def build_schedule(config: RunConfig, snapshot: Snapshot | None = None) -> Schedule:

@@ -44,8 +44,9 @@ class Node:
     `factory` returns the executor when called with `kwargs`. `host = "inline"` runs it inside the controller's process,
     "process" in processes that the controller starts, "torchrun" in those of a torchrun job that joins the run from
     anywhere (`slipstream launch`). With several `ranks` that many processes run the executor together; they have a
-    process group, as has a single one with `device` on CUDA. Thread counts, each rank's, are those of
-    `controller/placement.py`.
+    process group. `device` is that of its tensors: where it is CUDA, a single process has a group, too. Executors whose
+    ranks only share work out have no collectives and need no group on CUDA, whatever they compute on. Thread counts,
+    each rank's, are those of `controller/placement.py`.
     """
 
     name: str

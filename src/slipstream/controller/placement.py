@@ -31,14 +31,19 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
 
     At staleness 0 trainer and generator take turns, so each gets everything; otherwise trainer and replicas divide the
     cores, the trainer taking what is left over. Reward models get as much as a replica, once cores suffice for both:
-    they read each token once, which is a small part of what sampling it costs. A replica on a GPU takes one core. The
-    ranks of a group divide what it gets.
+    they read each token once, which is a small part of what sampling it costs. The ranks of a group divide what it
+    gets. What computes on a GPU takes one core for each replica or rank.
     """
     whole = _place_groups(config, cores)
-    ranks = {"trainer": config.trainer.ranks, "generator": config.generator.tensor_parallel}
+    ranks = {
+        "trainer": config.trainer.ranks,
+        "generator": config.generator.tensor_parallel,
+        "reward_models": config.rewards.model_ranks,
+    }
     return {
         name: Threads(
-            together=max(1, threads.together // ranks.get(name, 1)), alone=max(1, threads.alone // ranks.get(name, 1))
+            together=max(1, threads.together // ranks[name]),
+            alone=max(1, threads.alone // ranks[name]),
         )
         for name, threads in whole.items()
     }
@@ -47,21 +52,21 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
 def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
     """The same for whole groups."""
     replicas = config.generator.replicas
-    is_on_gpu = config.generator.device != "cpu"
-    if config.max_staleness == 0:
-        shared = Threads(together=max(1, cores // replicas), alone=max(1, cores // replicas))
-        generator = Threads(together=1, alone=1) if is_on_gpu else shared
-        return {"trainer": Threads(together=cores, alone=cores), "generator": generator, "reward_models": shared}
-    others = bool(config.rewards.models) + (0 if is_on_gpu else replicas)
-    free = cores - replicas if is_on_gpu else cores
+    beside = [  # the trainer: name, groups of that name, processes of all of them, device
+        ("generator", replicas, replicas, config.generator.device),
+        ("reward_models", int(bool(config.rewards.models)), config.rewards.model_ranks, config.rewards.device),
+    ]
+    free = cores - sum(processes for _, groups, processes, device in beside if groups and device != "cpu")
+    others = sum(groups for _, groups, _, device in beside if device == "cpu")
     each = max(1, free // (others + 1))
     trainer = max(1, free - each * others)
-    generator = Threads(together=1, alone=1) if is_on_gpu else Threads(each, alone=max(1, cores // replicas))
-    return {
-        "trainer": Threads(together=trainer, alone=cores),
-        "generator": generator,
-        "reward_models": Threads(together=each, alone=cores),
-    }
+    if config.max_staleness == 0:
+        trainer, each = cores, max(1, cores // replicas)
+    placed = {"trainer": Threads(together=trainer, alone=cores)}
+    for name, groups, _, device in beside:
+        on_cpu = Threads(together=each, alone=max(1, cores // max(groups, 1)))
+        placed[name] = on_cpu if device == "cpu" else Threads(together=1, alone=1)
+    return placed
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

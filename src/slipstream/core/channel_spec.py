@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from slipstream.core.errors import ChannelError
 from slipstream.core.ranks import data_parallel_rank
-from slipstream.core.types import Admit, Message, Rollout
+from slipstream.core.types import Admit, Completion, Message, Rollout
 
 Route = Callable[[Message, int], int | None]
 """Which of so many targets gets a message; None: all of them."""
@@ -64,17 +64,20 @@ def route_by_replica(message: Message, num_targets: int) -> int | None:  # noqa:
 
 
 def route_by_sample(message: Message, num_targets: int) -> int | None:
-    """Each `Rollout` to the data-parallel rank that trains it (`data_parallel_rank`), everything else to all."""
-    if not isinstance(message, Rollout):
+    """Each `Completion` or `Rollout` to the rank that scores or trains it, everything else to all.
+
+    So (`data_parallel_rank`) one of every group goes to each rank, evaluation's like all others.
+    """
+    if not isinstance(message, Completion | Rollout):
         return None
-    return data_parallel_rank(message.completion.ordinal, message.completion.sample, num_targets, by="samples")
+    return data_parallel_rank(message.ordinal, message.sample, num_targets, by="samples")
 
 
 def route_by_group(message: Message, num_targets: int) -> int | None:
-    """The `Rollout`s of a group to one data-parallel rank, everything else to all."""
-    if not isinstance(message, Rollout):
+    """The `Completion`s or `Rollout`s of a group to one rank, everything else to all."""
+    if not isinstance(message, Completion | Rollout):
         return None
-    return data_parallel_rank(message.completion.ordinal, message.completion.sample, num_targets, by="groups")
+    return data_parallel_rank(message.ordinal, message.sample, num_targets, by="groups")
 
 
 ROUTES: dict[str, Route] = {
@@ -82,7 +85,6 @@ ROUTES: dict[str, Route] = {
     "rollouts/samples": route_by_sample,
     "rollouts/groups": route_by_group,
 }
-"""Evaluation is not routed: what it scores goes to the controller as events."""
 
 
 @dataclass

@@ -261,11 +261,16 @@ class RunConfig(Section):
                 got=f"trainer.ranks = {trainer.ranks}, trainer.tensor_parallel = {trainer.tensor_parallel}",
                 allowed="trainer.ranks: a multiple of trainer.tensor_parallel",
             )
-        if self.host == "inline" and max(trainer.ranks, generator.tensor_parallel) > 1:
+        ranks = {
+            "trainer.ranks": trainer.ranks,
+            "generator.tensor_parallel": generator.tensor_parallel,
+            "rewards.model_ranks": self.rewards.model_ranks,
+        }
+        several = ", ".join(f"{field} = {count}" for field, count in ranks.items() if count > 1)
+        if self.host == "inline" and several:
             raise ConfigError(
                 "several ranks need processes of their own",
-                got=f"trainer.ranks = {trainer.ranks}, generator.tensor_parallel = {generator.tensor_parallel} with "
-                "host = 'inline'",
+                got=f"{several} with host = 'inline'",
                 allowed="host = 'process'",
             )
         if generator.engine == "vllm" and generator.tensor_parallel > 1:
@@ -275,12 +280,18 @@ class RunConfig(Section):
                 allowed="generator.tensor_parallel = 1",
                 hint="generator.vllm.engine_args = { tensor_parallel_size = 2 }",
             )
-        if trainer.precision != "float32" and trainer.device == "cpu":
-            raise ConfigError(
-                "on a CPU the trainer computes in float32",
-                got=f"trainer.precision = '{trainer.precision}' with trainer.device = 'cpu'",
-                allowed="trainer.device = 'cuda'",
-            )
+        for section, who in (
+            ("trainer", "the trainer computes"),
+            ("rewards", "reward models compute"),
+            ("gold", "reward models compute"),
+        ):
+            part = vars(self)[section]
+            if part.precision != "float32" and part.device == "cpu":
+                raise ConfigError(
+                    f"on a CPU {who} in float32",
+                    got=f"{section}.precision = '{part.precision}' with {section}.device = 'cpu'",
+                    allowed=f"{section}.device = 'cuda'",
+                )
 
     def _check_vllm(self) -> None:
         generator = self.generator

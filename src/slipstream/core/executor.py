@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slipstream.core.clock import Clock
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Holding, Message
+from slipstream.core.types import Holding, Message, Stop
 
 if TYPE_CHECKING:
     import numpy as np
@@ -200,6 +200,21 @@ class Context:
     subscriber: WeightsSubscriber | None = None
     group: RankGroup = field(default_factory=RankGroup.alone)
     scratch_prefix: str = "slipstream."  # of names in /dev/shm and /tmp: what begins so is removed when the run ends
+
+
+def takes_stop(context: Context) -> bool:
+    """Whether the executor was told to stop since the last call, for one that takes no other command.
+
+    Rank 0 hears it from the controller and passes it on to its group's other ranks.
+    """
+    is_told = False
+    while (command := context.inputs["commands"].get_nowait()) is not None:
+        if not isinstance(command, Stop):
+            continue
+        is_told = True
+        if context.group.is_leader and context.group.world > 1:
+            context.outputs["relay"].put(command)
+    return is_told
 
 
 class Executor(abc.ABC):

@@ -296,6 +296,17 @@ class RewardsConfig(Section):
         default_factory=list, description="Reward models added to the sum. Without terms no worker is started."
     )
     model_batch_size: Positive = Field(64, description="Completions that reward models score at once, at most.")
+    model_ranks: Positive = Field(
+        1,
+        description="Processes of the reward models' executor: each has all of the models, and completions are dealt to"
+        " them one by one.",
+    )
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = Field(
+        "cpu", description="What reward models compute on: 'cpu', or 'cuda', a GPU per process."
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What reward models are kept and computed in on a GPU; their heads stay float32."
+    )
     num_workers: Positive = Field(1, description="Sandboxed worker processes.")
     timeout_s: PositiveFloat = Field(
         5.0, description="Limit of one scoring call in seconds; then the worker is killed."

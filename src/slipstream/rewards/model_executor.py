@@ -1,4 +1,4 @@
-"""The node of reward models: it adds their scores to rollouts, in a process of its own beside generator and trainer."""
+"""The node of reward models: it adds their scores to rollouts, in processes of its own beside generator and trainer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 import torch
 
 from slipstream.core.config import RewardsConfig, RewardTerm
-from slipstream.core.executor import Context, Executor
+from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching
-from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop
+from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout
 from slipstream.rewards.model_scorer import ModelScorer
 
 _COUNTERS_EVERY_S = 1.0
@@ -22,7 +22,8 @@ class RewardModels(Executor):
 
     Consumes `completions`: a `Rollout` that reward functions have scored, or a `Completion` where there are no
     functions. Emits a `Rollout` on `scored`; for evaluation completions `EvalScored` on `events`, with the first
-    model's score. Waits for: either of them. Ends when: told to stop and nothing is left.
+    model's score. Waits for: either of them. Ends when: told to stop and nothing is left. Of several ranks each has all
+    of the models and scores what it is dealt; rank 0 passes the end on.
     """
 
     inputs = ("completions",)
@@ -54,14 +55,14 @@ class RewardModels(Executor):
             batching=self._batching,
             microbatch_tokens=self._microbatch_tokens,
             max_tokens=self._max_tokens,
+            rank=context.group.rank,
         )
         context.spans.set_idle_state("wait_completions")
         context.outputs["events"].put(Ready(executor=context.name))
 
     def step(self) -> bool:
         """Take a batch of what arrived, score it, and pass it on."""
-        while (command := self._context.inputs["commands"].get_nowait()) is not None:
-            self._is_stopping |= isinstance(command, Stop)
+        self._is_stopping |= takes_stop(self._context)
         with self._context.spans.span("receive"):
             batch = self._take()
         if batch:

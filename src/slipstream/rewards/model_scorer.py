@@ -12,6 +12,7 @@ from slipstream.core.config import RewardModelTerm, RewardsConfig, RewardTerm
 from slipstream.core.errors import ConfigError
 from slipstream.core.packed import Batching
 from slipstream.core.types import Completion, Rollout
+from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.scalar import load_scalar_model
 from slipstream.models.scoring import Sample, score
 from slipstream.rewards.functions import combined_reward
@@ -34,13 +35,20 @@ class ModelScorer:
         batching: Batching,
         microbatch_tokens: int,
         max_tokens: int,
+        rank: int = 0,
     ) -> None:
-        """Loads the models. ConfigError for one that is not there or reads fewer than `max_tokens` tokens."""
+        """Loads the models. ConfigError for one that is not there or reads fewer than `max_tokens` tokens.
+
+        On CUDA, `rank` chooses the GPU.
+        """
         self._config = config
         self._terms: list[RewardTerm | RewardModelTerm] = [*terms, *config.models]
         self._batching = batching
         self._microbatch_tokens = microbatch_tokens
-        self._models = [(term.name, load_scalar_model(Path(term.path))) for term in config.models]
+        device, dtype = scoring_device(config.device, rank), DTYPES[config.precision]
+        self._models = [
+            (term.name, load_scalar_model(Path(term.path), dtype=dtype).to(device)) for term in config.models
+        ]
         for name, model in self._models:
             if model.config.max_positions < max_tokens:
                 raise ConfigError(

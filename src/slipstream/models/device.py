@@ -1,0 +1,38 @@
+"""What the ranks of a group compute on: the CPU, or a GPU each."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from slipstream.core.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HINT = "`slipstream doctor` shows GPUs; `slipstream launch` spreads groups over machines"
+
+
+def check_gpus(section: str, device: str, ranks_field: str, ranks: int) -> None:
+    """Raise ConfigError unless this machine has a GPU for each of the `ranks` that `section.device` puts on CUDA."""
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and ranks > num_gpus:
+        raise ConfigError(
+            "every rank needs a GPU of its own",
+            got=f"{section}.device = 'cuda' with {section}.{ranks_field} = {ranks} and {num_gpus} GPUs",
+            allowed=f"{section}.{ranks_field} <= {num_gpus}" if num_gpus else f"{section}.device = 'cpu'",
+            hint=HINT,
+        )
+
+
+def scoring_device(device: str, rank: int = 0) -> torch.device:
+    """Where rank `rank` of a group scores completions with models that it has to itself.
+
+    'cuda' counts this machine's GPUs from the last, as trainer and generators count them from the first.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        raise ConfigError("there is no GPU here to score on", got=f"device = '{device}'", allowed="'cpu'", hint=HINT)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # of a torchrun job on several machines
+    return torch.device("cuda", num_gpus - 1 - local_rank % num_gpus)

@@ -1,0 +1,40 @@
+"""Who gets how many threads, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.controller.placement import Threads, place
+from slipstream.core.recipes import resolve
+
+MODEL = {"models": [{"path": "rm"}]}
+
+
+def placed(cores: int, **overrides: Any) -> dict[str, tuple[int, int]]:
+    threads = place(resolve("quickstart", overrides), cores)
+    return {name: (one.together, one.alone) for name, one in threads.items()}
+
+
+@pytest.mark.parametrize(
+    ("cores", "overrides", "expected"),
+    [
+        (2, {}, {"trainer": (1, 2), "generator": (1, 2)}),
+        (8, {"generator": {"replicas": 2}}, {"trainer": (4, 8), "generator": (2, 4)}),
+        (8, {"max_staleness": 0}, {"trainer": (8, 8), "generator": (8, 8)}),
+        (8, {"rewards": MODEL}, {"trainer": (4, 8), "generator": (2, 8), "reward_models": (2, 8)}),
+        (8, {"rewards": MODEL | {"model_ranks": 2}}, {"trainer": (4, 8), "reward_models": (1, 4)}),
+        (8, {"rewards": MODEL | {"model_ranks": 2, "device": "cuda"}},
+         {"trainer": (3, 8), "generator": (3, 8), "reward_models": (1, 1)}),
+        (8, {"trainer": {"ranks": 4}}, {"trainer": (1, 2), "generator": (4, 8)}),
+    ],
+)  # fmt: skip
+def test_cores_are_divided(cores: int, overrides: dict[str, Any], expected: dict[str, tuple[int, int]]) -> None:
+    found = placed(cores, **overrides)
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_everybody_gets_a_thread() -> None:
+    threads = place(resolve("quickstart", {"rewards": MODEL | {"model_ranks": 3}, "trainer": {"ranks": 3}}), 1)
+    assert set(threads.values()) == {Threads(together=1, alone=1)}
