@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_models import whole_model
 from rank_pool import Rank
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, wait
@@ -72,23 +72,41 @@ def links_of(trainer: Trainer) -> Links | None:
     return Links(store, timeout_s=trainer.timeout_s, bucket_bytes=trainer.bucket_bytes, delta=trainer.delta)
 
 
+_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def group_of(rank: Rank, members: list[int]) -> dist.ProcessGroup:
+    """Pairs are made once, by all four ranks of the pool in one order, as torch wants it."""
+    if len(members) == rank.world:
+        return rank.group
+    assert rank.world == 4
+    for pair in ((0, 1), (2, 3), (0, 2), (1, 3)):
+        if pair not in _GROUPS:
+            _GROUPS[pair] = dist.new_group(list(pair))
+    return _GROUPS[tuple(members)]
+
+
 def new_part(rank: Rank, trainer: Trainer) -> tuple[Transformer, dist.ProcessGroup | None]:
     """This rank's part of the trainer's model, and its tensor-parallel group."""
-    dims = {"dp": trainer.data_parallel, "tp": trainer.tensor_parallel}
-    if trainer.replicate:
-        dims = {"rep": 2, "dp": trainer.data_parallel // 2, "tp": trainer.tensor_parallel}
-    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    grid = np.arange(trainer.world).reshape(trainer.data_parallel, trainer.tensor_parallel)
+    place, turn = divmod(rank.rank, trainer.tensor_parallel)
     group = None
     if trainer.tensor_parallel > 1:
-        group = mesh["tp"].get_group()
+        group = group_of(rank, grid[place].tolist())
         model = TensorParallel.over(group, trainer.config).new_model()
     else:
         model = Transformer(trainer.config)
     if trainer.data_parallel > 1:
-        sharded = mesh["rep", "dp"] if trainer.replicate else mesh["dp"]
+        mesh = DeviceMesh.from_group(group_of(rank, grid[:, turn].tolist()), "cpu", mesh_dim_names=("shard",))
+        if trainer.replicate:
+            halves = grid[:, turn].reshape(2, -1)
+            half, mine = divmod(place, halves.shape[1])
+            groups = [group_of(rank, halves[:, mine].tolist()), group_of(rank, halves[half].tolist())]
+            names = ("replicate", "shard")
+            mesh = DeviceMesh.from_group(groups, "cpu", mesh=torch.from_numpy(halves), mesh_dim_names=names)
         for layer in model.layers:
-            fully_shard(layer, mesh=sharded)
-        fully_shard(model, mesh=sharded)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     return model, group
 
 
@@ -142,7 +160,7 @@ def check_shards(model: Transformer, config: TransformerConfig) -> None:
 
 
 def _serve(ports: Ports, publisher: Publisher, model: Transformer, trainer: Trainer, is_leader: bool) -> None:
-    """Rank 0 passes every command on. `Export` asks for the version that its path names."""
+    """Rank 0 passes every command on. An `Export` asks for what its path says."""
     while True:
         publisher.poll()
         message = ports.inputs["commands"].get_nowait()
@@ -159,6 +177,15 @@ def _serve(ports: Ports, publisher: Publisher, model: Transformer, trainer: Trai
                 ports.outputs["relay"].flush(deadline_s=5.0)
             return
         assert isinstance(message, Export)
-        version = int(message.path)
+        word, *numbers = message.path.split()
+        if word == "lost" and is_leader:
+            ports.outputs["offers"].disconnect(f"generator-{numbers[0]}@0")
+            publisher.drop_reader(int(numbers[0]))
+        if word == "back" and is_leader:
+            ports.outputs["offers"].reconnect(f"generator-{numbers[0]}@0", int(numbers[1]))
+            publisher.add_reader(int(numbers[0]))
+        if word != "publish":
+            continue
+        version = int(numbers[0])
         load_shard(model, logical_tensors(version_of(trainer.config, version)))
         publisher.publish(version, TOKENS, np.full(3, version, np.float32))

@@ -322,6 +322,7 @@ class LinkReader:
         self._error: Exception | None = None
         self._is_closed = False
         self._is_made = threading.Event()
+        self.received_bytes = 0
         self._base = -1
         self._bases: dict[tuple[int, int], torch.Tensor] = {}
         threading.Thread(target=self._make, name="weights-link", daemon=True).start()
@@ -382,6 +383,7 @@ class LinkReader:
         while current is not None:
             bucket, header, data, number, arrival = current
             arrival.wait(timeout)
+            self.received_bytes += len(data)
             current = next(arrivals, None)  # the next one is on its way while this one is unpacked
             self._land(bucket, header, data, (source, number), shadow, offer.version)
 

@@ -120,7 +120,8 @@ class Publisher:
         self._held: WeightsOffered | None = None
         self._newest = -1
         self._wanting: dict[int, dict[int, WeightsWanted]] = {}
-        self._greeted: set[int] = set()
+        self._greeted: set[int] = set()  # replicas that have asked before
+        self._lost: set[int] = set()  # that were dropped: what they ask for waits until they are added again
         self._epochs: dict[int, int] = {}
 
     def open(
@@ -194,13 +195,19 @@ class Publisher:
     def drop_reader(self, replica: int) -> None:
         """Forget a dead replica: its slots come free, its link is closed."""
         self._ledger.drop_replica(replica)
+        self._lost.add(replica)
         self._wanting.pop(replica, None)
         if self._links is not None:
             self._links.drop(replica)
 
     def add_reader(self, replica: int) -> None:
-        """A replica that joined or came back: it takes part from the next version on, or at once when it asks."""
+        """A replica that joined or came back, to which `offers` leads again; it gets the last version when it asks."""
         self._ledger.readers.update((replica, rank) for rank in self._ranks)
+        self._greeted.add(replica)
+        self._lost.discard(replica)
+        asked = list(self._wanting.pop(replica, {}).values())
+        for message in asked:
+            self._want(message)
 
     def close(self) -> None:
         """Unlink the segment; readers that map it finish their copy. Idempotent."""
@@ -279,7 +286,7 @@ class Publisher:
         """
         replica, wanting = message.replica, self._wanting.setdefault(message.replica, {})
         wanting[message.rank] = message
-        if len(wanting) < message.world:
+        if len(wanting) < message.world or replica in self._lost:
             return
         del self._wanting[replica]
         if message.is_linked:
@@ -291,11 +298,9 @@ class Publisher:
                 self._relay.put(linked)
             self._serve(linked)
             self._send(linked)
-        is_new = replica not in self._greeted and any(reader[0] == replica for reader in self._ledger.readers)
-        self._greeted.add(replica)
-        if is_new:
+        if replica not in self._greeted:
+            self._greeted.add(replica)
             return
-        self.add_reader(replica)
         self._ledger.forget(replica)
         if self._last is not None and self._ledger.version_in(self._last.slot) == self._last.version:
             self._ledger.offer(self._last.slot, [(replica, rank) for rank in range(message.world)])
