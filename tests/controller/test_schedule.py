@@ -262,3 +262,18 @@ def test_snapshot_restores_and_regenerates_what_was_in_flight():
     snapshot = schedule.snapshot()
     again = Schedule.restore(config, snapshot)
     assert [c.ordinal for c in again.apply(swapped(0, 0))] == [0, 1, 2, 3]
+
+
+def test_a_snapshot_while_the_next_step_is_trained_is_of_the_state_before_it():
+    config = ScheduleConfig(
+        groups_per_step=1, completions_per_group=1, max_staleness=2, reorder_window=1, steps=4, capacity=8
+    )
+    schedule = Schedule(config)
+    schedule.apply(swapped(0, 0))
+    for ordinal in range(3):
+        schedule.apply(scored(ordinal))
+    schedule.apply(StepDone(step=0, version=1, metrics={}))
+    assert schedule.training == (1,)
+    again = Schedule.restore(config, schedule.snapshot())
+    assert again.steps_done == 1
+    assert [c.ordinal for c in again.apply(swapped(0, 1))] == [1, 2, 3]

@@ -46,7 +46,9 @@ def audit(run_dir: Path) -> dict[str, Any]:
         for command in line["commands"]:
             if command["type"] == "StartGroup":
                 admitted[command["ordinal"]] += 1
-                admitted_at[command["ordinal"]] = held[command["replica"]]
+                # Regenerated ones may come from either admission: what a lost replica had finished still counts.
+                first = admitted_at.get(command["ordinal"], held[command["replica"]])
+                admitted_at[command["ordinal"]] = min(first, held[command["replica"]])
             elif command["type"] == "TrainStep":
                 batch[command["step"]] = command["ordinals"]
             elif command["type"] == "Skip":

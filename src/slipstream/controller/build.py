@@ -36,6 +36,7 @@ from slipstream.rewards.executor import Rewards
 from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
+from slipstream.trainer.reference_executor import ReferencePolicy
 from slipstream.trainer.step import needed_columns
 
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
@@ -53,6 +54,7 @@ def check(config: RunConfig, *, has_own_reward: bool = False, is_on_cluster: boo
         check_gpus("trainer", config.trainer.device, "ranks", config.trainer.ranks)
     if config.rewards.models:
         check_gpus("rewards", config.rewards.device, "model_ranks", config.rewards.model_ranks)
+    check_gpus("kl", config.kl.device, "ranks", config.kl.ranks)
     for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
         check_division(config.model, ranks)
     check_loss(config)
@@ -153,6 +155,12 @@ def check_loss(config: RunConfig) -> None:
             got="kl.place = 'reward'",
             allowed="kl.place = 'loss' with kl.estimator = 'k2' or 'k3', or kl.coef = 0",
         )
+    if config.kl.executor == "own" and "reference_logprobs" not in needed_columns(config):
+        raise ConfigError(
+            "an executor of the reference would compute what nobody takes",
+            got=f"kl.executor = 'own' with kl.coef = 0 and loss.name = '{config.loss.name}'",
+            allowed="kl.coef > 0, or a loss that compares with the reference, e.g. 'online_dpo'",
+        )
     if loss.unit != "token" and config.loss.reduction != "token":
         raise ConfigError(
             f"loss '{config.loss.name}' is of whole completions: there are no tokens to reduce",
@@ -193,6 +201,11 @@ def make_reward_models(config: RunConfig, has_own_reward: bool = False) -> Rewar
         microbatch_tokens=config.trainer.microbatch_tokens,
         max_tokens=config.prompts.max_prompt_tokens + config.generator.max_new_tokens,
     )
+
+
+def make_reference(config: RunConfig, *, is_resumed: bool = False) -> ReferencePolicy:
+    """The executor of the reference policy, behind all that scores."""
+    return ReferencePolicy(config=config, batching=collate, is_resumed=is_resumed)
 
 
 def nodes(
@@ -249,6 +262,18 @@ def nodes(
                 ranks=config.rewards.model_ranks,
             )
         )
+    if config.kl.executor == "own":
+        scoring.append(
+            Node(
+                name="reference",
+                factory=make_reference,
+                kwargs={"config": config, "is_resumed": resume is not None},
+                host=config.host,
+                num_threads=threads["reference"].together,
+                num_threads_alone=threads["reference"].alone,
+                ranks=config.kl.ranks,
+            )
+        )
     return (*generators, *scoring, trainer)
 
 
@@ -264,7 +289,10 @@ def default_pipeline(
     resume: Path | None = None,
     is_on_cluster: bool = False,
 ) -> Pipeline:
-    """generators -> rewards -> reward models, where there are any -> trainer -> weights -> generators."""
+    """generators -> rewards -> reward models -> reference -> trainer -> weights -> generators.
+
+    Rewards, reward models and reference where there are any of their own.
+    """
     made = nodes(config, reward=reward, resume=resume, is_on_cluster=is_on_cluster)
     replicas = [node for node in made if node.name.startswith("generator")]
     trainer = next(node for node in made if node.name == "trainer")
@@ -290,7 +318,11 @@ def default_pipeline(
     return Pipeline(made, tuple(channels), deadline_s=deadline_s)
 
 
-STATIONS = {"rewards": ("completions", "rollouts"), "reward_models": ("completions", "scored")}
+STATIONS = {
+    "rewards": ("completions", "rollouts"),
+    "reward_models": ("completions", "scored"),
+    "reference": ("rollouts", "measured"),
+}
 """What completions go through on their way to the trainer, in this order: the ports by which they come and leave."""
 
 

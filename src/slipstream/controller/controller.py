@@ -360,14 +360,14 @@ class Controller:
         """Let the schedule decide; carry it out; tell the trainer what it is waiting for when that changed."""
         commands = self.schedule.apply(event)
         self.events.record(event, commands)
+        if isinstance(event, StepDone):
+            self._after_step()  # a checkpoint comes before the next step: it has the weights between the two
         for command in commands:
             self._carry_out(command, event)
         reason = self.schedule.waits_for()
         if reason != self.waiting_reason:
             self.waiting_reason = reason
             self._send("trainer", Waiting(reason=reason))
-        if isinstance(event, StepDone):
-            self._after_step()
         if isinstance(event, Swapped | ReplicaLost):
             self._ask(self.evaluations.ask_again(self.schedule.versions))
         if isinstance(event, Swapped) and self.evaluation_due is not None and event.version >= self.evaluation_due:
@@ -413,7 +413,7 @@ class Controller:
 
     def _checkpoint(self) -> None:
         """Save one consistent cut: policy and optimizer by the trainer, the schedule's state beside them."""
-        if self.schedule.training or self.checkpointed == self.schedule.steps_done:
+        if self.checkpointed == self.schedule.steps_done:
             return
         path = self.run_dir / "checkpoints" / f"step_{self.schedule.steps_done}"
         snapshot = msgspec.to_builtins(self.schedule.snapshot())

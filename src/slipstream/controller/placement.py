@@ -30,8 +30,9 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
     """Threads of each process of the computing executors, by the first word of their names.
 
     At staleness 0 trainer and generator take turns, so each gets everything; otherwise trainer and replicas divide the
-    cores, the trainer taking what is left over. Reward models get as much as a replica, once cores suffice for both:
-    they read each token once, which is a small part of what sampling it costs. The ranks of a group divide what it
+    cores, the trainer taking what is left over. Reward models get as much as a replica, once cores suffice for both,
+    and so does a reference with an executor of its own: they read each token once, which is a small part of what
+    sampling it costs. The ranks of a group divide what it
     gets. What computes on a GPU takes one core for each replica or rank.
     """
     whole = _place_groups(config, cores)
@@ -39,6 +40,7 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
         "trainer": config.trainer.ranks,
         "generator": config.generator.tensor_parallel,
         "reward_models": config.rewards.model_ranks,
+        "reference": config.kl.ranks,
     }
     return {
         name: Threads(
@@ -55,6 +57,7 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
     beside = [  # the trainer: name, groups of that name, processes of all of them, device
         ("generator", replicas, replicas, config.generator.device),
         ("reward_models", int(bool(config.rewards.models)), config.rewards.model_ranks, config.rewards.device),
+        ("reference", int(config.kl.executor == "own"), config.kl.ranks, config.kl.device),
     ]
     free = cores - sum(processes for _, groups, processes, device in beside if groups and device != "cpu")
     others = sum(groups for _, groups, _, device in beside if device == "cpu")

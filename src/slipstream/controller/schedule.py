@@ -236,15 +236,14 @@ class Schedule:
     # Saving
 
     def snapshot(self) -> Snapshot:
-        """State between two steps. Whatever is in flight or ready is regenerated after `restore`."""
-        assert not self.training, "a snapshot is taken between two steps"
+        """State after the last step that is done. What was not trained by then is regenerated after `restore`."""
         return Snapshot(
             next_ordinal=self.next_ordinal,
             steps_done=self.steps_done,
             dropped=list(self.dropped),
             dropped_in_a_row=self.dropped_in_a_row,
             num_failed=self.num_failed,
-            readmit=sorted([*self.readmit, *self.in_flight, *self.ready]),
+            readmit=sorted([*self.readmit, *self.in_flight, *self.ready, *self.training]),
         )
 
     @classmethod
