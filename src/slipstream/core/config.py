@@ -265,6 +265,7 @@ class RunConfig(Section):
             "trainer.ranks": trainer.ranks,
             "generator.tensor_parallel": generator.tensor_parallel,
             "rewards.model_ranks": self.rewards.model_ranks,
+            "kl.ranks": self.kl.ranks,
         }
         several = ", ".join(f"{field} = {count}" for field, count in ranks.items() if count > 1)
         if self.host == "inline" and several:
@@ -284,6 +285,7 @@ class RunConfig(Section):
             ("trainer", "the trainer computes"),
             ("rewards", "reward models compute"),
             ("gold", "reward models compute"),
+            ("kl", "the reference computes"),
         ):
             part = vars(self)[section]
             if part.precision != "float32" and part.device == "cpu":

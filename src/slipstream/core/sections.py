@@ -400,7 +400,7 @@ class LossConfig(Section):
 
 
 class KLConfig(Section):
-    """The penalty for leaving the reference policy, which is frozen beside the trainer."""
+    """The penalty for leaving the reference policy, which is frozen beside the trainer or in an executor of its own."""
 
     coef: NonNegativeFloat = Field(0.0, description="Weight of the KL divergence, per nat; 0: no reference is kept.")
     place: Literal["reward", "loss"] = Field(
@@ -415,6 +415,32 @@ class KLConfig(Section):
         None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
     )
     horizon: PositiveFloat = Field(10_000.0, description="Completions over which coef follows the target.")
+    executor: Literal["trainer", "own"] = Field(
+        "trainer",
+        description="Where reference logprobs are computed: by the trainer when it trains on a batch, or before, one "
+        "completion after the other as it is scored, in processes of the reference's own.",
+    )
+    ranks: Positive = Field(
+        1, description="Processes of an own executor: each has the whole reference; completions are dealt one by one."
+    )
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = Field(
+        "cpu", description="What an own executor computes on: 'cpu', or 'cuda', a GPU per process."
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What an own executor keeps and computes the reference in on a GPU."
+    )
+
+    @model_validator(mode="after")
+    def _check_executor(self) -> Self:
+        own = {"ranks": self.ranks, "device": self.device, "precision": self.precision}
+        changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
+        if self.executor == "trainer" and changed:
+            raise ConfigError(
+                "the trainer computes reference logprobs as it trains: on its ranks, its device, in its precision",
+                got=", ".join(f"kl.{name} = {own[name]!r}" for name in changed) + " with kl.executor = 'trainer'",
+                allowed="kl.executor = 'own'",
+            )
+        return self
 
 
 class OptimizerConfig(Section):

@@ -99,13 +99,17 @@ class Completion(Message):
 
 
 class Rollout(Message):
-    """A completion with its reward; where scoring failed, `failure` says why and `reward` is the configured one."""
+    """A completion with its reward; where scoring failed, `failure` says why and `reward` is the configured one.
+
+    `reference_logprobs` are there where the reference policy has an executor of its own (`kl.executor`).
+    """
 
     completion: Completion
     reward: float
     reward_parts: dict[str, float | None] = {}
     failure: str | None = None
     scored_s: float = 0.0
+    reference_logprobs: np.ndarray | None = None  # float32 [sampled tokens]
 
     @property
     def ordinal(self) -> int:

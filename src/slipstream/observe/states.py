@@ -26,6 +26,7 @@ _COLOURS = {
     "export": "#5b7f95",
     "record": "#9ab0bd",
     "score": "#2a9d9d",
+    "reference": "#3f7f9d",
     "start_up": "#6d7f8f",
     "shut_down": "#6d7f8f",
     "schedule": "#5b6ee1",

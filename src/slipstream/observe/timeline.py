@@ -295,7 +295,7 @@ def merge_timelines(run_dir: Path) -> Path:
 
 def _process_order(process: str) -> tuple[int, str]:
     """Processes in the order of the loop, whatever their numbering."""
-    order = ("controller", "generator", "rewards", "trainer")
+    order = ("controller", "generator", "rewards", "reward_models", "reference", "trainer")
     return next((i for i, name in enumerate(order) if process.startswith(name)), len(order)), process
 
 

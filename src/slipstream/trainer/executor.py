@@ -47,6 +47,7 @@ from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_li
 from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.policy import Policy, WholePolicy
+from slipstream.trainer.reference import follows_warm_start, reference_path
 from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
 from slipstream.trainer.step import Auxiliary, needed_columns, train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
@@ -205,13 +206,11 @@ class Trainer(Executor):
             self.critic = self.policy.new_critic()
         if "reference_logprobs" not in needed_columns(config):
             return
-        path = config.kl.reference
-        if path is None and config.warm_start.steps:  # no checkpoint on disk has these weights yet
-            folder = self.context.run_dir / "reference"
-            if self.resume is None:
-                self.policy.export(folder)
-            path = str(folder)
-        self.reference = self.policy.reference(path)
+        path = reference_path(config, self.context.run_dir)
+        if path is not None and follows_warm_start(config) and self.resume is None:
+            self.policy.export(Path(path))  # no checkpoint on disk has these weights yet
+        if config.kl.executor == "trainer":
+            self.reference = self.policy.reference(path)
 
     def _be_ready(self) -> None:
         if self.resume is None:

@@ -5,7 +5,7 @@ One float32 per token that is trained on, by (ordinal, sample); nothing here is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.core.errors import ShapeError
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.types import Rollout
 
 Key = tuple[int, int]  # (ordinal, sample)
 Columns = dict[Key, np.ndarray]
@@ -39,6 +41,25 @@ def measure(
         read_values = read(microbatch).float().cpu().numpy()
         ends = np.cumsum(np.bincount(microbatch.segment_ids, minlength=len(microbatch.keys)))
         columns.update(zip(microbatch.keys, np.split(read_values, ends)[: len(ends)], strict=True))
+    return columns
+
+
+def brought(rollouts: Iterable[Rollout], sequences: Sequence[TrainSequence]) -> Columns:
+    """The reference logprobs that `rollouts` have come with, for `sequences` of theirs.
+
+    ShapeError where a rollout has none, or not one for each sampled token.
+    """
+    found = {(rollout.ordinal, rollout.sample): rollout.reference_logprobs for rollout in rollouts}
+    columns: Columns = {}
+    for sequence in sequences:
+        logprobs = found[sequence.key]
+        if logprobs is None or logprobs.shape != (sequence.num_targets,):
+            raise ShapeError(
+                "a rollout has to bring the reference's logprobs of its sampled tokens (kl.executor = 'own')",
+                got=f"{'none' if logprobs is None else logprobs.shape} for (ordinal, sample) {sequence.key}",
+                allowed=(sequence.num_targets,),
+            )
+        columns[sequence.key] = logprobs
     return columns
 
 

@@ -37,7 +37,7 @@ from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.critic import ValueFunction
-from slipstream.trainer.measure import Columns, filled, measure
+from slipstream.trainer.measure import Columns, brought, filled, measure
 from slipstream.trainer.metric_names import count_tokens, published_names, ratio_histogram
 from slipstream.trainer.optim import Optimizer
 from slipstream.trainer.scores import head_of, scored_groups
@@ -133,7 +133,7 @@ def train_on_batch(
         groups,
         config=config,
         step=step,
-        measure=partial(update_of.measure, batching=batching) if update_of.columns else None,
+        measure=partial(update_of.measure, groups, batching=batching) if update_of.columns else None,
         kl_coef=auxiliary.kl_coef,
         heads=heads,
         ranks=ranks,
@@ -274,18 +274,24 @@ class _Update:
         self.model, self.optimizer, self.config, self.loss = model, optimizer, config, loss
         self.auxiliary, self.ranks = auxiliary, ranks
         self.columns = needed_columns(config)
+        self.brings_reference = "reference_logprobs" in self.columns and config.kl.executor == "own"
         self.atom_size = 2 if loss.atom == "pair" else 1
         self.kl_coef = config.kl.coef if auxiliary.kl_coef is None else auxiliary.kl_coef
         self.kl_in_loss = self.kl_coef if config.kl.place == "loss" else 0.0
 
-    def measure(self, sequences: Sequence[TrainSequence], *, batching: Batching) -> dict[str, Columns]:
-        """The columns that the config needs, under the weights of this moment."""
+    def measure(
+        self, groups: Sequence[Group], sequences: Sequence[TrainSequence], *, batching: Batching
+    ) -> dict[str, Columns]:
+        """The columns that the config needs of `sequences`, of `groups`, under the weights of this moment.
+
+        Of a reference with an executor of its own, as the rollouts have brought them.
+        """
         readers: dict[str, Callable[[PackedMicrobatch], Tensor]] = {
             "reference_logprobs": partial(self._logprobs, self.auxiliary.reference),
             "proximal_logprobs": partial(self._logprobs, self.model),
             "values": self._values,
         }
-        return {
+        measured = {
             name: measure(
                 readers[name],
                 sequences,
@@ -294,7 +300,12 @@ class _Update:
                 ranks=self.ranks,
             )
             for name in self.columns
+            if not (self.brings_reference and name == "reference_logprobs")
         }
+        if self.brings_reference:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            measured["reference_logprobs"] = brought(rollouts, sequences)
+        return measured
 
     def _logprobs(self, model: Transformer | None, microbatch: PackedMicrobatch) -> Tensor:
         assert model is not None, "the config needs a reference policy, and none was built"
