@@ -86,23 +86,6 @@ def test_a_function_measures_while_a_model_rewards(
     assert "reward_parts/reward_model" in metrics
 
 
-def test_models_in_two_processes(tiny: dict[str, Any], reward_model: tuple[Path, ScalarModel], tmp_path: Path) -> None:
-    """Each scores its part, evaluation's too, and sends it straight to the trainer; the scores are those of one."""
-    path, _ = reward_model
-    rewards = {"terms": [], "models": [{"path": str(path), "name": "rm"}], "model_ranks": 2}
-    overrides = tiny | {"steps": 2, "rewards": rewards, "max_staleness": 0, "reorder_window": 1}
-    result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "two", display=False)
-    assert result.summary["eval"]["after"]["accuracy"] is not None
-    assert {"reward_models", "reward_models@1"} <= result.summary["accounting"].keys()
-    overrides["rewards"] = rewards | {"model_ranks": 1}
-    slipstream.run("quickstart", overrides=overrides, out=tmp_path / "one", display=False)
-    two, one = (
-        {(line["ordinal"], line["sample"]): line["reward"] for line in rollouts_of(tmp_path / run)}
-        for run in ("two", "one")
-    )
-    assert two == pytest.approx(one, abs=1e-4)
-
-
 def test_what_is_refused(tiny: dict[str, Any], reward_model: tuple[Path, ScalarModel], tmp_path: Path) -> None:
     models = [{"path": str(tmp_path / "nowhere")}]
     with pytest.raises(ConfigError, match="there is no reward model"):

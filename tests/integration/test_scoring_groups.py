@@ -1,0 +1,85 @@
+"""Reward models and reference policy in groups of their own, of several ranks: the run is that of one rank each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.core.recipes import resolve
+from slipstream.models.build import build_policy
+from slipstream.models.scalar import new_scalar_model, save_scalar_model
+
+SYNC = {
+    "steps": 2,
+    "max_staleness": 0,
+    "weight_update": "between_batches",
+    "warm_start": {"steps": 20, "batch_size": 32, "num_demonstrations": 300},
+    "trainer": {"optimizer": {"lr": 3e-3}, "checkpoint_every": 1},
+}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(run / "metrics.jsonl") if "grad_norm" in line]
+
+
+def assert_same_steps(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        for metric in ("kl_reference", "kl_reference_sum", "loss", "grad_norm", "tokens_trained"):
+            assert mine[metric] == pytest.approx(other[metric], abs=1e-5, rel=1e-5), metric
+
+
+def test_models_and_reference_on_two_ranks_each(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """At staleness 0, after a warm start: the same rewards, KL, losses and gradients as with one process of models and
+    the reference beside the trainer; every held-out answer is counted once."""
+    policy, tokenizer = build_policy(resolve("quickstart", tiny).model, seed=5)
+    save_scalar_model(new_scalar_model(policy, head_init="reward", seed=5), tmp_path / "rm", tokenizer)
+    kl = {"coef": 0.5, "place": "loss", "estimator": "k3"}
+    models = {"terms": [], "models": [{"path": str(tmp_path / "rm"), "name": "rm"}]}
+    one_rank = {"rewards": models, "kl": kl, "host": "inline"}
+    two_ranks = {"rewards": models | {"model_ranks": 2}, "kl": kl | {"executor": "own", "ranks": 2}}
+    summaries = {}
+    for name, groups in (("one", one_rank), ("two", two_ranks)):
+        overrides = tiny | SYNC | groups
+        result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / name, display=False)
+        summaries[name] = result.summary
+    one, two = (
+        {
+            (line["step"], line["ordinal"], line["sample"]): line["reward"]
+            for line in lines(tmp_path / name / "rollouts.jsonl")
+        }
+        for name in summaries
+    )
+    assert len(two) == 2 * 16
+    assert two == pytest.approx(one, abs=1e-5)
+    steps = {name: steps_of(tmp_path / name) for name in summaries}
+    assert_same_steps(steps["two"], steps["one"])
+    assert steps["two"][-1]["kl_reference_sum"] > 1e-3, "the policy has left its reference"
+    assert summaries["two"]["eval"] == summaries["one"]["eval"]
+    states = summaries["two"]["accounting"]
+    for rank in ("", "@1"):
+        assert states[f"reward_models{rank}"]["score"] > 0
+        assert states[f"reference{rank}"]["reference"] > 0
+        assert states[f"reference{rank}"]["wait_rollouts"] > 0
+    assert not any(name.startswith("reference") for name in summaries["one"]["accounting"])
+
+
+def test_a_resumed_run_has_the_same_reference(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """That of the first attempt's warm start, which lies in the run's folder."""
+    overrides = tiny | SYNC | {"host": "inline", "kl": {"coef": 0.5, "executor": "own"}}
+    whole = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "whole", display=False)
+    cut = tmp_path / "cut"
+    shutil.copytree(whole.out, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_2")
+    shutil.rmtree(cut / "model")
+    resumed = slipstream.run("quickstart", resume=cut, display=False)
+    assert_same_steps(steps_of(resumed.out), steps_of(whole.out))
+    assert steps_of(whole.out)[-1]["kl_reference_sum"] > 1e-3
