@@ -135,8 +135,9 @@ def is_dtensor(tensor: Tensor) -> bool:
 def dtensor_boxes(name: str, tensor: DTensor) -> list[Shard]:
     """The part of a DTensor that this rank stores, as a box of a tensor `name`; none where it stores nothing.
 
-    For models that DTensor divides: `Shard`, `Replicate` and FSDP2's `_StridedShard` under tensor parallelism, even or
-    not. Raises ShapeError for partial sums, which are no values yet, and for parts that are no box.
+    For models that DTensor divides: `Shard` and `Replicate`, even or not, and FSDP2's `_StridedShard` over tensor
+    parallelism that divides rows evenly; of others torch does not know itself what lies where. Raises ShapeError for
+    these, for parts that are no box, and for partial sums, which are no values yet.
     """
     start, extent = _placed(name, tensor)
     if 0 in extent:
@@ -153,6 +154,8 @@ def _placed(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...
         raise ShapeError(f"{name} is a partial sum", got=tensor.placements, allowed="Shard and Replicate")
     extent, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tuple(tensor.to_local().shape)
+    if 0 in extent and 0 in local:  # torch may call an empty part [0, 0] where its offset has [0, 4]
+        return tuple(start), tuple(extent)
     if tuple(extent) != local or _is_scattered(tensor):
         raise ShapeError(
             f"what a rank stores of {name} is no box of it", got=f"{tensor.placements}, {list(local)} stored"
