@@ -53,7 +53,6 @@ from slipstream.trainer.step import Auxiliary, needed_columns, train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
 
 PROBE_TOKENS = 32
-CHECK_SAVING_EVERY_S = 0.1
 
 
 def new_policy(config: RunConfig, ranks: RankGroup, data_ranks: RankGroup, tensor_ranks: RankGroup) -> Policy:
@@ -145,8 +144,8 @@ class Trainer(Executor):
                 break
         return has_news
 
-    def wait_s(self) -> float | None:
-        return CHECK_SAVING_EVERY_S if self.policy.is_saving else None
+    def wait_fds(self) -> list[int]:
+        return self.policy.wait_fds()
 
     def close(self) -> None:
         self._ends.close()

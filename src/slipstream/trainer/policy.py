@@ -58,6 +58,10 @@ class Policy(Protocol):
         """A checkpoint is being written, or `saved` has not told of it."""
         ...
 
+    def wait_fds(self) -> list[int]:
+        """Readable when `saved` has something to tell of a checkpoint that is written in the background."""
+        ...
+
     def saved(self, *, wait: bool = False) -> Saved | None:
         """The checkpoint that is whole since the last call, if there is one."""
         ...
@@ -117,6 +121,9 @@ class WholePolicy:
     @property
     def is_saving(self) -> bool:
         return self._saved is not None
+
+    def wait_fds(self) -> list[int]:
+        return []
 
     def saved(self, *, wait: bool = False) -> Saved | None:  # noqa: ARG002 - it has been written when `save` returns
         saved, self._saved = self._saved, None

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from slipstream.core.errors import CheckpointError
+from slipstream.core.links import WakeUp
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.flat import FlatParameters
 from slipstream.models.inventory import Held, gather_holdings, givers, holdings
@@ -130,6 +131,7 @@ class ShardedCheckpoints:
         self._held: list[Held] = []
         self._givers: dict[Held, int] = {}
         self._running: Future[Saved] | None = None
+        self._wake = WakeUp()
         self._saved: deque[Saved] = deque()
 
     def save(
@@ -156,6 +158,7 @@ class ShardedCheckpoints:
         self._running = running
 
         def write() -> None:
+            failure: Exception | None = None
             try:
                 with _dcp_errors(f"checkpoint {path} could not be saved"):
                     dcp_save(
@@ -165,9 +168,13 @@ class ShardedCheckpoints:
                         process_group=self._group.pg,
                         no_dist=self._group.pg is None,
                     )
-                running.set_result(Saved(path, step))
             except Exception as error:  # noqa: BLE001 - it is raised by the next call
-                running.set_exception(error)
+                failure = error
+            self._wake.set()  # before the result, after which it may be cleared
+            if failure is None:
+                running.set_result(Saved(path, step))
+            else:
+                running.set_exception(failure)
 
         threading.Thread(target=write, name=f"checkpoint-{step}", daemon=True).start()
 
@@ -201,25 +208,29 @@ class ShardedCheckpoints:
             self._finish(0.0)
         return self._saved.popleft() if self._saved else None
 
+    def wait_fds(self) -> list[int]:
+        """Readable once a save is over and `poll` has something to tell."""
+        return [self._wake.fileno()]
+
     def wait(self, timeout_s: float | None = None) -> Saved | None:
         """`poll`, once nothing runs any more. CheckpointError when that takes longer than `timeout_s`."""
         self._finish(self._timeout_s if timeout_s is None else timeout_s)
         return self.poll()
 
     def _finish(self, timeout_s: float) -> None:
-        if self._running is None:
+        running = self._running
+        if running is None:
             return
         try:
-            saved = self._running.result(timeout_s)
+            saved = running.result(timeout_s)
         except FutureTimeout as error:
-            if not self._running.done():
+            if not running.done():
                 raise CheckpointError("a checkpoint is still being written", got=f"after {timeout_s:g} s") from error
-            self._running = None
             raise
-        except Exception:
-            self._running = None
-            raise
-        self._running = None
+        finally:
+            if running.done():
+                self._running = None
+                self._wake.clear()
         self._saved.append(saved)
 
     def load(self, path: Path, parts: Parts, *, wholes: Mapping[str, nn.Module] | None = None) -> Restored:
@@ -319,6 +330,7 @@ class ShardedCheckpoints:
         try:
             self._finish(self._timeout_s)
         finally:
+            self._wake.close()
             if self._is_twin and self._group.pg is not None:
                 dist.destroy_process_group(self._group.pg)
 

@@ -101,6 +101,9 @@ class ShardedPolicy:
         )
         self.is_saving = True
 
+    def wait_fds(self) -> list[int]:
+        return self._checkpoints.wait_fds() if self.is_saving else []
+
     def saved(self, *, wait: bool = False) -> Saved | None:
         if not self.is_saving:
             return None
@@ -119,7 +122,7 @@ class ShardedPolicy:
         return restored
 
     def close(self) -> None:
-        if self.is_saving:
+        if "_checkpoints" in vars(self):
             self._checkpoints.close()
 
     def _trained(self, critic: ValueFunction | None) -> _Trained:
