@@ -8,24 +8,28 @@ from pathlib import Path
 from machines import Job, Machine, wait_until
 
 TRAINER_SIDE = ("--group", "trainer", "--threads", "1")
-GENERATOR = ("--group", "generator-0", "--threads", "1")
+
+
+def generator(replica: int) -> tuple[str, ...]:
+    return ("--group", f"generator-{replica}", "--threads", "1")
 
 
 class ClusterRun:
     """The quickstart on two machines: controller, rewards and trainer on one, a generator on the other."""
 
-    def __init__(self, near: Machine, far: Machine, folder: Path, *overrides: str) -> None:
+    def __init__(self, near: Machine, far: Machine, folder: Path, *overrides: str, num_replicas: int = 1) -> None:
         self.near, self.far, self.folder = near, far, folder
         self.key, self.address, self.out = folder / "key", folder / "address", folder / "run"
         self.controller = near.launch(
             "quickstart",
             *("--group", "controller", "--listen", f"{near.address}:0"),
             *("--key-file", str(self.key), "--address-file", str(self.address), "--out", str(self.out)),
+            *("--generator.replicas", str(num_replicas)),
             *overrides,
             log="controller.log",
         )
         self.trainer = self.join(near, *TRAINER_SIDE)
-        self.generator = self.join(far, *GENERATOR)
+        self.generators = [self.join(far, *generator(replica)) for replica in range(num_replicas)]
 
     def join(self, machine: Machine, *options: str, key: Path | None = None) -> Job:
         wait_until(self.address.exists, "the controller listens", timeout_s=60)
@@ -57,5 +61,5 @@ class ClusterRun:
 
     def end(self, timeout_s: float = 500) -> dict:
         code = self.controller.wait(timeout_s)
-        assert code == 0, self.controller.tail() + self.trainer.tail() + self.generator.tail()
+        assert code == 0, self.controller.tail() + self.trainer.tail() + "".join(job.tail() for job in self.generators)
         return json.loads((self.out / "summary.json").read_text())

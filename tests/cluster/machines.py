@@ -43,6 +43,12 @@ class Job:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    @property
+    def children(self) -> list[int]:
+        """The processes that this one has started."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
     def tail(self, num_chars: int = 3000) -> str:
         return self.log.read_text(errors="replace")[-num_chars:]
 

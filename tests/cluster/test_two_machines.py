@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import time
 
 import pytest
-from cluster_run import GENERATOR, ClusterRun
+from cluster_run import ClusterRun, generator
 from machines import are_possible, two_machines, wait_until
 from slow_link import compare
 
@@ -38,23 +41,23 @@ def test_a_run_on_two_machines_learns_through_a_pulled_cable_and_a_killed_group(
         run.wait_for_step(reached + 5, timeout_s=60)
         assert run.count("ReplicaLost") == 0, "ten seconds are less than a lease"
 
-        run.generator.kill()
+        run.generators[0].kill()
         killed_at = run.steps()
-        run.generator = run.join(far, *GENERATOR)
+        run.generators[0] = run.join(far, *generator(0))
         wait_until(lambda: run.count("ReplicaLost") == 1, "the controller hears of the loss", timeout_s=60)
         run.wait_for_step(killed_at + 5, timeout_s=120)
         check_that_it_heals_within_one_version(run.events())
 
         stranger.write_text("ab" * 32 + "\n")
         stranger.chmod(0o600)
-        imposter = run.join(far, *GENERATOR, "--max-restarts", "0", key=stranger)
+        imposter = run.join(far, *generator(0), "--max-restarts", "0", key=stranger)
 
         summary = run.end()
         check_books(summary)
         assert summary["eval"]["after"]["accuracy"] > summary["eval"]["before"]["accuracy"] + 0.3
         assert imposter.process.poll() != 0
         assert run.trainer.wait(30) == 0
-        assert run.generator.wait(30) == 0
+        assert run.generators[0].wait(30) == 0
 
 
 def check_that_it_heals_within_one_version(events: list[dict]) -> None:
@@ -64,6 +67,35 @@ def check_that_it_heals_within_one_version(events: list[dict]) -> None:
     healed = kinds.index("Swapped", lost)
     done = sum(kind == "StepDone" for kind in kinds[:healed])
     assert events[healed]["event"]["version"] >= done - 1
+
+
+def test_a_replica_that_stands_still_is_shut_out_and_delays_the_trainer_by_a_lease_at_most(tmp_path):
+    lease_s, regeneration_s = 6.0, 10.0
+    with two_machines(tmp_path) as (near, far, _):
+        run = ClusterRun(
+            near,
+            far,
+            tmp_path,
+            *("--lease-s", str(lease_s), "--steps", "60", "--warm-start.steps", "20", "--eval.every", "0"),
+            *("--eval.num-prompts", "20", "--prompts.num-eval", "20"),
+            num_replicas=2,
+        )
+        run.wait_for_step(5)
+        [worker] = run.generators[1].children
+        os.kill(worker, signal.SIGSTOP)
+        wait_until(lambda: run.count("ReplicaLost") == 1, "the silent replica is shut out", timeout_s=2 * lease_s)
+        run.wait_for_step(run.steps() + 5, timeout_s=60)
+        os.kill(worker, signal.SIGCONT)  # it learns that it was replaced, ends, and its agent starts it again
+        wait_until(lambda: healed(run.events()), "it joins again", timeout_s=90)
+        check_books(run.end())
+        times = [event["time_s"] for event in run.events() if event["event"]["type"] == "StepDone"]
+        assert max(later - earlier for earlier, later in itertools.pairwise(times)) < lease_s + regeneration_s
+
+
+def healed(events: list[dict]) -> bool:
+    """Whether replica 1 samples again after its loss."""
+    kinds = [(event["event"]["type"], event["event"].get("replica")) for event in events]
+    return ("Swapped", 1) in kinds[kinds.index(("ReplicaLost", 1)) :]
 
 
 def test_one_more_step_of_staleness_hides_a_transfer_that_takes_a_step(tmp_path):
