@@ -226,6 +226,16 @@ def test_the_controller_has_cores_for_what_scores() -> None:
     assert [int(sbatch_options(script)["cpus-per-task"]) for script in scripts] == [3, 11, 19]
 
 
+def test_the_controller_has_gpus_for_what_scores() -> None:
+    """Reward models and reference share them; each process has cores."""
+    rewards: dict[str, Any] = {"models": [{"path": "scorer"}], "device": "cuda", "model_ranks": 2}
+    kl = {"coef": 0.1, "executor": "own", "device": "cuda", "ranks": 4}
+    asked = sbatch_options(run_files("slurm", {"rewards": rewards, "kl": kl})["controller.sbatch"])
+    assert (asked["gres"], asked["cpus-per-task"]) == ("gpu:4", str(2 + 1 + 8 * 6))
+    with pytest.raises(ConfigError, match="on the controller's machine"):
+        run_files("slurm", {"rewards": rewards | {"model_ranks": 9}})
+
+
 def test_a_vllm_replica_has_the_gpus_of_its_own_tensor_parallelism() -> None:
     overrides: dict[str, Any] = {
         "generator": {"engine": "vllm", "replicas": 2, "vllm": {"engine_args": {"tensor_parallel_size": 4}}},

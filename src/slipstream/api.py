@@ -78,7 +78,7 @@ def run(
         config = resolve(config, overrides, preset)
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
-    check_stages(config, has_own_reward=reward is not None, is_on_cluster=cluster is not None)
+    check_stages(config, has_own_reward=reward is not None, remote=given.remote)
     run_dir = _new_run_dir(config, out)
     if prompts is not None:
         config = _with_prompts(config, prompts, run_dir)

@@ -149,7 +149,8 @@ def launch_command(argv: Sequence[str]) -> int:
 
     if options.group == CONTROLLER_GROUP:
         config = _run_config(options)
-        cluster = cluster_of(options.listen or "127.0.0.1:0", options.key_file, options.address_file)
+        listen, remote = options.listen or "127.0.0.1:0", options.remote or ()
+        cluster = cluster_of(listen, options.key_file, options.address_file, remote)
         from slipstream.api import run
 
         result = run(config, out=options.out, resume=options.resume, cluster=cluster)
@@ -251,9 +252,15 @@ def _launch_options(shown: Mapping[str, Any]) -> Any:
         "LaunchOptions",
         shown,
         ("recipe", "Recipe of the run: for the controller and for job files.", str, True),
-        ("group", "What this machine is: controller, trainer, or generator-0, generator-1 ...", str, False),
+        (
+            "group",
+            "What this machine is: controller, trainer, generator-0, generator-1 ..., or of --remote.",
+            str,
+            False,
+        ),
         ("listen", "Controller: HOST:PORT where groups reach it. Default: 127.0.0.1:0.", str, False),
         ("address_file", "Controller: file for the HOST:PORT it listens at.", Path, False),
+        ("remote", "Controller: groups that join it, too: reward_models, reference.", tuple[str, ...], False),
         ("controller", "Group: HOST:PORT of the controller, or the file with that.", str, False),
         ("key_file", "The run's key, mode 0600; the controller makes it. Default: SLIPSTREAM_RUN_KEY.", Path, False),
         ("address", "Group: address where the others reach this machine. Default: 127.0.0.1.", str, False),
@@ -288,7 +295,7 @@ def _eval_options(shown: Mapping[str, Any]) -> Any:
     )
 
 
-def _options(name: str, shown: Mapping[str, Any], *own: tuple[str, str, type, bool]) -> Any:
+def _options(name: str, shown: Mapping[str, Any], *own: tuple[str, str, Any, bool]) -> Any:
     """A dataclass of the command's own flags (name, help, type, is positional), all optional, plus all overrides."""
     fields: list[Any] = []
     annotated: Any = Annotated  # the types are built at run time

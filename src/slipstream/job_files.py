@@ -114,9 +114,26 @@ def generator_machines(config: RunConfig, *, ranks_per_node: int = 8, cpus_per_r
     return Machines(1, ranks=1, gpus=size if config.trainer.device == "cuda" else 0, cpus=size * cpus_per_rank)
 
 
-def controller_cpus(config: RunConfig, cpus_per_rank: int = 8) -> int:
-    """Cores of the controller and its children: the rewards executor, its workers, and reward models as one rank."""
-    return 2 + config.rewards.num_workers + (cpus_per_rank if config.rewards.models else 0)
+def controller_machine(config: RunConfig, *, gpus_per_node: int = 8, cpus_per_rank: int = 8) -> Machines:
+    """What the controller runs on with its children: rewards and their workers, reward models, an own reference.
+
+    The ranks of these two share GPUs, where both are on some. ConfigError where no machine has so many.
+    """
+    scorers = [
+        (config.rewards.model_ranks if config.rewards.models else 0, config.rewards.device, "rewards.model_ranks"),
+        (config.kl.ranks if config.kl.executor == "own" else 0, config.kl.device, "kl.ranks"),
+    ]
+    for ranks, device, field in scorers:
+        if device == "cuda" and ranks > gpus_per_node:
+            raise ConfigError(
+                "what scores completions runs on the controller's machine",
+                got=f"{field} = {ranks} on CUDA",
+                allowed=f"at most {gpus_per_node}, the GPUs of a machine",
+                hint="`slipstream launch --remote` lets these groups join a run from other machines (docs/cluster.md)",
+            )
+    gpus = max(ranks if device == "cuda" else 0 for ranks, device, _ in scorers)
+    cpus = 2 + config.rewards.num_workers + cpus_per_rank * sum(ranks for ranks, _, _ in scorers)
+    return Machines(1, ranks=1, gpus=gpus, cpus=cpus)
 
 
 def write_job_files(config: RunConfig, options: Any, kind: str, console: Console) -> int:
@@ -199,7 +216,7 @@ def slurm_files(
     ).strip()
     trainer = trainer_machines(config, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
     generator = generator_machines(config, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
-    controller = Machines(1, ranks=1, gpus=0, cpus=controller_cpus(config, cpus_per_rank))
+    controller = controller_machine(config, gpus_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
     log, array_log = "--output=logs/%x-%j.log", "--output=logs/%x-%a-%A.log"
     replicas = f"--array=0-{config.generator.replicas - 1}"
     return {
@@ -415,7 +432,7 @@ def kubernetes_files(
     def job(group: str, machines: Machines, restarts: int, command: list[str]) -> dict[str, Any]:
         return _job(name, group, metadata, machines, restarts, str(image), command)
 
-    controller = Machines(1, ranks=1, gpus=0, cpus=controller_cpus(config, cpus_per_rank))
+    controller = controller_machine(config, gpus_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
     script = _KUBERNETES_CONTROLLER.format(
         run=f"{VOLUME_DIR}/runs/{name}", recipe=f"{RECIPE_DIR}/{RECIPE_FILE}", port=STORE_PORT
     )

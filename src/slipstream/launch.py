@@ -7,10 +7,11 @@ it again when it dies. docs/cluster.md shows it for two machines, SLURM and Kube
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.controller.cluster import Cluster
+from slipstream.controller.cluster import ALWAYS_REMOTE, Cluster
 from slipstream.controller.meeting import Listen, attend, read_spec
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.core.addresses import LOOPBACK, numeric_address
@@ -42,9 +43,12 @@ class Job:
     threads: int | None = None
 
 
-def cluster_of(listen: str, key_file: Path | None, address_file: Path | None) -> Cluster:
+def cluster_of(
+    listen: str, key_file: Path | None, address_file: Path | None, also_remote: Collection[str] = ()
+) -> Cluster:
     """What makes a run one on several machines. `key_file` is made where there is none; without one, the environment's.
 
+    Groups of `also_remote` ('reward_models', 'reference') join it as trainer and generators do.
     Raises ConfigError for an address that is none of this machine's, and without a key.
     """
     host, _, port = listen.rpartition(":")
@@ -56,7 +60,8 @@ def cluster_of(listen: str, key_file: Path | None, address_file: Path | None) ->
             got=listen,
             allowed="an address or name of this machine in their network",
         )
-    return Cluster(Listen(host.strip("[]"), int(port), address_file), run_keys(key_file, makes_file=True))
+    remote = ALWAYS_REMOTE | set(also_remote)
+    return Cluster(Listen(host.strip("[]"), int(port), address_file), run_keys(key_file, makes_file=True), remote)
 
 
 def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:

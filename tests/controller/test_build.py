@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.controller.build import default_pipeline
+from slipstream.controller.build import check, default_pipeline
 from slipstream.core.channel import ROUTES, Kind, connect_local
 from slipstream.core.channel_spec import ChannelSpec
+from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Completion, Prompt, Rollout
 
@@ -52,6 +53,72 @@ def test_without_functions_replicas_send_to_the_models() -> None:
         "generator-1.completions": models,
         **{port: ["trainer.rollouts"] for port in ranks("reward_models", "scored", 3)},
     }
+
+
+def test_an_own_reference_stands_before_the_trainer() -> None:
+    kl = {"coef": 0.1, "executor": "own", "ranks": 2}
+    with_models = pipeline_of(rewards=MODELS, kl=kl, trainer={"ranks": 2})
+    assert ways(with_models.channels) == {
+        "generator-0.completions": ["rewards.completions"],
+        "rewards.rollouts": ranks("reward_models", "completions", 3),
+        **{port: ranks("reference", "rollouts", 2) for port in ranks("reward_models", "scored", 3)},
+        **{port: ranks("trainer", "rollouts", 2) for port in ranks("reference", "measured", 2)},
+    }
+    connect_local(with_models.all_channels)
+    alone = pipeline_of(kl=kl)
+    assert ways(alone.channels)["rewards.rollouts"] == ranks("reference", "rollouts", 2)
+    assert "reference" not in [node.name for node in pipeline_of(kl={"coef": 0.1}).nodes]
+
+
+def test_groups_join_from_elsewhere_by_name() -> None:
+    config = resolve("quickstart", {"rewards": MODELS, "generator": {"replicas": 2}})
+    pipeline = default_pipeline(config, remote=["generator", "reward_models"])
+    assert {node.name: node.host for node in pipeline.nodes} == {
+        "generator-0": "torchrun",
+        "generator-1": "torchrun",
+        "rewards": "process",
+        "reward_models": "torchrun",
+        "trainer": "process",
+    }
+    with pytest.raises(ConfigError, match="no such group"):
+        check(resolve("quickstart", {}), remote=["trainer", "reference"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"host": "inline", "rewards": MODELS}, "processes of their own"),
+        ({"host": "inline", "kl": {"coef": 0.1, "executor": "own", "ranks": 2}}, "processes of their own"),
+        ({"rewards": {"precision": "bfloat16"}}, "on a CPU reward models compute in float32"),
+        ({"gold": {"precision": "bfloat16"}}, "on a CPU reward models compute in float32"),
+        ({"kl": {"coef": 0.1, "executor": "own", "precision": "bfloat16"}}, "on a CPU the reference computes"),
+        ({"kl": {"coef": 0.1, "ranks": 2}}, "as it trains"),
+        ({"kl": {"coef": 0.1, "device": "cuda"}}, "as it trains"),
+        ({"rewards": {"device": "cuda:1"}}, "rewards.device"),
+    ],
+)
+def test_what_the_schema_refuses(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve("quickstart", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"kl": {"executor": "own"}}, "compute what nobody takes"),
+        ({"kl": {"coef": 0.1, "executor": "own", "device": "cuda", "ranks": 99}}, "a GPU of its own"),
+        ({"rewards": MODELS | {"device": "cuda", "model_ranks": 99}}, "a GPU of its own"),
+        ({"trainer": {"device": "cuda", "ranks": 99}}, "a GPU of its own"),
+    ],
+)
+def test_what_is_refused_before_a_run(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(resolve("quickstart", overrides))
+
+
+def test_losses_that_compare_with_the_reference_may_have_it_elsewhere() -> None:
+    loss = {"name": "online_dpo", "select": "best_and_worst", "advantages": "reward"}
+    check(resolve({"prompts": {"tasks": [{"name": "chain_sum"}]}, "loss": loss, "kl": {"executor": "own"}}))
 
 
 @pytest.mark.parametrize("purpose", ["train", "eval"])

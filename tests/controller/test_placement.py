@@ -11,6 +11,8 @@ from slipstream.core.recipes import resolve
 
 MODEL = {"models": [{"path": "rm"}]}
 
+OWN = {"coef": 0.1, "executor": "own", "ranks": 2}
+
 
 def placed(cores: int, **overrides: Any) -> dict[str, tuple[int, int]]:
     threads = place(resolve("quickstart", overrides), cores)
@@ -27,6 +29,9 @@ def placed(cores: int, **overrides: Any) -> dict[str, tuple[int, int]]:
         (8, {"rewards": MODEL | {"model_ranks": 2}}, {"trainer": (4, 8), "reward_models": (1, 4)}),
         (8, {"rewards": MODEL | {"model_ranks": 2, "device": "cuda"}},
          {"trainer": (3, 8), "generator": (3, 8), "reward_models": (1, 1)}),
+        (8, {"kl": OWN, "rewards": MODEL},
+         {"trainer": (2, 8), "generator": (2, 8), "reward_models": (2, 8), "reference": (1, 4)}),
+        (8, {"kl": OWN | {"device": "cuda"}}, {"trainer": (3, 8), "generator": (3, 8), "reference": (1, 1)}),
         (8, {"trainer": {"ranks": 4}}, {"trainer": (1, 2), "generator": (4, 8)}),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run of three torchrun jobs that meet over loopback: with keys, and with a generator that is killed in between."""
+"""A run of torchrun jobs that meet over loopback: with keys, and with a generator that is killed in between."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_killed_generator_is_started_again_by_its_agent_and_joins_at_the_newest_version(tiny, tmp_path):
     recipe = tmp_path / "tiny.toml"
-    recipe.write_text(config_toml(resolve("quickstart", tiny | {"steps": 12, "rewards": {"num_workers": 1}})))
+    own_reference = {"coef": 0.05, "executor": "own"}
+    overrides = tiny | {"steps": 12, "rewards": {"num_workers": 1}, "kl": own_reference}
+    recipe.write_text(config_toml(resolve("quickstart", overrides)))
     key, address, out = tmp_path / "key", tmp_path / "address", tmp_path / "run"
     events = out / "events.jsonl"
 
@@ -51,12 +53,13 @@ def test_a_killed_generator_is_started_again_by_its_agent_and_joins_at_the_newes
         start(
             tmp_path / "controller.log",
             *(str(recipe), "--group", "controller", "--key-file", str(key)),
-            *("--address-file", str(address), "--out", str(out)),
+            *("--address-file", str(address), "--out", str(out), "--remote", "reference"),
         )
     ]
     try:
         wait_until(address.exists, "the controller does not listen", tmp_path)
         jobs.append(start(tmp_path / "trainer.log", "--group", "trainer", *common))
+        jobs.append(start(tmp_path / "reference.log", "--group", "reference", *common))
         jobs.append(start(tmp_path / "generator-0.log", "--group", "generator-0", *common))
         wait_until(lambda: count("StepDone") >= 2, "no steps", tmp_path)
         [worker] = children_of(jobs[-1].pid)
@@ -73,6 +76,7 @@ def test_a_killed_generator_is_started_again_by_its_agent_and_joins_at_the_newes
     summary = json.loads((out / "summary.json").read_text())
     prompts = summary["prompts"]
     assert summary["status"] == "done"
+    assert summary["accounting"]["reference"]["reference"] > 0
     assert prompts["trained"] == 12 * 4
     assert prompts["lost"] == prompts["repeated"] == 0
     assert key.stat().st_mode & 0o077 == 0

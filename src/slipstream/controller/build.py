@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,25 +42,43 @@ from slipstream.trainer.step import needed_columns
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
 
 
-def check(config: RunConfig, *, has_own_reward: bool = False, is_on_cluster: bool = False) -> None:
+def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection[str] = ()) -> None:
     """Raise ConfigError for what the schema cannot see: models, losses, tasks, rewards and GPUs that are not there.
 
-    On a cluster, what generators and trainer compute on is on their machines, where they look for it themselves.
+    What `remote` groups compute on is on their machines, where they look for it themselves.
     """
     check_model_path(config)
-    if not is_on_cluster:
+    here = _computing_groups(config)
+    if not set(remote) <= here:
+        raise ConfigError(
+            "no such group could join this run",
+            got=", ".join(sorted(set(remote) - here)),
+            allowed=", ".join(sorted(here)),
+            hint="there are reward_models with rewards.models, and a reference with kl.executor = 'own'",
+        )
+    here -= set(remote)
+    if "generator" in here:
         check_vllm(config)
         check_device(config)
-        check_gpus("trainer", config.trainer.device, "ranks", config.trainer.ranks)
-    if config.rewards.models:
-        check_gpus("rewards", config.rewards.device, "model_ranks", config.rewards.model_ranks)
-    check_gpus("kl", config.kl.device, "ranks", config.kl.ranks)
+    for group, section, device, field, ranks in (
+        ("trainer", "trainer", config.trainer.device, "ranks", config.trainer.ranks),
+        ("reward_models", "rewards", config.rewards.device, "model_ranks", config.rewards.model_ranks),
+        ("reference", "kl", config.kl.device, "ranks", config.kl.ranks),
+    ):
+        if group in here:
+            check_gpus(section, device, field, ranks)
     for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
         check_division(config.model, ranks)
     check_loss(config)
     check_checkpoints(config, readers(config))
     if not has_own_reward and (config.rewards.terms or not config.rewards.models):
         check_rewards(config.rewards, task_table(config.prompts.tasks))
+
+
+def _computing_groups(config: RunConfig) -> set[str]:
+    """The groups of the default pipeline that run models, replicas of the generator under one name."""
+    groups = {"trainer", "generator"} | ({"reward_models"} if config.rewards.models else set())
+    return groups | ({"reference"} if config.kl.executor == "own" else set())
 
 
 def readers(config: RunConfig) -> list[tuple[str, str | None]]:
@@ -213,17 +231,20 @@ def nodes(
     *,
     reward: Callable[..., Any] | None = None,
     resume: Path | None = None,
-    is_on_cluster: bool = False,
+    remote: Collection[str] = (),
 ) -> tuple[Node, ...]:
-    """The executors of the default pipeline, with threads placed. On a cluster, trainer and generators join it."""
+    """The executors of the default pipeline, with threads placed.
+
+    Those in `remote` ('generator' for all replicas) join it from other machines.
+    """
     threads = place(config, num_cores())
-    host: HostKind = "torchrun" if is_on_cluster else config.host
+    hosts: dict[str, HostKind] = dict.fromkeys(remote, "torchrun")
     generators = tuple(
         Node(
             name=f"generator-{replica}",
             factory=make_generator,
             kwargs={"config": config, "replica": replica},
-            host=host,
+            host=hosts.get("generator", config.host),
             num_threads=threads["generator"].together,
             num_threads_alone=threads["generator"].alone,
             ranks=config.generator.tensor_parallel,
@@ -241,7 +262,7 @@ def nodes(
         name="trainer",
         factory=make_trainer,
         kwargs={"config": config, "resume": None if resume is None else str(resume.resolve())},
-        host=host,
+        host=hosts.get("trainer", config.host),
         num_threads=threads["trainer"].together,
         num_threads_alone=threads["trainer"].alone,
         ranks=config.trainer.ranks,
@@ -256,7 +277,7 @@ def nodes(
                 name="reward_models",
                 factory=make_reward_models,
                 kwargs={"config": config, "has_own_reward": reward is not None},
-                host=config.host,
+                host=hosts.get("reward_models", config.host),
                 num_threads=threads["reward_models"].together,
                 num_threads_alone=threads["reward_models"].alone,
                 ranks=config.rewards.model_ranks,
@@ -268,7 +289,7 @@ def nodes(
                 name="reference",
                 factory=make_reference,
                 kwargs={"config": config, "is_resumed": resume is not None},
-                host=config.host,
+                host=hosts.get("reference", config.host),
                 num_threads=threads["reference"].together,
                 num_threads_alone=threads["reference"].alone,
                 ranks=config.kl.ranks,
@@ -287,13 +308,13 @@ def default_pipeline(
     *,
     reward: Callable[..., Any] | None = None,
     resume: Path | None = None,
-    is_on_cluster: bool = False,
+    remote: Collection[str] = (),
 ) -> Pipeline:
     """generators -> rewards -> reward models -> reference -> trainer -> weights -> generators.
 
     Rewards, reward models and reference where there are any of their own.
     """
-    made = nodes(config, reward=reward, resume=resume, is_on_cluster=is_on_cluster)
+    made = nodes(config, reward=reward, resume=resume, remote=remote)
     replicas = [node for node in made if node.name.startswith("generator")]
     trainer = next(node for node in made if node.name == "trainer")
     leaders = trainer.members[:: config.trainer.tensor_parallel]  # of the data-parallel ranks: they get the rollouts

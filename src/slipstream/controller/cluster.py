@@ -23,13 +23,19 @@ from slipstream.core.lease import Lease
 from slipstream.core.ranks import split_rank_name
 from slipstream.core.types import Joined, PeerJoined, PeerLost
 
+ALWAYS_REMOTE = frozenset({"trainer", "generator"})
+
 
 @dataclass(frozen=True)
 class Cluster:
-    """That a run is on several machines: where its controller listens, and the run's keys."""
+    """That a run is on several machines: where its controller listens, the run's keys, and which groups join it.
+
+    `remote` are names of groups, 'generator' for all replicas; the others are the controller's children.
+    """
 
     listen: Listen
     keys: RunKeys
+    remote: frozenset[str] = ALWAYS_REMOTE
 
 
 class RemoteGroups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,10 @@ STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str,
 }
 
 
-def check_stages(config: RunConfig, *, has_own_reward: bool, is_on_cluster: bool = False) -> None:
+def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[str] = ()) -> None:
     """Raise ConfigError for what any stage would stumble over, before the first of them starts."""
     if "rl" in config.stages:
-        check(config, has_own_reward=has_own_reward, is_on_cluster=is_on_cluster)
+        check(config, has_own_reward=has_own_reward, remote=remote)
     else:
         check_model_path(config)
     check_checkpoints(config, _readers(config))
@@ -111,11 +111,7 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     if is_rl_done(run_dir):
         found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
-    check(
-        with_stage_paths(config, run_dir),
-        has_own_reward=given.reward is not None,
-        is_on_cluster=given.cluster is not None,
-    )
+    check(with_stage_paths(config, run_dir), has_own_reward=given.reward is not None, remote=given.remote)
     if (run_dir / "ledger.jsonl").exists():
         return resume_rl(config, run_dir, given)
     return run_rl(config, run_dir, given)

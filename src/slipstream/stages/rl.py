@@ -41,6 +41,11 @@ class FromPython:
     pipeline: Callable[[RunConfig], Pipeline] | None = None
     cluster: Cluster | None = None
 
+    @property
+    def remote(self) -> frozenset[str]:
+        """The groups that run on other machines."""
+        return frozenset() if self.cluster is None else self.cluster.remote
+
 
 def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: Path | None = None) -> dict[str, Any]:
     """Train in `run_dir`, from `checkpoint` where there is one; returns what `summary.json` says.
@@ -57,7 +62,7 @@ def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: P
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
     pipeline = (
-        default_pipeline(with_paths, reward=given.reward, resume=checkpoint, is_on_cluster=given.cluster is not None)
+        default_pipeline(with_paths, reward=given.reward, resume=checkpoint, remote=given.remote)
         if given.pipeline is None
         else given.pipeline(with_paths)
     )
