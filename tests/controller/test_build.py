@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.controller.build import check, default_pipeline
 from slipstream.core.channel import ROUTES, Kind, connect_local
@@ -12,6 +13,7 @@ from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Completion, Prompt, Rollout
+from slipstream.stages.chain import check_stages
 
 MODELS = {"models": [{"path": "rm"}], "model_ranks": 3}
 
@@ -114,6 +116,14 @@ def test_what_the_schema_refuses(overrides: dict[str, Any], message: str) -> Non
 def test_what_is_refused_before_a_run(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(resolve("quickstart", overrides))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_stages_that_score_need_the_gpu_here() -> None:
+    gold = {"models": [{"path": "rm"}], "device": "cuda"}
+    config = resolve("quickstart", {"stages": ["rl", "evaluate"], "gold": gold, "evaluation": {"num_prompts": 8}})
+    with pytest.raises(ConfigError, match=r"gold\.device"):
+        check_stages(config, has_own_reward=False)
 
 
 def test_losses_that_compare_with_the_reference_may_have_it_elsewhere() -> None:

@@ -13,6 +13,7 @@ from slipstream.controller.build import check, check_checkpoints
 from slipstream.controller.placement import num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
+from slipstream.models.device import check_gpus
 from slipstream.observe.display import duration
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
@@ -43,8 +44,11 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
         check(config, has_own_reward=has_own_reward, remote=remote)
     else:
         check_model_path(config)
-    check_checkpoints(config, _readers(config))
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
+    for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
+        if rewards.models:  # these stages score in this process
+            check_gpus(section, rewards.device, "model_ranks", 1)
+    check_checkpoints(config, _readers(config))
     if uses_gold and config.gold_rewards.terms:
         check_rewards(config.gold_rewards, task_table(config.prompts.tasks))
     if uses_gold and config.judge.is_given:
