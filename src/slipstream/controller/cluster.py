@@ -75,8 +75,8 @@ class RemoteGroups:
         """What a child of the controller needs to speak with the groups."""
         return self._cluster.keys.as_environment()
 
-    def announce(self, channels: tuple[ChannelSpec, ...], run_dir: Path, run_id: str) -> None:
-        """From here on groups may join."""
+    def announce(self, channels: tuple[ChannelSpec, ...], run_dir: Path, run_id: str, *, delta: bool) -> None:
+        """From here on groups may join. `delta`: versions travel as what they have changed."""
         self._meeting.announce(
             RunSpec(
                 run_id=run_id,
@@ -85,6 +85,7 @@ class RemoteGroups:
                 channels=channels,
                 deadline_s=self._deadline_s,
                 lease_s=self._lease_s,
+                delta=delta,
                 wall_minus_clock_s=wall_minus_clock_s(),
                 started_s=self._clock.now_s(),
             )

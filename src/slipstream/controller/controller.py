@@ -158,7 +158,7 @@ class Controller:
                     clock=self.clock,
                 )
                 book = self.remote.addresses(channels, transport_dir)
-                self.remote.announce(channels, self.run_dir, run_id)
+                self.remote.announce(channels, self.run_dir, run_id, delta=self.config.generator.delta)
                 self.observer.note(f"the controller listens at {self.remote.address}")
             inline = [node for node in self.pipeline.nodes if node.host == "inline"]
             for node in self.pipeline.nodes:

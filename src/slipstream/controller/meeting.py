@@ -49,6 +49,7 @@ class RunSpec:
     channels: tuple[ChannelSpec, ...]
     deadline_s: float
     lease_s: float
+    delta: bool
     wall_minus_clock_s: float  # of the controller: `time.time` less its clock, so that timelines share an axis
     started_s: float  # on the controller's clock
 
@@ -70,6 +71,7 @@ class RunSpec:
             "channels": [asdict(channel) for channel in self.channels],
             "deadline_s": self.deadline_s,
             "lease_s": self.lease_s,
+            "delta": self.delta,
             "wall_minus_clock_s": self.wall_minus_clock_s,
             "started_s": self.started_s,
         }

@@ -57,7 +57,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         ports.outputs["events"].put(Joined(executor=name, incarnation=incarnation, machine=machine_name()))
         clock = ShiftedClock(wall_minus_clock_s() - spec.wall_minus_clock_s)
-        links = Links(store, hostname=options.address, place=Place(host=machine_name()), timeout_s=spec.deadline_s)
+        links = Links(
+            store,
+            hostname=options.address,
+            place=Place(host=machine_name()),
+            timeout_s=spec.deadline_s,
+            delta=spec.delta,
+        )
         host = Host(node, ports, spec.channels, spec.run_dir, run_id=spec.run_id, group=group, clock=clock, links=links)
         if incarnation == 1:
             host.timeline.backdate("start_up", spec.started_s)

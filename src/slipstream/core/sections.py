@@ -227,6 +227,11 @@ class GeneratorConfig(Section):
         description="Weights of the generators, quantised where the trainer publishes them: bfloat16 halves the bytes "
         "of a version, int8 (per output channel, CPU only) and fp8 (per row, NVIDIA Hopper) quarter them.",
     )
+    delta: bool = Field(
+        False,
+        description="Between machines, send only what a version has changed, in words of 2 bytes: for slow networks and "
+        "precision = 'bfloat16', at the cost of another copy of the weights on either side.",
+    )
     probe_tolerance: PositiveFloat | None = Field(
         None,
         description="Largest mean |logprob difference| on the probe text before a version is refused, in nats; null: "
