@@ -229,7 +229,7 @@ class GeneratorConfig(Section):
     )
     delta: bool = Field(
         False,
-        description="Between machines, send only what a version has changed, in words of 2 bytes: for slow networks and "
+        description="Between machines, send only what a version has changed, in words of 2 bytes: for slow links and "
         "precision = 'bfloat16', at the cost of another copy of the weights on either side.",
     )
     probe_tolerance: PositiveFloat | None = Field(
