@@ -91,6 +91,15 @@ class RemoteGroups:
             )
         )
 
+    def __contains__(self, executor: str) -> bool:
+        return split_rank_name(executor)[0] in self._members.groups
+
+    def lost(self, executor: str, ports: Ports) -> list[Change]:
+        """`executor` has ended, and with it its group; nothing changes where that is known."""
+        changes = self._members.lost(executor)
+        self._tell(changes, ports)
+        return changes
+
     @property
     def present(self) -> list[str]:
         return [name for name in self._members.groups if name not in self._members.absent]
@@ -101,7 +110,7 @@ class RemoteGroups:
 
     def joined(self, message: Joined, ports: Ports) -> list[Change]:
         """`message.executor` is there: what changes by it, which everybody has been told."""
-        if split_rank_name(message.executor)[0] not in self._members.groups:
+        if message.executor not in self:
             return []  # a child of the controller
         changes = self._members.joined(message.executor, message.incarnation)
         self._tell(changes, ports)
@@ -123,7 +132,7 @@ class RemoteGroups:
 
     def left(self, executor: str) -> None:
         """`executor` has ended as it was told to."""
-        if split_rank_name(executor)[0] in self._members.groups:
+        if executor in self:
             self._members.lost(executor)
 
     def wait_s(self) -> float:

@@ -34,7 +34,7 @@ from slipstream.core.addresses import AddressBook, LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, make_transport_dir, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ExecutorDied, SlipstreamError
+from slipstream.core.errors import ChannelClosed, ExecutorDied, SlipstreamError
 from slipstream.core.ranks import RANK_MARK
 from slipstream.core.types import (
     Admit,
@@ -453,7 +453,13 @@ class Controller:
     # Ends
 
     def _send(self, executor: str, message: Message) -> None:
-        self.ports.outputs[f"to-{executor}"].put(message)
+        """To a group on another machine, if it is there: one that has ended is lost, and what it was sent with it."""
+        try:
+            self.ports.outputs[f"to-{executor}"].put(message)
+        except ChannelClosed:
+            if self.remote is None or executor not in self.remote:
+                raise
+            self._changed(self.remote.lost(executor, self.ports))
 
     def _shut_down(self) -> None:
         """Stop what still listens, wait for it, kill what does not end; close everything. Runs after errors too."""
