@@ -1,15 +1,25 @@
 """How long a version takes from the trainer's weights to a generator's, on one machine.
 
-    python benchmarks/weight_sync.py [--repeats 15] [--params 1000000 4000000 135000000]
+    python benchmarks/weight_sync.py [--repeats 15] [--params 1000000 4000000 135000000] [--only whole,pairs]
 
-The subscriber is a process of its own. stage: the trainer's copy into the slot, with checksum. transfer: slot to shadow
-buffer, with checksum, beside decoding. pause: pointer flip and probe (an empty one here). memcpy is the bound: numpy
-copying between two warm buffers of that size in the publisher's process, one thread, as staging does.
+whole: one rank to one process. stage: the trainer's copy into the slot, with checksum; the trainer is blocked as long.
+transfer: slot to shadow buffer, with checksum, beside decoding. pause: pointer flip and probe (an empty one here).
+total: from the call of `publish` to the news that the version is live. memcpy is the bound: numpy copying between two
+warm buffers of that size in the publisher's process, one thread, as staging does.
+
+pairs: a trainer of several ranks, each a process, to generators divided otherwise, whose ranks are threads of this
+process. Bytes: what all generator ranks receive; seconds: until the last has it. Share: of one thread copying those
+bytes, or of one gloo pair sending them in buckets.
+
+plans: seconds to plan a link of many ranks, from the boxes of a 405B model.
+
+model: what bandwidth allows at best, T >= max(B / (tp * bw), R * B / (S * bw)), beside what others have measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import platform
 import shutil
@@ -17,18 +27,34 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from slipstream.core.channel import ChannelSpec, Kind, connect, make_transport_dir, wait
-from slipstream.core.types import Stop, Swapped
+from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, make_transport_dir, wait
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.types import Export, Holding, Published, Stop, Swapped
+from slipstream.models.config import TransformerConfig
+from slipstream.models.quantized import Packer, WeightLayout
+from slipstream.models.shards import local_tensor
+from slipstream.models.tensor_parallel import TensorParallel
+from slipstream.models.transformer import Transformer
+from slipstream.weight_sync.links import Links
+from slipstream.weight_sync.plan import make_plan, price
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory, cleanup
 from slipstream.weight_sync.subscriber import Subscriber
 
 TOKENS = np.arange(4, dtype=np.int32)
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload(["torch.distributed.fsdp", "slipstream.weight_sync.publisher"])
 SPECS = [
     ChannelSpec("offers", Kind.WEIGHTS, "trainer.offers", "generator.offers"),
     ChannelSpec("releases", Kind.GATHER, "generator.releases", "trainer.releases"),
@@ -40,7 +66,7 @@ SPECS = [
 class Parameters:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
-        self.holding = None
+        self.holding: Holding | None = None
 
     def prepare(self, flat: torch.Tensor) -> None: ...
 
@@ -79,17 +105,20 @@ def measure(num_params: int, repeats: int) -> None:
         ports.outputs["offers"], ports.inputs["releases"], SharedMemory(run_id), num_readers=1, num_slots=2
     )
     live = torch.rand(num_params)
-    stage_s, transfer_s, pause_s, copy_s = [], [], [], []
+    stage_s, transfer_s, pause_s, total_s, copy_s = [], [], [], [], []
     try:
         publisher.open(live)
         for version in range(repeats + 2):  # the first touch of each of the two slots and buffers is not counted
+            started_s = time.perf_counter()
             published = publisher.publish(version, TOKENS, live[:3].numpy().copy())
             assert published, "the reader had released its slots"
             while not isinstance(event := ports.inputs["events"].get_nowait(), Swapped):
                 if not wait([ports.inputs["events"]], ports.outputs.values(), timeout_s=30):
                     raise SystemExit("the generator process did not answer within 30 s")
+            ended_s = time.perf_counter()
             publisher.poll()
             if version >= 2:
+                total_s.append(ended_s - started_s)
                 stage_s.append(publisher.stats.staging_s)
                 transfer_s.append(event.transfer_s)
                 pause_s.append(event.pause_s)
@@ -113,8 +142,327 @@ def measure(num_params: int, repeats: int) -> None:
     for name, times in (("stage", stage_s), ("transfer", transfer_s), ("memcpy", copy_s)):
         median = statistics.median(times)
         cells.append(f"{name} {median * 1e3:8.2f} ms ({num_bytes / median / 1e9:5.2f} GB/s)")
+    total, copy = statistics.median(total_s), statistics.median(copy_s)
+    cells.append(f"total {total * 1e3:8.2f} ms ({total / copy:4.2f} copies)")
     cells.append(f"pause {statistics.median(pause_s) * 1e6:6.0f} us (max {max(pause_s) * 1e6:.0f})")
     print("  ".join(cells), flush=True)
+
+
+# Pairs of layouts
+
+
+@dataclass(frozen=True)
+class Pair:
+    """data_parallel x tensor_parallel ranks of a trainer, and the ranks of each generator replica."""
+
+    data_parallel: int
+    tensor_parallel: int
+    replicas: tuple[int, ...]
+    way: str
+    precision: str
+    config: TransformerConfig
+    folder: str
+    run_id: str
+
+    @property
+    def world(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def readers(self) -> list[tuple[int, int]]:
+        return [(replica, rank) for replica, world in enumerate(self.replicas) for rank in range(world)]
+
+    @property
+    def channels(self) -> list[ChannelSpec]:
+        specs = [ChannelSpec("events", Kind.GATHER, "trainer.events", "bench.events")]
+        for replica, rank in self.readers:
+            name = f"generator-{replica}@{rank}"
+            specs.append(ChannelSpec(f"offers/{name}", Kind.WEIGHTS, "trainer.offers", f"{name}.offers"))
+            specs.append(ChannelSpec(f"releases/{name}", Kind.GATHER, f"{name}.releases", "trainer.releases"))
+        for rank in range(self.world):
+            name = "trainer" if rank == 0 else f"trainer@{rank}"
+            specs.append(ChannelSpec(f"commands/{rank}", Kind.BROADCAST, "bench.commands", f"{name}.commands"))
+            if rank:
+                specs.append(ChannelSpec(f"relay/{rank}", Kind.BROADCAST, "trainer.relay", f"{name}.relayed"))
+        return specs
+
+    @property
+    def links(self) -> Links | None:
+        return Links(dist.FileStore(f"{self.folder}/links", -1)) if self.way == "gloo" else None
+
+
+def pause(everyone: list[Ports], fds: Sequence[int] = ()) -> None:
+    """Until something arrives; now and then the links are looked after, as a host does."""
+    inputs = [port for ports in everyone for port in ports.inputs.values()]
+    outputs = [port for ports in everyone for port in ports.outputs.values()]
+    wait(inputs, outputs, fds, timeout_s=0.5)
+    for port in outputs:
+        port.pump()
+
+
+def train_rank(rank: int, pair: Pair) -> None:
+    """A trainer's rank: publishes what it is told to."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{pair.folder}/ranks", pair.world), rank=rank, world_size=pair.world
+    )
+    mesh = init_device_mesh("cpu", (pair.data_parallel, pair.tensor_parallel), mesh_dim_names=("data", "tensor"))
+    over_ranks = None
+    model = Transformer(pair.config)
+    if pair.tensor_parallel > 1:
+        group = mesh["tensor"].get_group()
+        model, over_ranks = TensorParallel.over(group, pair.config).new_model(), RankGroup.over(group).max
+    if pair.data_parallel > 1:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    weights = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
+    for weight in weights.values():
+        weight.normal_()
+    ports = connect(pair.channels, "trainer" if rank == 0 else f"trainer@{rank}", Path(pair.folder), 1)
+    publisher = Publisher(
+        ports.outputs["offers"] if rank == 0 else None,
+        ports.inputs["releases"] if rank == 0 else None,
+        SharedMemory(pair.run_id),
+        num_readers=len(pair.replicas),
+        reader_ranks=max(pair.replicas),
+        group=RankGroup.over(dist.group.WORLD),
+        links=pair.links,
+        relay=ports.outputs["relay"] if rank == 0 and pair.world > 1 else None,
+    )
+    publisher.open(None, Packer(WeightLayout(model, pair.precision), weights, over_ranks=over_ranks))
+    version = 0
+    while True:
+        publisher.poll()
+        if pair.world > 1 and rank and (message := ports.inputs["relayed"].get_nowait()) is not None:
+            publisher.take(message)
+        message = ports.inputs["commands"].get_nowait()
+        if isinstance(message, Stop):
+            break
+        if message is None:
+            pause([ports])
+            continue
+        publisher.publish(version, TOKENS, np.zeros(3, np.float32))
+        if rank == 0:
+            ports.outputs["events"].put(
+                Published(version=version, payload_bytes=publisher.num_bytes, staging_s=publisher.stats.staging_s)
+            )
+        version += 1
+    publisher.close()
+    ports.close()
+    dist.destroy_process_group()
+
+
+def measure_pair(pair: Pair, repeats: int, gloo_bytes_per_s: float) -> None:
+    processes = [CHILDREN.Process(target=train_rank, args=(rank, pair), daemon=True) for rank in range(pair.world)]
+    for process in processes:
+        process.start()
+    bench = connect(pair.channels, "bench", Path(pair.folder), 1)
+    ends = []
+    for replica, rank in pair.readers:
+        world = pair.replicas[replica]
+        model = TensorParallel(pair.config, rank, world).new_model() if world > 1 else Transformer(pair.config)
+        layout = WeightLayout(model, pair.precision)
+        ports = connect(pair.channels, f"generator-{replica}@{rank}", Path(pair.folder), 1)
+        parameters = Parameters(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+        parameters.holding = layout.holding
+        end = Subscriber(
+            ports.inputs["offers"],
+            ports.outputs["releases"],
+            SharedMemory(pair.run_id),
+            replica=replica,
+            rank=rank,
+            world=world,
+            links=pair.links,
+        )
+        end.open(parameters, lambda tokens: np.zeros(3, np.float32), 1e-3, is_threaded=True)
+        ends.append((ports, end, parameters))
+    seconds, staging_s = [], []
+    everyone = [bench, *(ports for ports, _, _ in ends)]
+    fds = [fd for _, end, _ in ends for fd in end.wait_fds()]
+    for version in range(repeats + 2):
+        bench.outputs["commands"].put(Export(path=""))
+        waiting, swaps = set(range(len(ends))), []
+        while waiting:
+            if not sum(end.poll() for _, end, _ in ends):
+                pause(everyone, fds)
+            for n in list(waiting):
+                if ends[n][1].pending_version == version:
+                    swaps.append(ends[n][1].commit())
+                    waiting.remove(n)
+            if isinstance(event := bench.inputs["events"].get_nowait(), Published):
+                staged_s = event.staging_s
+        if version >= 2:
+            seconds.append(max(swap.transfer_s for swap in swaps))
+            staging_s.append(staged_s)
+    num_bytes = sum(parameters.flat.nbytes for _, _, parameters in ends)
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    copies = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        np.copyto(target, source)
+        copies.append(time.perf_counter() - started_s)
+    bound_s = num_bytes / gloo_bytes_per_s if pair.way == "gloo" else min(copies)
+    median = statistics.median(seconds)
+    trainer = f"fsdp{pair.data_parallel} x tp{pair.tensor_parallel}"
+    generators = " + ".join(f"tp{world}" for world in pair.replicas)
+    print(
+        f"{trainer:12} -> {generators:9} {pair.way:6} {pair.precision:8} {num_bytes / 1e6:7.1f} MB "
+        f"stage {statistics.median(staging_s) * 1e3:7.1f} ms  transfer {median * 1e3:7.1f} ms "
+        f"{num_bytes / median / 1e9:5.2f} GB/s  {100 * bound_s / median:4.0f}% of {pair.way}'s bound",
+        flush=True,
+    )
+    bench.outputs["commands"].put(Stop())
+    for process in processes:
+        process.join(20)
+    for ports, end, _ in ends:
+        end.close()
+        ports.close()
+    bench.close()
+
+
+def raw_gloo(num_bytes: int = 64 << 20, repeats: int = 10) -> float:
+    """Bytes per second of one pair of processes, bucket after bucket."""
+    folder = make_transport_dir()
+    other = CHILDREN.Process(target=gloo_end, args=(1, str(folder / "raw"), num_bytes, repeats), daemon=True)
+    other.start()
+    rate = gloo_end(0, str(folder / "raw"), num_bytes, repeats)
+    other.join()
+    shutil.rmtree(folder)
+    return rate
+
+
+def gloo_end(rank: int, path: str, num_bytes: int, repeats: int) -> float:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=60)
+    pg = dist.ProcessGroupGloo(dist.FileStore(path, -1), rank, 2, options)
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    taken = []
+    for _ in range(repeats):
+        started_s = time.perf_counter()
+        (pg.send([buffer], 1, 0) if rank == 0 else pg.recv([buffer], 0, 0)).wait()
+        (pg.recv([buffer[:8]], 1, 1) if rank == 0 else pg.send([buffer[:8]], 0, 1)).wait()
+        taken.append(time.perf_counter() - started_s)
+    return num_bytes / statistics.median(taken)
+
+
+def measure_pairs(repeats: int) -> None:
+    config = TransformerConfig(
+        family="llama",
+        vocab_size=16000,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=12,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=72,
+        max_positions=64,
+        tie_embeddings=True,
+    )
+    rate = raw_gloo()
+    print(f"raw gloo, one pair: {rate / 1e9:.2f} GB/s")
+    layouts = [(1, 1, (1,)), (2, 1, (1,)), (2, 1, (2,)), (2, 1, (1, 1)), (2, 2, (1,))]
+    for data_parallel, tensor_parallel, replicas in layouts:
+        for way in ("memory", "gloo"):
+            for precision in ("float32", "int8") if data_parallel * tensor_parallel == 2 else ("float32",):
+                folder, run_id = make_transport_dir(), f"bench-{os.getpid()}"
+                pair = Pair(data_parallel, tensor_parallel, replicas, way, precision, config, str(folder), run_id)
+                try:
+                    measure_pair(pair, repeats, rate)
+                finally:
+                    shutil.rmtree(folder)
+                    cleanup(run_id)
+
+
+# Plans and the model of section 4.1
+
+LLAMA_405B = TransformerConfig(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_layers=126,
+    num_heads=128,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=8,
+    tie_embeddings=False,
+)
+
+
+def holdings_of(config: TransformerConfig, shards: int, tensor_parallel: int) -> list[Holding]:
+    """Of all ranks, without making any: the rows of each tensor-parallel rank's parameters in equal parts."""
+    found = []
+    for rank in range(tensor_parallel):
+        with torch.device("meta"):
+            model = TensorParallel(config, rank, tensor_parallel).new_model()
+        whole = WeightLayout(model, "bfloat16").holding
+        rows = whole.stop[:, 0] - whole.start[:, 0]
+        for shard in range(shards):
+            first, last = rows * shard // shards, rows * (shard + 1) // shards
+            keep = last > first
+            start, stop = whole.start[keep].copy(), whole.stop[keep].copy()
+            start[:, 0], stop[:, 0] = (whole.start[:, 0] + first)[keep], (whole.start[:, 0] + last)[keep]
+            sizes = (stop - start).prod(1) * 2
+            offset = np.cumsum(sizes) - sizes
+            strides = np.stack([2 * (stop - start)[:, 1], np.full(len(start), 2)], 1)
+            found.append(
+                Holding(
+                    num_bytes=int(sizes.sum()),
+                    names=whole.names,
+                    shapes=whole.shapes,
+                    types=("bfloat16",) * len(whole.names),
+                    item_bytes=(2,) * len(whole.names),
+                    tensor=whole.tensor[keep],
+                    start=start,
+                    stop=stop,
+                    offset=offset,
+                    strides=strides,
+                )
+            )
+    return found
+
+
+def measure_plans() -> None:
+    for shards, tensor_parallel, generator in ((8, 8, 8), (32, 8, 8), (64, 8, 16)):
+        sources, destinations = holdings_of(LLAMA_405B, shards, tensor_parallel), holdings_of(LLAMA_405B, 1, generator)
+        started_s = time.perf_counter()
+        plan = make_plan(sources, destinations)
+        plan_s = time.perf_counter() - started_s
+        started_s = time.perf_counter()
+        assert plan.hash
+        hash_s = time.perf_counter() - started_s
+        rates = {"sender_bytes_per_s": 50e9, "receiver_bytes_per_s": 50e9}
+        bound = price(plan.bytes_sent(), **rates)
+        print(
+            f"405B bf16, fsdp{shards} x tp{tensor_parallel} -> tp{generator:<2}  "
+            f"{sum(len(h.tensor) for h in sources):7} boxes, {sum(len(c) for c in plan.copies.values()):7} copies  "
+            f"plan {plan_s:5.2f} s  hash {hash_s:5.2f} s  at 50 GB/s: pairs {bound.pairs_s:5.2f} s, "
+            f"broadcast {bound.broadcast_s:5.2f} s",
+            flush=True,
+        )
+
+
+MEASURED = {
+    "7B": "LlamaRL 0.04 s, OpenRLHF 4.32 s",
+    "70B": "LlamaRL 1.15 s, OpenRLHF 111.65 s",
+    "405B": "LlamaRL 2.31 s",
+}
+"""As LlamaRL's authors measured both (arXiv:2505.24034)."""
+
+
+def print_model() -> None:
+    print("T >= max(B / (tp * bw), R * B / (S * bw)), bw = 50 GB/s; one replica from S = 64 senders, and rank 0 alone")
+    for name, params in (("7B", 7.6e9), ("70B", 70.6e9), ("405B", 406e9)):
+        for kind, width in (("bf16", 2), ("fp8", 1)):
+            cells = [
+                f"tp{tp}: {1e3 * max(params * width / (tp * 50e9), params * width / (64 * 50e9)):7.0f} ms"
+                for tp in (1, 8, 16)
+            ]
+            print(f"{name:5} {kind:5} rank 0: {1e3 * params * width / 50e9:6.0f} ms  ", "  ".join(cells))
+        print("      measured by others:", MEASURED[name])
 
 
 def main() -> None:
@@ -124,15 +472,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--params", type=int, nargs="+", default=[1_000_000, 4_000_000, 135_000_000])
+    parser.add_argument("--only", default="whole,pairs,plans,model", help="parts, with commas between")
     arguments = parser.parse_args()
+    parts = arguments.only.split(",")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     print("command ", "python benchmarks/weight_sync.py", *sys.argv[1:])
     print("commit  ", commit.strip() or "unknown")
     print("hardware", platform.machine(), f"{os.cpu_count()} cores", f"load {os.getloadavg()[0]:.1f}")
     print("versions", "python", platform.python_version(), "torch", torch.__version__, "numpy", np.__version__)
     print("medians of", arguments.repeats)
-    for num_params in arguments.params:
-        measure(num_params, arguments.repeats)
+    if "whole" in parts:
+        for num_params in arguments.params:
+            measure(num_params, arguments.repeats)
+    if "pairs" in parts:
+        measure_pairs(arguments.repeats)
+    if "plans" in parts:
+        measure_plans()
+    if "model" in parts:
+        print_model()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +153,19 @@ def version_of(config: TransformerConfig, version: int) -> Transformer:
     return model
 
 
+def some_news(everyone: list[Ports], fds: Sequence[int] = ()) -> bool:
+    """Wait until something arrives or is done; now and then the links are looked after, as a host does."""
+    inputs = [port for ports in everyone for port in ports.inputs.values()]
+    outputs = [port for ports in everyone for port in ports.outputs.values()]
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if wait(inputs, outputs, fds, timeout_s=0.5):
+            return True
+        for port in outputs:
+            port.pump()
+    return False
+
+
 def check_shards(model: Transformer, config: TransformerConfig) -> None:
     """The oracle of `local_shards`: the whole tensors, sliced."""
     whole = logical_tensors(whole_model(config, 7))
@@ -165,7 +180,7 @@ def _serve(ports: Ports, publisher: Publisher, model: Transformer, trainer: Trai
         publisher.poll()
         message = ports.inputs["commands"].get_nowait()
         if message is None:
-            assert wait(ports.inputs.values(), ports.outputs.values(), timeout_s=DEADLINE_S), "nobody says anything"
+            assert some_news([ports]), "nobody says anything"
             continue
         if isinstance(message, WeightsLinked):
             publisher.take(message)

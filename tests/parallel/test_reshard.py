@@ -21,7 +21,7 @@ import pytest
 import torch
 from rank_models import CONFIGS
 from rank_pool import RankPool
-from reshard_jobs import DEADLINE_S, Trainer, links_of, specs, train, version_of
+from reshard_jobs import DEADLINE_S, Trainer, links_of, some_news, specs, train, version_of
 
 from slipstream.core.channel import Ports, connect, make_transport_dir, wait
 from slipstream.core.sections import Precision
@@ -147,12 +147,12 @@ def running(
 
 def take(generators: list[GeneratorRank], version: int) -> None:
     """Wait until all have staged `version`, and commit it."""
-    inputs = [port for generator in generators for port in generator.ports.inputs.values()]
     fds = [fd for generator in generators for fd in generator.subscriber.wait_fds()]
     while any(generator.subscriber.pending_version != version for generator in generators):
         if not sum(generator.subscriber.poll() for generator in generators):  # of all, also after the first True
             failures = [generator.subscriber.failure for generator in generators]
-            assert wait(inputs, [], fds, timeout_s=DEADLINE_S), f"version {version} did not arrive: {failures}"
+            late = f"version {version} did not arrive: {failures}"
+            assert some_news([generator.ports for generator in generators], fds), late
     for generator in generators:
         assert generator.subscriber.commit() is not None
 

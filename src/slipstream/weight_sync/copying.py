@@ -17,7 +17,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import WeightsPacker
 from slipstream.weight_sync.plan import Copies
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18  # small enough that what was copied is hashed from the cache next to the core
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Checksums = np.ndarray[Any, np.dtype[np.uint64]]
