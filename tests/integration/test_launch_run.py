@@ -40,7 +40,7 @@ def children_of(pid: int) -> list[int]:
 def test_a_killed_generator_is_started_again_by_its_agent_and_joins_at_the_newest_version(tiny, tmp_path):
     recipe = tmp_path / "tiny.toml"
     own_reference = {"coef": 0.05, "executor": "own"}
-    overrides = tiny | {"steps": 12, "rewards": {"num_workers": 1}, "kl": own_reference}
+    overrides = tiny | {"steps": 9, "rewards": {"num_workers": 1}, "kl": own_reference, "warm_start": {"steps": 5}}
     recipe.write_text(config_toml(resolve("quickstart", overrides)))
     key, address, out = tmp_path / "key", tmp_path / "address", tmp_path / "run"
     events = out / "events.jsonl"
@@ -77,7 +77,7 @@ def test_a_killed_generator_is_started_again_by_its_agent_and_joins_at_the_newes
     prompts = summary["prompts"]
     assert summary["status"] == "done"
     assert summary["accounting"]["reference"]["reference"] > 0
-    assert prompts["trained"] == 12 * 4
+    assert prompts["trained"] == 9 * 4
     assert prompts["lost"] == prompts["repeated"] == 0
     assert key.stat().st_mode & 0o077 == 0
     secret = key.read_text().strip()

@@ -30,6 +30,7 @@ result.status
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("default")  # those of Jupyter's own libraries are not ours
 def test_a_run_from_a_notebook_cell(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def metrics(run_dir: Path) -> list[dict]:
     return [line for line in lines if "grad_norm" in line]
 
 
+@pytest.mark.slow
 def test_two_data_parallel_ranks_train_what_one_does(tiny, tmp_path):
     """Without staleness both runs sample the same first batch, so its step is the same, up to rounding."""
     found = {}
@@ -25,6 +26,7 @@ def test_two_data_parallel_ranks_train_what_one_does(tiny, tmp_path):
         overrides = tiny | {"steps": 2, "max_staleness": 0, "weight_update": "between_batches"}
         overrides["trainer"] = {"minibatches": 2, "ranks": ranks}
         overrides["generator"] = tiny["generator"] | {"replicas": ranks}
+        overrides["host"] = "inline" if ranks == 1 else "process"
         out = tmp_path / str(ranks)
         slipstream.run("quickstart", overrides=overrides, out=out, display=False)
         assert audit(out)["fates"]["trained"] == 8

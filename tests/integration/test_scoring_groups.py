@@ -37,6 +37,7 @@ def assert_same_steps(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) 
             assert mine[metric] == pytest.approx(other[metric], abs=1e-5, rel=1e-5), metric
 
 
+@pytest.mark.slow
 def test_models_and_reference_on_two_ranks_each(tiny: dict[str, Any], tmp_path: Path) -> None:
     """At staleness 0, after a warm start: the same rewards, KL, losses and gradients as with one process of models and
     the reference beside the trainer; every held-out answer is counted once."""

@@ -197,6 +197,7 @@ def test_a_killed_vllm_is_replaced_in_the_middle_of_a_run(tiny: dict[str, Any], 
     assert "vLLM is started again with version" in log
 
 
+@pytest.mark.slow
 def test_one_death_too_many_ends_the_run_and_leaves_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = start(tiny, tmp_path, max_restarts=0)

@@ -65,17 +65,25 @@ def test_gradients_are_those_of_one_rank(ranks: RankPool, case: str, layout: str
     assert by_rank[0].grad_norms == pytest.approx(one.grad_norms, rel=1e-6)
 
 
+OTHER_PAIRS = [("dp2", "gpt2"), ("dp2", "gpt_neox_serial"), ("tp2", "gpt2_untied"), ("dp2_tp2", "qwen2")]
+
+
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        ("dp2", "gpt2"),
-        ("dp2", "gpt_neox_serial"),
         ("dp4", "gpt_neox"),
         ("tp2", "qwen3"),
-        ("tp2", "gpt2_untied"),
         ("tp4", "mistral"),
         ("dp2_tp2", "llama_tied"),
-        ("dp2_tp2", "qwen2"),
+        *(
+            pytest.param(layout, case, marks=pytest.mark.slow)
+            for layout, case in (
+                ("dp2", "gpt2"),
+                ("dp2", "gpt_neox_serial"),
+                ("tp2", "gpt2_untied"),
+                ("dp2_tp2", "qwen2"),
+            )
+        ),
     ],
 )
 def test_weights_after_many_updates_are_those_of_one_rank(ranks: RankPool, layout: str, case: str) -> None:

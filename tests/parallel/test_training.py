@@ -41,6 +41,9 @@ CASES = {
 PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "train_s"}
 
 
+OTHER_PAIRS = [("grpo", "dp2"), ("ppo_head", "dp2"), ("whitened", "dp2"), ("ppo", "dp4"), ("ppo", "dp2_tp2")]
+
+
 @functools.cache
 def one_rank(case: str, num_steps: int) -> Seen:
     return training_jobs.train_alone(CASES[case], Span(num_steps))
@@ -56,7 +59,13 @@ def relative(found: list[Boxes], expected: Boxes) -> float:
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [*((case, "dp2") for case in CASES), ("grpo", "dp4"), ("ppo", "dp4"), ("grpo", "dp2_tp2"), ("ppo", "dp2_tp2")],
+    [
+        ("grpo", "dp2_tp2"),
+        ("grpo", "dp4"),
+        ("ppo", "dp2"),
+        ("online_dpo", "dp2"),
+        *(pytest.param(case, layout, marks=pytest.mark.slow) for case, layout in OTHER_PAIRS),
+    ],
 )
 def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
     one = one_rank(case, 20)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slipstream.controller.meeting import Listen, Meeting, RunSpec
 from slipstream.controller.members import Change, Members
-from slipstream.controller.pipeline import MEMBERSHIP, Pipeline
+from slipstream.controller.pipeline import MEMBERSHIP, Pipeline, replica_of
 from slipstream.core.addresses import AddressBook, StoreAddresses
 from slipstream.core.channel import ChannelSpec, Ports
 from slipstream.core.clock import Clock, wall_minus_clock_s
@@ -93,6 +93,10 @@ class RemoteGroups:
 
     def __contains__(self, executor: str) -> bool:
         return split_rank_name(executor)[0] in self._members.groups
+
+    def may_come_back(self, executor: str) -> bool:
+        """Whether the run goes on without it until its agent has started it again: generators, on other machines."""
+        return executor in self and replica_of(executor) is not None
 
     def lost(self, executor: str, ports: Ports) -> list[Change]:
         """`executor` has ended, and with it its group; nothing changes where that is known."""

@@ -323,6 +323,9 @@ class Controller:
                 self.is_exported = True
             case Left():
                 pass  # a child: its process is watched
+            case Failed() if self.remote is not None and self.remote.may_come_back(message.executor):
+                self.observer.note(f"{message.executor} failed: {message.error}")
+                self._changed(self.remote.lost(message.executor, self.ports))
             case Failed():
                 raise ExecutorDied(
                     f"'{message.executor}' failed", got=message.error, hint=f"see logs/{message.executor}.log"
