@@ -22,7 +22,7 @@ quickstart: .venv/run ## install, then train the quickstart recipe
 test: .venv/dev ## run the tests: no download, no GPU
 	$(BIN)/python -m pytest -q
 
-test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, half an hour
+test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, more whole runs, three quarters of an hour
 	$(BIN)/python -m pytest -q -m slow
 
 vllm-env: $(VLLM)/installed ## create .venv-vllm with vLLM (docs/vllm.md)

@@ -56,6 +56,7 @@ def executors_of(pid: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_interrupt_then_resume_trains_the_same_groups_as_an_undisturbed_run(tiny, tmp_path):
     sync = tiny | {"max_staleness": 0, "weight_update": "between_batches", "steps": 30}
     process = start(sync, tmp_path / "run")

@@ -66,6 +66,7 @@ def rewarded(trained: Path, tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_what_stages_made_is_found_in_the_run(rewarded: Path) -> None:
     """Whether the run is named, or a checkpoint in it together with the run's recipe or another one."""
     of_run = evaluate_model(rewarded, num_prompts=5)

@@ -38,6 +38,7 @@ def test_two_data_parallel_ranks_train_what_one_does(tiny, tmp_path):
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_trainer_serves_a_tensor_parallel_generator_in_int8(tiny, tmp_path):
     out = tmp_path / "run"
     overrides = tiny | {"steps": 3}

@@ -114,6 +114,7 @@ def test_ctrl_c_ends_a_stage_with_130_and_resume_finishes(stage: str, to: str, t
         assert (run / "sft" / "stage.json").stat().st_mtime_ns == sft_stamp
 
 
+@pytest.mark.slow
 def test_a_stage_that_does_not_end_by_itself_is_killed(tmp_path: Path) -> None:
     """A stopped process takes no notice of its closed standard input; Ctrl-C does not wait for it for ever."""
     recipe = write_recipe(tmp_path, tmp_path / "rows.jsonl", sft={"steps": ENDLESS})
@@ -213,6 +214,7 @@ def dies_after(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> Callable[[], 
     return lambda: monkeypatch.setattr(executor, "train_on_batch", train)
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_rl_begins_anew_from_its_stages(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

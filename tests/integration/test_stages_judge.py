@@ -139,6 +139,7 @@ def test_a_judge_labels_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "secret-key" not in saved
 
 
+@pytest.mark.slow
 def test_a_judge_that_fails_midway_ends_the_stage_and_resume_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
