@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.controller.cluster import ALWAYS_REMOTE, Cluster
-from slipstream.controller.meeting import Listen, attend, read_spec
+from slipstream.controller.meeting import JOIN_TIMEOUT_S, Listen, attend, read_spec
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 
-JOIN_TIMEOUT_S = 600.0
 CONTROLLER_GROUP = "controller"
 QUIET = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """c10d warns of every address that has no name."""
@@ -84,12 +83,12 @@ def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
 def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
     """The arguments of the group's torchrun agent on this machine, and what its environment needs besides.
 
-    Waits for the controller, which knows how many ranks the group has. Raises ConfigError for a group that the run does
-    not have, or whose ranks do not divide over `nnodes`.
+    Waits for the controller, which knows how many ranks the group has. Raises ConfigError for another run's key, for a
+    group that the run does not have, and for one whose ranks do not divide over `nnodes`.
     """
     keys = run_keys(job.key_file)
     numeric_address(job.address)
-    spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), timeout_s=JOIN_TIMEOUT_S)
+    spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), keys, timeout_s=JOIN_TIMEOUT_S)
     node = spec.node(job.group)
     if node.ranks % job.nnodes or not 0 <= job.node_rank < job.nnodes:
         raise ConfigError(

@@ -99,3 +99,13 @@ def test_keys_differ_by_run_port_and_incarnation_and_by_nothing_else() -> None:
     assert curve_keys(keys_of(HEX), "b.in", 1)[0] == secret
     others = [curve_keys(keys, "b.in", 2), curve_keys(keys, "b.in2", 1), curve_keys(RunKeys.new(), "b.in", 1)]
     assert len({secret, *(other[0] for other in others)}) == 4
+
+
+def test_a_seal_is_of_one_run_and_one_text() -> None:
+    keys, other = RunKeys.new(), RunKeys.new()
+    sealed = keys.seal('{"nodes": []}')
+    assert keys.unseal(sealed) == '{"nodes": []}'
+    flipped = ("1" if sealed[0] == "0" else "0") + sealed[1:]
+    for refused in (other.seal('{"nodes": []}'), sealed + " ", sealed[:-1], flipped, '{"nodes": []}', "", "\u00e9"):
+        with pytest.raises(ConfigError, match="not of the run"):
+            keys.unseal(refused)

@@ -14,12 +14,13 @@ from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
-from slipstream.controller.pipeline import HostKind, Node, Pipeline, gather, scatter, weights
+from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
 from slipstream.core.channel import ChannelSpec
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
+from slipstream.core.executor import Executor
 from slipstream.core.recipes import check_model_path
 from slipstream.core.types import WarmStart
 from slipstream.generator.device import check_device
@@ -238,64 +239,44 @@ def nodes(
     Those in `remote` ('generator' for all replicas) join it from other machines.
     """
     threads = place(config, num_cores())
-    hosts: dict[str, HostKind] = dict.fromkeys(remote, "torchrun")
-    generators = tuple(
-        Node(
-            name=f"generator-{replica}",
-            factory=make_generator,
-            kwargs={"config": config, "replica": replica},
-            host=hosts.get("generator", config.host),
-            num_threads=threads["generator"].together,
-            num_threads_alone=threads["generator"].alone,
-            ranks=config.generator.tensor_parallel,
-            device=config.generator.device if config.generator.tensor_parallel > 1 else "cpu",
+
+    def node(name: str, factory: Callable[..., Executor], *, ranks: int, device: str = "cpu", **kwargs: Any) -> Node:
+        kind = name.partition("-")[0]
+        return Node(
+            name=name,
+            factory=factory,
+            kwargs={"config": config, **kwargs},
+            host="torchrun" if kind in remote else config.host,
+            num_threads=threads[kind].together,
+            num_threads_alone=threads[kind].alone,
+            ranks=ranks,
+            device=device,
         )
+
+    ranks = config.generator.tensor_parallel
+    device = config.generator.device if ranks > 1 else "cpu"  # a single rank needs no process group
+    made = [
+        node(f"generator-{replica}", make_generator, ranks=ranks, device=device, replica=replica)
         for replica in range(config.generator.replicas)
-    )
-    rewards = Node(
-        name="rewards",
-        factory=make_rewards,
-        kwargs={"config": config} | ({} if reward is None else {"reward": reward}),
-        host=config.host if reward is None else "inline",  # a function of the caller's lives in the caller's process
-    )
-    trainer = Node(
-        name="trainer",
-        factory=make_trainer,
-        kwargs={"config": config, "resume": None if resume is None else str(resume.resolve())},
-        host=hosts.get("trainer", config.host),
-        num_threads=threads["trainer"].together,
-        num_threads_alone=threads["trainer"].alone,
-        ranks=config.trainer.ranks,
-        device=config.trainer.device,
-    )
-    scoring: list[Node] = []
+    ]
     if has_functions(config, reward):
-        scoring.append(rewards)
+        made.append(
+            Node(
+                name="rewards",
+                factory=make_rewards,
+                kwargs={"config": config} | ({} if reward is None else {"reward": reward}),
+                host=config.host if reward is None else "inline",  # a function of the caller's lives in their process
+            )
+        )
     if config.rewards.models:
-        scoring.append(
-            Node(
-                name="reward_models",
-                factory=make_reward_models,
-                kwargs={"config": config, "has_own_reward": reward is not None},
-                host=hosts.get("reward_models", config.host),
-                num_threads=threads["reward_models"].together,
-                num_threads_alone=threads["reward_models"].alone,
-                ranks=config.rewards.model_ranks,
-            )
-        )
+        has_own = reward is not None
+        made.append(node("reward_models", make_reward_models, ranks=config.rewards.model_ranks, has_own_reward=has_own))
     if config.kl.executor == "own":
-        scoring.append(
-            Node(
-                name="reference",
-                factory=make_reference,
-                kwargs={"config": config, "is_resumed": resume is not None},
-                host=hosts.get("reference", config.host),
-                num_threads=threads["reference"].together,
-                num_threads_alone=threads["reference"].alone,
-                ranks=config.kl.ranks,
-            )
-        )
-    return (*generators, *scoring, trainer)
+        made.append(node("reference", make_reference, ranks=config.kl.ranks, is_resumed=resume is not None))
+    checkpoint = None if resume is None else str(resume.resolve())
+    trainer = config.trainer
+    made.append(node("trainer", make_trainer, ranks=trainer.ranks, device=trainer.device, resume=checkpoint))
+    return tuple(made)
 
 
 def has_functions(config: RunConfig, reward: Callable[..., Any] | None) -> bool:

@@ -7,7 +7,6 @@ its agent starts it again -> Joined, with a higher incarnation
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +87,8 @@ class RemoteGroups:
                 delta=delta,
                 wall_minus_clock_s=wall_minus_clock_s(),
                 started_s=self._clock.now_s(),
-            )
+            ),
+            self._cluster.keys,
         )
 
     def __contains__(self, executor: str) -> bool:
@@ -154,7 +154,3 @@ class RemoteGroups:
                     self._lease.watch(member)
                     ports.rejoin(member, change.incarnation)
                     ports.outputs[MEMBERSHIP].put(PeerJoined(executor=member, incarnation=change.incarnation))
-
-
-def machine_name() -> str:
-    return socket.gethostname()

@@ -14,7 +14,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from slipstream.controller.pipeline import Node
 from slipstream.core.rank_group import RankGroup
 
-LOOPBACK = "lo"
+LOOPBACK_DEVICE = "lo"
 
 
 def join_on_one_machine(node: Node, rank: int, transport_dir: Path, *, timeout_s: float) -> RankGroup:
@@ -24,8 +24,8 @@ def join_on_one_machine(node: Node, rank: int, transport_dir: Path, *, timeout_s
     """
     if not _needs_group(node):
         return RankGroup.alone()
-    if LOOPBACK in {name for _, name in socket.if_nameindex()}:
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK  # whatever the machine calls itself
+    if LOOPBACK_DEVICE in {name for _, name in socket.if_nameindex()}:
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE  # whatever the machine calls itself
     store = FileStore(str(transport_dir / f"{node.name}.store"), node.ranks)
     return _join(node, rank, timeout_s=timeout_s, store=store)
 

@@ -27,6 +27,7 @@ from slipstream.controller.pipeline import (
     CONTROLLER,
     MEMBERSHIP,
     Node,
+    decode_channel,
     decode_node,
     encode_node,
     replica_of,
@@ -245,7 +246,7 @@ def main(spec_path: str) -> int:
     """Host one executor until it is finished, fails, or the controller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     spec = json.loads(Path(spec_path).read_text())
-    channels = tuple(ChannelSpec(**channel | {"kind": Kind(channel["kind"])}) for channel in spec["channels"])
+    channels = tuple(decode_channel(channel) for channel in spec["channels"])
     name = rank_name(spec["node"]["name"], spec["rank"])
     transport_dir = Path(spec["transport_dir"])
     ports = _connect(channels, name, transport_dir, spec)

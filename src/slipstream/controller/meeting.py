@@ -1,9 +1,10 @@
 """Where the groups of a run on several machines meet: a c10d store beside the controller, with what all must know.
 
-    run                        the run's specification: nodes, channels, folder (JSON); nothing secret
+    run                        the run's specification: nodes, channels, folder (JSON), sealed with the run's key
     slipstream/channels/...    where ports listen, and how often groups were started (`core/addresses.py`)
 
-What goes through the store is plaintext and unauthenticated: it needs a network that the run trusts. Keys never do.
+Anybody who reaches the store can read and write it. So the specification, which names the code that groups run, counts
+only with its seal, and an address leads nowhere without the keys. Nothing secret is in the store.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +19,14 @@ from typing import Any
 
 from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
-from slipstream.controller.pipeline import Node, decode_node, encode_node
-from slipstream.core.channel import ChannelSpec, Kind
+from slipstream.controller.pipeline import Node, decode_channel, decode_node, encode_node
+from slipstream.core.channel import ChannelSpec
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.keys import RunKeys
 
 SPEC_KEY = "run"
+JOIN_TIMEOUT_S = 600.0
+"""How long a group waits for its controller, and for others."""
 WAIT_FOR_FILE_S = 0.2
 
 
@@ -78,14 +81,15 @@ class RunSpec:
         return json.dumps(data)
 
     @classmethod
-    def decode(cls, data: bytes) -> RunSpec:
+    def decode(cls, data: str) -> RunSpec:
+        """Inverse of `encode`. Imports the factories of all nodes: not for what anybody may have written."""
         tables: dict[str, Any] = json.loads(data)
         return cls(
             **tables
             | {
                 "run_dir": Path(tables["run_dir"]),
                 "nodes": tuple(decode_node(node) for node in tables["nodes"]),
-                "channels": tuple(ChannelSpec(**c | {"kind": Kind(c["kind"])}) for c in tables["channels"]),
+                "channels": tuple(decode_channel(channel) for channel in tables["channels"]),
             }
         )
 
@@ -122,9 +126,9 @@ class Meeting:
             partial.write_text(f"{self.host}:{self.port}\n")
             partial.rename(listen.address_file)
 
-    def announce(self, spec: RunSpec) -> None:
+    def announce(self, spec: RunSpec, keys: RunKeys) -> None:
         """From here on groups may join."""
-        self.store.set(SPEC_KEY, spec.encode())
+        self.store.set(SPEC_KEY, keys.seal(spec.encode()))
 
 
 def attend(controller: str, *, timeout_s: float) -> Store:
@@ -163,15 +167,10 @@ def read_address(controller: str, *, timeout_s: float) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def read_spec(store: Store, *, timeout_s: float) -> RunSpec:
-    """The specification of the run, which is waited for."""
+def read_spec(store: Store, keys: RunKeys, *, timeout_s: float) -> RunSpec:
+    """The specification of the run, which is waited for. ConfigError when it was not sealed with `keys`."""
     try:
         store.wait([SPEC_KEY], timedelta(seconds=timeout_s))
     except DistStoreError as error:
         raise SlipstreamError(f"the controller announced no run for {timeout_s:g} s") from error
-    return RunSpec.decode(store.get(SPEC_KEY))
-
-
-def groups_to_join(nodes: Sequence[Node]) -> dict[str, tuple[str, ...]]:
-    """The groups on other machines and the names of their processes."""
-    return {node.name: node.members for node in nodes if node.host == "torchrun"}
+    return RunSpec.decode(keys.unseal(store.get(SPEC_KEY).decode()))

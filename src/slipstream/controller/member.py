@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slipstream.controller.cluster import machine_name
 from slipstream.controller.groups import join_under_torchrun
 from slipstream.controller.host import Host, LeaseTether, report, serve
-from slipstream.controller.meeting import attend, read_spec
+from slipstream.controller.meeting import JOIN_TIMEOUT_S, attend, read_spec
 from slipstream.core.addresses import LOOPBACK, Store, StoreAddresses, grant_incarnation
 from slipstream.core.channel import connect_by_book
 from slipstream.core.clock import ShiftedClock, wall_minus_clock_s
@@ -29,8 +29,6 @@ from slipstream.core.ranks import rank_name
 from slipstream.core.types import Joined
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.plan import Place
-
-JOIN_TIMEOUT_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if keys is None:
         raise ConfigError("a group needs the run's key", allowed="--key-file, or SLIPSTREAM_RUN_KEY")
     store = attend(options.controller, timeout_s=JOIN_TIMEOUT_S)
-    spec = read_spec(store, timeout_s=JOIN_TIMEOUT_S)
+    spec = read_spec(store, keys, timeout_s=JOIN_TIMEOUT_S)
     node = replace(spec.node(options.group), num_threads=options.threads, num_threads_alone=options.threads)
     group = join_under_torchrun(node, timeout_s=spec.deadline_s)
     name = rank_name(node.name, group.rank)
@@ -55,12 +53,12 @@ def main(argv: Sequence[str]) -> int:
     ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
     host: Host | None = None
     try:
-        ports.outputs["events"].put(Joined(executor=name, incarnation=incarnation, machine=machine_name()))
+        ports.outputs["events"].put(Joined(executor=name, incarnation=incarnation))
         clock = ShiftedClock(wall_minus_clock_s() - spec.wall_minus_clock_s)
         links = Links(
             store,
             hostname=options.address,
-            place=Place(host=machine_name()),
+            place=Place(host=socket.gethostname()),
             timeout_s=spec.deadline_s,
             delta=spec.delta,
         )

@@ -111,6 +111,11 @@ def decode_node(data: Mapping[str, Any]) -> Node:
     )
 
 
+def decode_channel(data: Mapping[str, Any]) -> ChannelSpec:
+    """A channel from JSON types, as `dataclasses.asdict` gives them."""
+    return ChannelSpec(**{**data, "kind": Kind(data["kind"]), "accepts": tuple(data["accepts"])})
+
+
 def import_path(factory: Callable[..., Any]) -> str:
     """'module:name' of a class or function; 'file.py:name' when it was defined in the script being run."""
     name = factory.__qualname__

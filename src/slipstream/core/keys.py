@@ -24,6 +24,7 @@ from slipstream.core.errors import ConfigError
 RUN_KEY_VARIABLE = "SLIPSTREAM_RUN_KEY"
 _SECRET_BYTES = 32
 _PURPOSE = b"slipstream curve 1"
+_MARK_CHARS = 64
 
 
 class RunKeys:
@@ -96,6 +97,25 @@ class RunKeys:
         socket.set(zmq.CURVE_SECRETKEY, secret)
         socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
         socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(self._derived("listen", port, incarnation)))
+
+    def seal(self, text: str) -> str:
+        """`text` with a mark that nobody else can make: for what is read from where others can write, as a store is."""
+        return self._mark(text) + text
+
+    def unseal(self, sealed: str) -> str:
+        """The text that `seal` was given. ConfigError unless it was sealed with these keys, and is as it was."""
+        mark, text = sealed[:_MARK_CHARS], sealed[_MARK_CHARS:]
+        if not hmac.compare_digest(mark.encode(), self._mark(text).encode()):
+            raise ConfigError(
+                "this is not of the run that the key is of",
+                got="a mark made with another key, or a text that was changed",
+                hint="all processes of a run need its key; is this the address of another run?",
+            )
+        return text
+
+    def _mark(self, text: str) -> str:
+        key = hmac.digest(self.__secret, _PURPOSE + b"\0seal", hashlib.sha256)
+        return hmac.digest(key, text.encode(), hashlib.sha256).hex()
 
     def _derived(self, role: str, port: str, incarnation: int) -> bytes:
         """A CURVE secret key in Z85: HMAC-SHA256 of what it is for. Any 32 bytes are a key of X25519."""

@@ -365,11 +365,10 @@ class Counters(Message):
 
 
 class Joined(Message):
-    """The process of `executor` is there for the `incarnation`-th time and knows its peers; `machine` says where."""
+    """The process of `executor` is there for the `incarnation`-th time and knows its peers."""
 
     executor: str
     incarnation: int
-    machine: str = ""
 
 
 class Left(Message):

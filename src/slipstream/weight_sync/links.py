@@ -40,7 +40,7 @@ from slipstream.weight_sync.slots import Slots
 
 _c10d: Any = dist  # whose stubs leave out stores and backends
 _LOG = logging.getLogger(__name__)
-_FOREVER = timedelta(days=365)
+_FOREVER = timedelta(days=365)  # gloo has no endless wait; a receiver asks when it likes, and `close` ends the wait
 _REQUEST, _HEADER, _PAYLOAD = range(3)  # tags
 _REFUSED, _WHOLE, _DELTA = -1, 0, 1  # kinds of buckets
 _WORD = np.uint16
@@ -309,6 +309,8 @@ def _apply(base: Bytes, changes: Bytes) -> None:
     odd = len(base) % 2
     count = (len(changes) - 1 - odd) // 6
     places, values = changes[: 4 * count].view(np.uint32), changes[4 * count : 6 * count].view(_WORD)
+    if count and places.max() >= len(base) // 2:
+        raise WeightSyncError("changes lie outside of their bucket", got=int(places.max()), allowed=len(base) // 2)
     base[: len(base) - odd].view(_WORD)[places] = values
     base[len(base) - odd :] = changes[6 * count : 6 * count + odd]
 
@@ -320,7 +322,7 @@ class LinkReader:
         self._links, self._linked, self._rank, self._holding = links, linked, rank, holding
         self._group: _Group | None = None
         self._error: Exception | None = None
-        self._is_closed = False
+        self._closing = threading.Event()
         self._is_made = threading.Event()
         self.received_bytes = 0
         self._base = -1
@@ -345,7 +347,7 @@ class LinkReader:
 
     def close(self) -> None:
         """Idempotent; a transfer in hand fails."""
-        self._is_closed = True
+        self._closing.set()
         self._error = WeightSyncError("the link to the trainer was closed")
         self._is_made.set()
         if self._group is not None:
@@ -366,9 +368,9 @@ class LinkReader:
             sizes = [bucket.num_bytes for _, buckets in self._buckets for bucket in buckets]
             self._room = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2)]
         except (RuntimeError, ChannelError, WeightSyncError) as error:
-            time.sleep(max(0.0, _LEAST_RETRY_S - (time.monotonic() - started_s)))
+            self._closing.wait(max(0.0, _LEAST_RETRY_S - (time.monotonic() - started_s)))
             self._error = error
-        if self._is_closed and self._group is not None:
+        if self._closing.is_set() and self._group is not None:
             self._group.close()
         self._is_made.set()
 

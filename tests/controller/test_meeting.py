@@ -1,0 +1,70 @@
+"""Where groups meet: what the controller announces, and what a group believes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slipstream.controller.meeting import SPEC_KEY, Listen, Meeting, RunSpec, attend, read_address, read_spec
+from slipstream.controller.pipeline import Node
+from slipstream.core.channel import ChannelSpec, Kind
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.keys import RunKeys
+
+SPEC = RunSpec(
+    run_id="run-1",
+    run_dir=Path("/runs/a"),
+    nodes=(Node("trainer", os.path.join, host="torchrun", ranks=2), Node("rewards", os.path.join)),
+    channels=(ChannelSpec("rollouts", Kind.SCATTER, "rewards.rollouts", "trainer.rollouts", route="rollouts/samples"),),
+    deadline_s=60.0,
+    lease_s=5.0,
+    delta=True,
+    wall_minus_clock_s=1.5,
+    started_s=7.0,
+)
+
+
+def test_a_group_reads_what_the_controller_announced(tmp_path: Path) -> None:
+    keys, file = RunKeys.new(), tmp_path / "address"
+    meeting = Meeting(Listen(address_file=file), timeout_s=10)
+    meeting.announce(SPEC, keys)
+    store = attend(str(file), timeout_s=10)
+    assert read_address(str(file), timeout_s=0.1) == ("127.0.0.1", meeting.port)
+    assert read_spec(store, keys, timeout_s=5) == SPEC
+    assert SPEC.node("trainer").ranks == 2
+    with pytest.raises(ConfigError, match="no such group"):
+        SPEC.node("rewards")
+
+
+def test_a_specification_that_somebody_else_wrote_is_not_even_decoded() -> None:
+    """It names code to import: whoever reaches the store could have it run."""
+    keys, meeting = RunKeys.new(), Meeting(Listen(), timeout_s=10)
+    for forged in (RunKeys.new().seal(SPEC.encode()), SPEC.encode(), "not JSON at all"):
+        meeting.store.set(SPEC_KEY, forged)
+        with pytest.raises(ConfigError, match="not of the run"):
+            read_spec(meeting.store, keys, timeout_s=5)
+
+
+def test_waits_for_a_controller_have_a_deadline_and_say_whom_they_wait_for(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="no address of a controller"):
+        read_address(str(tmp_path / "never"), timeout_s=0.1)
+    with pytest.raises(SlipstreamError, match="announced no run"):
+        read_spec(Meeting(Listen(), timeout_s=10).store, RunKeys.new(), timeout_s=0.1)
+
+
+@pytest.mark.parametrize("content", ["", "host", "host:port"])
+def test_a_file_without_an_address_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "address"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="not the address"):
+        read_address(str(file), timeout_s=0.1)
+
+
+def test_an_address_in_use_or_of_another_machine_is_bad_input() -> None:
+    meeting = Meeting(Listen(), timeout_s=10)
+    for listen in (Listen(port=meeting.port), replace(Listen(), host="192.0.2.1")):
+        with pytest.raises(ConfigError, match="cannot listen there"):
+            Meeting(listen, timeout_s=10)
