@@ -1,7 +1,7 @@
 """The architecture as a test: who may import whom, and what may not be in the library at all.
 
 core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages
-     < api, doctor, job_files, launch < cli
+     < api, doctor, jobs, launch < cli
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYERS = (
     ("controller",),
     ("plan",),
     ("stages",),
-    ("api", "doctor", "job_files", "launch"),
+    ("api", "doctor", "jobs", "launch"),
     ("cli",),
 )
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}

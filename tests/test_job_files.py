@@ -28,7 +28,9 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.keys import RunKeys
 from slipstream.core.recipes import resolve
-from slipstream.job_files import CONTROLLER_RESTARTS, GROUP_RESTARTS, Machines, kubernetes_files, machines, slurm_files
+from slipstream.jobs.kubernetes import kubernetes_files
+from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS, Machines, machines
+from slipstream.jobs.slurm import slurm_files
 
 GPUS: dict[str, Any] = {
     "trainer": {"ranks": 16, "tensor_parallel": 4, "device": "cuda"},

@@ -142,7 +142,7 @@ def launch_command(argv: Sequence[str]) -> int:
     if len(files) + (options.group is not None) != 1:
         raise ConfigError("launch does one thing", allowed="--group NAME, --slurm DIR or --kubernetes DIR")
     if files:
-        from slipstream.job_files import write_job_files
+        from slipstream.jobs.files import write_job_files
 
         return write_job_files(_run_config(options), options, files[0], _console)
     from slipstream.launch import CONTROLLER_GROUP, Job, cluster_of, join
