@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import descendants
 
 import slipstream
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """What a test has started ends with it: a run that outlived a failed test would slow down all that follow."""
+    before = set(descendants(os.getpid()))
+    yield
+    left = set(descendants(os.getpid())) - before
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes {left} outlived the test"
 
 
 @pytest.fixture
