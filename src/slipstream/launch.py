@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.controller.cluster import ALWAYS_REMOTE, Cluster
-from slipstream.controller.meeting import JOIN_TIMEOUT_S, Listen, attend, read_spec
+from slipstream.controller.meeting import JOIN_TIMEOUT_S, Listen, attend, parse_address, read_spec
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -50,9 +50,10 @@ def cluster_of(
     Groups of `also_remote` ('reward_models', 'reference') join it as trainer and generators do.
     Raises ConfigError for an address that is none of this machine's, and without a key.
     """
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
+    found = parse_address(listen)
+    if found is None:
         raise ConfigError("not an address to listen at", got=listen, allowed="HOST:PORT; port 0 takes any free one")
+    host, port = found
     if numeric_address(host).is_unspecified:
         raise ConfigError(
             "the controller needs an address that the groups can reach",
@@ -60,7 +61,7 @@ def cluster_of(
             allowed="an address or name of this machine in their network",
         )
     remote = ALWAYS_REMOTE | set(also_remote)
-    return Cluster(Listen(host.strip("[]"), int(port), address_file), run_keys(key_file, makes_file=True), remote)
+    return Cluster(Listen(host, port, address_file), run_keys(key_file, makes_file=True), remote)
 
 
 def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from slipstream.controller import meeting as meeting_module
 from slipstream.controller.meeting import SPEC_KEY, Listen, Meeting, RunSpec, attend, read_address, read_spec
 from slipstream.controller.pipeline import Node
 from slipstream.core.channel import ChannelSpec, Kind
@@ -42,7 +45,7 @@ def test_a_group_reads_what_the_controller_announced(tmp_path: Path) -> None:
 def test_a_specification_that_somebody_else_wrote_is_not_even_decoded() -> None:
     """It names code to import: whoever reaches the store could have it run."""
     keys, meeting = RunKeys.new(), Meeting(Listen(), timeout_s=10)
-    for forged in (RunKeys.new().seal(SPEC.encode()), SPEC.encode(), "not JSON at all"):
+    for forged in (RunKeys.new().seal(SPEC.encode()), SPEC.encode(), "not JSON at all", b"\xff" * 80):
         meeting.store.set(SPEC_KEY, forged)
         with pytest.raises(ConfigError, match="not of the run"):
             read_spec(meeting.store, keys, timeout_s=5)
@@ -53,6 +56,28 @@ def test_waits_for_a_controller_have_a_deadline_and_say_whom_they_wait_for(tmp_p
         read_address(str(tmp_path / "never"), timeout_s=0.1)
     with pytest.raises(SlipstreamError, match="announced no run"):
         read_spec(Meeting(Listen(), timeout_s=10).store, RunKeys.new(), timeout_s=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(SlipstreamError, match=f"no controller answered for 0.5 s[\\s\\S]*127.0.0.1:{port}"):
+        attend(f"127.0.0.1:{port}", timeout_s=0.5)
+
+
+def test_a_group_finds_a_controller_that_was_started_again_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that it reads first is of an earlier start."""
+    monkeypatch.setattr(meeting_module, "READ_AGAIN_S", 0.5)
+    file = tmp_path / "address"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
+    with ThreadPoolExecutor(1) as pool:
+        attending = pool.submit(attend, str(file), timeout_s=60)
+        assert wait([attending], timeout=0.5).not_done
+        meeting = Meeting(Listen(address_file=file), timeout_s=10)
+        store = attending.result(timeout=60)
+    meeting.store.set("said", "heard")
+    assert store.get("said") == b"heard"
+    assert store.timeout.total_seconds() == 60, "of what is asked from it later"
 
 
 @pytest.mark.parametrize("content", ["", "host", "host:port"])

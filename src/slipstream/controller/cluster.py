@@ -7,6 +7,7 @@ its agent starts it again -> Joined, with a higher incarnation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from slipstream.controller.meeting import Listen, Meeting, RunSpec
 from slipstream.controller.members import Change, Members
 from slipstream.controller.pipeline import MEMBERSHIP, Pipeline, replica_of
 from slipstream.core.addresses import AddressBook, StoreAddresses
-from slipstream.core.channel import ChannelSpec, Ports
+from slipstream.core.channel import Ports
 from slipstream.core.clock import Clock, wall_minus_clock_s
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
@@ -37,16 +38,12 @@ class Cluster:
     remote: frozenset[str] = ALWAYS_REMOTE
 
 
-class RemoteGroups:
-    """Groups of `pipeline` that torchrun jobs run, wherever they are."""
+class MeetingPlace:
+    """Where the processes of a run on several machines meet: the store beside the controller, reached with its keys."""
 
-    def __init__(
-        self, pipeline: Pipeline, cluster: Cluster, *, lease_s: float, deadline_s: float, clock: Clock
-    ) -> None:
-        self._pipeline, self._cluster, self._clock = pipeline, cluster, clock
+    def __init__(self, cluster: Cluster, pipeline: Pipeline, *, lease_s: float, deadline_s: float) -> None:
+        self._pipeline, self._keys = pipeline, cluster.keys
         self._deadline_s, self._lease_s = deadline_s, lease_s
-        self._members = Members({node.name: node.members for node in pipeline.nodes if node.host == "torchrun"})
-        self._lease = Lease(lease_s, clock)
         self._meeting = Meeting(cluster.listen, timeout_s=deadline_s)
 
     @property
@@ -59,12 +56,12 @@ class RemoteGroups:
         """Of the store."""
         return f"{self.host}:{self._meeting.port}"
 
-    def addresses(self, channels: Sequence[ChannelSpec], transport_dir: Path) -> AddressBook:
+    def addresses(self, transport_dir: Path) -> AddressBook:
         """Where ports listen; children of this controller meet in `transport_dir`."""
         return StoreAddresses(
-            channels,
+            self._pipeline.all_channels,
             self._meeting.store,
-            self._cluster.keys,
+            self._keys,
             host=self._meeting.host,
             transport_dir=transport_dir,
             deadline_s=self._deadline_s,
@@ -72,24 +69,35 @@ class RemoteGroups:
 
     def child_environment(self) -> dict[str, str]:
         """What a child of the controller needs to speak with the groups."""
-        return self._cluster.keys.as_environment()
+        return self._keys.as_environment()
 
-    def announce(self, channels: tuple[ChannelSpec, ...], run_dir: Path, run_id: str, *, delta: bool) -> None:
+    def announce(self, run_dir: Path, run_id: str, *, delta: bool, started_s: float) -> None:
         """From here on groups may join. `delta`: versions travel as what they have changed."""
         self._meeting.announce(
             RunSpec(
                 run_id=run_id,
                 run_dir=run_dir.resolve(),
                 nodes=self._pipeline.nodes,
-                channels=channels,
+                channels=self._pipeline.all_channels,
                 deadline_s=self._deadline_s,
                 lease_s=self._lease_s,
                 delta=delta,
                 wall_minus_clock_s=wall_minus_clock_s(),
-                started_s=self._clock.now_s(),
+                started_s=started_s,
             ),
-            self._cluster.keys,
+            self._keys,
         )
+
+
+class RemoteGroups:
+    """Which groups of a pipeline that torchrun jobs run, wherever they are, are there. In a run on one machine: none.
+
+    Whoever calls hands in the controller's ports, to which everybody listens.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, lease_s: float, clock: Clock) -> None:
+        self._members = Members({node.name: node.members for node in pipeline.nodes if node.host == "torchrun"})
+        self._lease = Lease(lease_s, clock)
 
     def __contains__(self, executor: str) -> bool:
         return split_rank_name(executor)[0] in self._members.groups
@@ -125,7 +133,7 @@ class RemoteGroups:
 
         Processes in `busy` need not answer while they are connected: they load a model, or train.
         """
-        if self._lease.wait_s() > 0.0:
+        if self.wait_s() > 0.0:
             return []
         if self._lease.is_beat_due():
             ports.beat()
@@ -141,7 +149,7 @@ class RemoteGroups:
 
     def wait_s(self) -> float:
         """Seconds until `check` has work."""
-        return self._lease.wait_s()
+        return self._lease.wait_s() if self._members.groups else math.inf
 
     def _tell(self, changes: Sequence[Change], ports: Ports) -> None:
         for change in changes:

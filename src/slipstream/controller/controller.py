@@ -1,6 +1,6 @@
-"""The spine: one process that launches the executors, runs the schedule, keeps the ledger, evaluates, and ends the run.
+"""The spine: one process that runs the schedule over the executors, keeps the ledger, evaluates, and ends the run.
 
-    consumes      events of all executors (and the deaths of their processes)
+    consumes      events of all executors, and that one was lost (`controller/executors.py`)
     produces      commands: admissions, training steps, evaluations, checkpoints, the end
     waits for     any event, at most `deadline_s` without one
     ends when     the last step is trained and swapped in, evaluated and exported; or on Ctrl-C; or with an error
@@ -21,21 +21,18 @@ from types import FrameType
 import msgspec
 import numpy as np
 
-from slipstream.controller.cluster import Cluster, RemoteGroups
+from slipstream.controller.cluster import Cluster
 from slipstream.controller.evaluations import GREEDY, SAMPLED, Evaluations, Request
-from slipstream.controller.host import Child, Host
+from slipstream.controller.executors import Executors
 from slipstream.controller.ledger import Ledger
-from slipstream.controller.members import Change
-from slipstream.controller.pipeline import CONTROLLER, Pipeline, replica_of
+from slipstream.controller.pipeline import CONTROLLER, Pipeline
 from slipstream.controller.schedule import Command, Event, Schedule, Snapshot
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import Observer
-from slipstream.core.addresses import AddressBook, LocalAddresses
-from slipstream.core.channel import Ports, connect_by_book, make_transport_dir, wait
+from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ChannelClosed, ExecutorDied, SlipstreamError
-from slipstream.core.ranks import RANK_MARK
+from slipstream.core.errors import SlipstreamError
 from slipstream.core.types import (
     Admit,
     Checkpoint,
@@ -45,9 +42,7 @@ from slipstream.core.types import (
     EvalScored,
     Export,
     Exported,
-    Failed,
     GroupScored,
-    Joined,
     Left,
     Message,
     Progress,
@@ -68,10 +63,6 @@ from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import Timeline, timeline_path
 from slipstream.weight_sync.segment import cleanup
-
-WAKE_EVERY_S = 1.0  # how often a silent run looks at its deadline; decisions never wait for it
-STOP_DEADLINE_S = 10.0
-LET_GO_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -113,18 +104,13 @@ class Controller:
         self.ledger = Ledger(run_dir / "ledger.jsonl")
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
-        self.ports = Ports()
-        self.hosts: list[Host] = []
-        self.children: list[Child] = []
-        self.remote: RemoteGroups | None = None
-        self.ready: set[str] = set()
+        self.executors = Executors(config, pipeline, self.run_dir, clock=self.clock, note=observer.note)
         self.evaluations = Evaluations()
         self.evaluation_due: int | None = None  # once a replica holds this version
         self.waiting_reason = ""
         self.checkpointed: int | None = None
         self.is_exported = False
         self.is_interrupted = False
-        self.heard_s = self.clock.now_s()
 
     # The run
 
@@ -134,7 +120,10 @@ class Controller:
         run_id = transport_dir.name
         try:
             with self._catch_interrupts():
-                self._launch(transport_dir, run_id)
+                with self.timeline.span("start_up"):
+                    self.executors.launch(transport_dir, run_id, self.cluster)
+                    if self.work.warm_start is not None:
+                        self.executors.send("trainer", self.work.warm_start)
                 self._train()
                 if self.schedule.versions:
                     self._finish()
@@ -145,51 +134,9 @@ class Controller:
             cleanup(run_id)
         return self.tally
 
-    def _launch(self, transport_dir: Path, run_id: str) -> None:
-        with self.timeline.span("start_up"):
-            channels = self.pipeline.all_channels
-            book: AddressBook = LocalAddresses(channels, transport_dir)
-            if self.cluster is not None:
-                self.remote = RemoteGroups(
-                    self.pipeline,
-                    self.cluster,
-                    lease_s=self.config.lease_s,
-                    deadline_s=self.config.deadline_s,
-                    clock=self.clock,
-                )
-                book = self.remote.addresses(channels, transport_dir)
-                self.remote.announce(channels, self.run_dir, run_id, delta=self.config.generator.delta)
-                self.observer.note(f"the controller listens at {self.remote.address}")
-            inline = [node for node in self.pipeline.nodes if node.host == "inline"]
-            for node in self.pipeline.nodes:
-                for rank in range(node.ranks if node.host == "process" else 0):
-                    self.children.append(
-                        Child.start(
-                            node,
-                            rank,
-                            channels,
-                            run_dir=self.run_dir,
-                            transport_dir=transport_dir,
-                            run_id=run_id,
-                            incarnation=1,
-                            deadline_s=self.config.deadline_s,
-                            remote=self.remote,
-                        )
-                    )
-            hosted = [CONTROLLER, *(node.name for node in inline)]
-            ports = connect_by_book(channels, hosted, book, incarnation=1)
-            self.ports = ports[CONTROLLER]
-            self.hosts = [Host(node, ports[node.name], channels, self.run_dir, run_id=run_id) for node in inline]
-            for host in self.hosts:
-                host.init(is_inline=True)
-            if self.work.warm_start is not None:
-                self._send("trainer", self.work.warm_start)
-
     def _train(self) -> None:
         """From the first event to the last step; a Ctrl-C before the first version leaves nothing to save."""
-        self._run_until(
-            lambda: len(self.ready) == len(self.pipeline.members) or self.is_interrupted, "all executors to be ready"
-        )
+        self._run_until(lambda: not self.executors.missing or self.is_interrupted, "all executors to be ready")
         first = self.schedule.steps_done
         replicas = [node.name for node in self.pipeline.nodes if node.name.startswith("generator")]
         self._run_until(
@@ -211,7 +158,7 @@ class Controller:
             self._evaluate()
             self._run_until(lambda: not self.evaluations, "the last evaluation")
         self._checkpoint()
-        self._send("trainer", Export(path=str(self.run_dir / "model")))
+        self.executors.send("trainer", Export(path=str(self.run_dir / "model")))
         self._run_until(lambda: self.checkpointed == last and self.is_exported, "checkpoint and export")
 
     # The loop
@@ -221,48 +168,33 @@ class Controller:
 
         Waits for: events. Unblocked by: any executor. Ends when: `is_done`, a death, or `deadline_s` without news.
         """
-        self.heard_s = self.clock.now_s()
+        started_s = self.clock.now_s()
         while not is_done():
-            has_worked = self._step()
-            for host in self.hosts:
-                has_worked |= host.step()
-            if self.remote is not None:
-                self._changed(self.remote.check(self.ports, busy=self._busy()))
+            has_worked = self._take_events()
+            has_worked |= self.executors.work()
             if not has_worked and not is_done():
                 self._sleep()
-                self._check_deadline(what)
+                self._check_deadline(what, started_s)
 
-    def _step(self) -> bool:
+    def _take_events(self) -> bool:
         has_worked = False
-        inbox = self.ports.inputs["events"]
-        while (message := inbox.get_nowait()) is not None:
+        while (message := self.executors.receive()) is not None:
             has_worked = True
-            if not isinstance(message, Counters):
-                self.heard_s = self.clock.now_s()
             with self.timeline.span("schedule"):
                 self._handle(message)
         return has_worked
 
     def _sleep(self) -> None:
         with self.timeline.idle():
-            inboxes = [*self.ports.inputs.values(), *(i for host in self.hosts for i in host.ports.inputs.values())]
-            fds = [child.pidfd for child in self.children]
-            fds += [fd for host in self.hosts for fd in host.executor.wait_fds()]
-            deadlines = [s for host in self.hosts if (s := host.executor.wait_s()) is not None]
-            deadlines += [] if self.remote is None else [self.remote.wait_s()]
-            wait(inboxes, self.ports.outputs.values(), fds, min([WAKE_EVERY_S, *deadlines]))
-        self._check_children()
+            self.executors.sleep()
+        if (death := self.executors.death) is not None:
+            self._take_events()  # it may have said why
+            raise death
 
-    def _check_children(self) -> None:
-        dead = next((child for child in self.children if child.has_ended), None)
-        if dead is not None:
-            self._step()  # it may have said why
-            raise dead.death()
-
-    def _check_deadline(self, what: str) -> None:
-        silent_s = self.clock.now_s() - self.heard_s
+    def _check_deadline(self, what: str, started_s: float) -> None:
+        silent_s = self.clock.now_s() - max(started_s, self.executors.heard_s)
         if silent_s > self.config.deadline_s:
-            missing = sorted(set(self.pipeline.members) - self.ready)
+            missing = self.executors.missing
             raise SlipstreamError(
                 f"nothing happened for {silent_s:.0f} s while waiting for {what}",
                 got=f"not ready: {', '.join(missing)}" if missing else f"the trainer waits for {self.waiting_reason}",
@@ -293,20 +225,19 @@ class Controller:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Swapped() | CompletionFinished() if self._is_absent(f"generator-{message.replica}"):
-                pass  # last words of a replica that was lost
-            case Swapped() | CompletionFinished() | GroupScored() | StepDone():
-                if isinstance(message, Swapped):
-                    self.tally.swapped(message)
-                    self.observer.swapped(message)
-                if isinstance(message, StepDone):
-                    self._stepped(message)
+            case CompletionFinished() | GroupScored():
                 self._decide(message)
-            case Joined():
-                assert self.remote is not None
-                self._changed(self.remote.joined(message, self.ports))
+            case Swapped():
+                self.tally.swapped(message)
+                self.observer.swapped(message)
+                self._decide(message)
+            case StepDone():
+                self._stepped(message)
+                self._decide(message)
+            case ReplicaLost():
+                self.tally.lost(f"generator-{message.replica}")
+                self._decide(message)
             case Ready():
-                self.ready.add(message.executor)
                 self.tally.num_params = max(self.tally.num_params, message.num_params)
             case Published():
                 self.tally.published(message)
@@ -323,41 +254,8 @@ class Controller:
                 self.is_exported = True
             case Left():
                 pass  # a child: its process is watched
-            case Failed() if self.remote is not None and self.remote.may_come_back(message.executor):
-                self.observer.note(f"{message.executor} failed: {message.error}")
-                self._changed(self.remote.lost(message.executor, self.ports))
-            case Failed():
-                raise ExecutorDied(
-                    f"'{message.executor}' failed", got=message.error, hint=f"see logs/{message.executor}.log"
-                )
             case _:
                 raise TypeError(f"the controller does not take {type(message).__name__}")
-
-    # Groups on other machines
-
-    def _is_absent(self, executor: str) -> bool:
-        return self.remote is not None and self.remote.is_absent(executor)
-
-    def _busy(self) -> list[str]:
-        """Who of the groups on other machines may be at work for longer than a lease: loading a model, or training."""
-        return [name for name in self.pipeline.members if name not in self.ready or replica_of(name) is None]
-
-    def _changed(self, changes: Sequence[Change]) -> None:
-        """A lost generator's groups go elsewhere, and it is welcome back; without another group there is no run."""
-        for change in changes:
-            if not change.is_lost:
-                self.observer.note(f"{change.group} has joined (incarnation {change.incarnation})")
-                continue
-            replica = replica_of(change.group)
-            if replica is None:
-                raise ExecutorDied(
-                    f"'{change.group}' was lost: silent for {self.config.lease_s:g} s, or started again",
-                    hint="its own log says why; `--resume` goes on from the last checkpoint",
-                )
-            self.observer.note(f"{change.group} was lost; its unfinished groups go elsewhere")
-            self.tally.lost(change.group)
-            self.ready.difference_update(change.members)
-            self._decide(ReplicaLost(replica=replica))
 
     def _decide(self, event: Event) -> None:
         """Let the schedule decide; carry it out; tell the trainer what it is waiting for when that changed."""
@@ -370,7 +268,7 @@ class Controller:
         reason = self.schedule.waits_for()
         if reason != self.waiting_reason:
             self.waiting_reason = reason
-            self._send("trainer", Waiting(reason=reason))
+            self.executors.send("trainer", Waiting(reason=reason))
         if isinstance(event, Swapped | ReplicaLost):
             self._ask(self.evaluations.ask_again(self.schedule.versions))
         if isinstance(event, Swapped) and self.evaluation_due is not None and event.version >= self.evaluation_due:
@@ -388,15 +286,15 @@ class Controller:
                     prompt=self.work.prompt_of(command.ordinal),
                     num_samples=self.config.samples_per_group,
                 )
-                self._send(f"generator-{command.replica}", admit)
+                self.executors.send(f"generator-{command.replica}", admit)
             case TrainStep():
-                self._send("trainer", command)
+                self.executors.send("trainer", command)
             case Skip():
                 assert isinstance(event, GroupScored)
                 has_failed = event.num_failed >= self.config.samples_per_group
                 for ordinal in command.ordinals:
                     self.ledger.dropped(ordinal, has_failed=has_failed)
-                self._send("trainer", command)
+                self.executors.send("trainer", command)
 
     def _stepped(self, message: StepDone) -> None:
         now_s = self.clock.now_s()
@@ -421,7 +319,7 @@ class Controller:
         path = self.run_dir / "checkpoints" / f"step_{self.schedule.steps_done}"
         snapshot = msgspec.to_builtins(self.schedule.snapshot())
         step, num_events = self.schedule.steps_done, self.events.num_events
-        self._send("trainer", Checkpoint(step=step, path=str(path), schedule=snapshot, num_events=num_events))
+        self.executors.send("trainer", Checkpoint(step=step, path=str(path), schedule=snapshot, num_events=num_events))
 
     # Evaluation
 
@@ -433,7 +331,7 @@ class Controller:
 
     def _ask(self, requests: Sequence[Request]) -> None:
         for replica, request in requests:
-            self._send(f"generator-{replica}", request)
+            self.executors.send(f"generator-{replica}", request)
 
     def _evaluated(self, message: EvalScored) -> None:
         evaluation = self.evaluations.scored(message)
@@ -455,67 +353,22 @@ class Controller:
 
     # Ends
 
-    def _send(self, executor: str, message: Message) -> None:
-        """To a group on another machine, if it is there: one that has ended is lost, and what it was sent with it."""
-        try:
-            self.ports.outputs[f"to-{executor}"].put(message)
-        except ChannelClosed:
-            if self.remote is None or executor not in self.remote:
-                raise
-            self._changed(self.remote.lost(executor, self.ports))
-
     def _shut_down(self) -> None:
-        """Stop what still listens, wait for it, kill what does not end; close everything. Runs after errors too."""
         with contextlib.ExitStack() as ends:  # each is closed whatever the others do
-            for ports in [*(host.ports for host in self.hosts), self.ports]:
-                ends.callback(ports.close)
+            ends.callback(self.executors.close)
             for writer in (self.metrics, self.events, self.ledger, self.timeline):
                 ends.callback(writer.close)
             ends.callback(self._note_end)
             ends.enter_context(self.timeline.span("shut_down"))
-            for host in reversed(self.hosts):
-                ends.callback(host.close)
-            for child in self.children:
-                if not child.has_ended and child.name in self.ready and RANK_MARK not in child.name:
-                    with contextlib.suppress(SlipstreamError):
-                        self._send(child.name, Stop())
-            self._stop_remote()
-            for child in self.children:
-                self._take_last_words(child)
-            for child in self.children:
-                child.let_go()
-            for child in self.children:
-                child.end(LET_GO_DEADLINE_S)
+            self.executors.end(self._hear_last_words, is_failed=self.tally.status == "failed")
 
-    def _stop_remote(self) -> None:
-        """Tell the groups on other machines that the run is over, and hear their last words."""
-        if self.remote is None or self.tally.status == "failed":
-            return  # of a failure their leases tell them
-        for name in self.remote.present:
-            with contextlib.suppress(SlipstreamError):
-                self._send(name, Stop())
-        deadline_s = self.clock.now_s() + STOP_DEADLINE_S
-        while self.remote.present and self.clock.now_s() < deadline_s:
-            wait(self.ports.inputs.values(), self.ports.outputs.values(), [], WAKE_EVERY_S)
-            self._hear_last_words()
-
-    def _hear_last_words(self) -> None:
-        while (message := self.ports.inputs["events"].get_nowait()) is not None:
-            if isinstance(message, Counters):
-                self.tally.counted(message, self.clock.now_s())
-            if isinstance(message, Left) and self.remote is not None:
-                self.remote.left(message.executor)
+    def _hear_last_words(self, message: Message) -> None:
+        if isinstance(message, Counters):
+            self.tally.counted(message, self.clock.now_s())
 
     def _note_end(self) -> None:
         self.tally.ended_s = self.clock.now_s()
         self.tally.prompts = self.ledger.counts()
-
-    def _take_last_words(self, child: Child) -> None:
-        """Give a child that was told to stop its time to end by itself; a failed run grants none."""
-        deadline_s = self.clock.now_s() + STOP_DEADLINE_S
-        while self.tally.status != "failed" and not child.has_ended and self.clock.now_s() < deadline_s:
-            wait(self.ports.inputs.values(), self.ports.outputs.values(), [child.pidfd], WAKE_EVERY_S)
-            self._hear_last_words()
 
 
 def read_snapshot(checkpoint: Path) -> tuple[Snapshot, int]:

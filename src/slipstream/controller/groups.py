@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
+import struct
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,9 +16,11 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from slipstream.controller.pipeline import Node
+from slipstream.core.addresses import numeric_address
 from slipstream.core.rank_group import RankGroup
 
 LOOPBACK_DEVICE = "lo"
+GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def join_on_one_machine(node: Node, rank: int, transport_dir: Path, *, timeout_s: float) -> RankGroup:
@@ -30,11 +36,31 @@ def join_on_one_machine(node: Node, rank: int, transport_dir: Path, *, timeout_s
     return _join(node, rank, timeout_s=timeout_s, store=store)
 
 
-def join_under_torchrun(node: Node, *, timeout_s: float) -> RankGroup:
-    """The group of a torchrun job's ranks, from the environment that torchrun sets."""
+def join_under_torchrun(node: Node, address: str, *, timeout_s: float) -> RankGroup:
+    """The group of a torchrun job's ranks, from the environment that torchrun sets.
+
+    They talk over the interface that has `address`, whatever the machine calls itself; GLOO_SOCKET_IFNAME overrules it.
+    """
     if not _needs_group(node):
         return RankGroup.alone()
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return _join(node, int(os.environ["RANK"]), timeout_s=timeout_s)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has `address`, IPv4 or a name of one; None where that is not known."""
+    wanted = numeric_address(address).packed
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(any_socket, GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
+                if found[20:24] == wanted:  # struct ifreq: 16 bytes of name, then a sockaddr_in
+                    return name
+    return None
 
 
 def _needs_group(node: Node) -> bool:

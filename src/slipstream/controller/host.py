@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.controller.cluster import RemoteGroups
+from slipstream.controller.cluster import MeetingPlace
 from slipstream.controller.groups import join_on_one_machine
 from slipstream.controller.meeting import attend
 from slipstream.controller.pipeline import (
@@ -226,11 +226,12 @@ class PipeTether:
 class LeaseTether:
     """Signs of life of a controller on another machine, and of this process to its peers; and the life of its agent.
 
-    A process that outlives its agent would be in the way of the one that the next agent starts.
+    A controller that still waits for other groups says nothing: until its first word a connection is enough. `agent` is
+    a pidfd: a process that outlives its agent would be in the way of the one that the next agent starts.
     """
 
-    def __init__(self, ports: Ports, lease_s: float) -> None:
-        self.fds = [os.pidfd_open(os.getppid())]
+    def __init__(self, ports: Ports, lease_s: float, *, agent: int) -> None:
+        self.fds = [agent]
         self._ports = ports
         self._lease = Lease(lease_s, WallClock())
         self._lease.watch(CONTROLLER)
@@ -238,7 +239,8 @@ class LeaseTether:
     def is_cut(self) -> bool:
         if self._lease.is_beat_due():
             self._ports.beat()
-        self._ports.hear(self._lease)
+        has_begun = any(CONTROLLER in inbox.heard_s for inbox in self._ports.inputs.values())
+        self._ports.hear(self._lease, busy=[] if has_begun else [CONTROLLER])
         return bool(self._lease.silent()) or bool(select.select(self.fds, [], [], 0)[0])
 
 
@@ -335,9 +337,9 @@ class Child:
         run_id: str,
         incarnation: int,
         deadline_s: float,
-        remote: RemoteGroups | None = None,
+        place: MeetingPlace | None = None,
     ) -> Child:
-        """Start the process of one rank of `node`, which meets `remote` groups if there are any."""
+        """Start the process of one rank of `node`, which meets groups on other machines at `place`."""
         name = node.members[rank]
         spec: dict[str, Any] = {
             "node": encode_node(node),
@@ -348,8 +350,8 @@ class Child:
             "run_id": run_id,
             "incarnation": incarnation,
             "deadline_s": deadline_s,
-            "store": None if remote is None else remote.address,
-            "store_host": None if remote is None else remote.host,
+            "store": None if place is None else place.address,
+            "store_host": None if place is None else place.host,
             "started_s": WallClock().now_s(),
         }
         spec_path = transport_dir / f"{name}.json"
@@ -358,8 +360,8 @@ class Child:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
         environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path}
-        if remote is not None:
-            environment |= remote.child_environment()
+        if place is not None:
+            environment |= place.child_environment()
         with log_path.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "slipstream.controller.host", str(spec_path)],

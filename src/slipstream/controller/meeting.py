@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 
 from slipstream.controller.pipeline import Node, decode_channel, decode_node, encode_node
 from slipstream.core.channel import ChannelSpec
@@ -28,6 +28,7 @@ SPEC_KEY = "run"
 JOIN_TIMEOUT_S = 600.0
 """How long a group waits for its controller, and for others."""
 WAIT_FOR_FILE_S = 0.2
+READ_AGAIN_S = 5.0  # a file with an address may be of an earlier start of the controller
 
 
 @dataclass(frozen=True)
@@ -134,24 +135,36 @@ class Meeting:
 def attend(controller: str, *, timeout_s: float) -> Store:
     """A group's side: the store of the controller at 'HOST:PORT', or named in a file with that. SlipstreamError if none
     answers in time."""
-    started_s = time.monotonic()
-    address = read_address(controller, timeout_s=timeout_s)
-    remaining_s = max(1.0, timeout_s - (time.monotonic() - started_s))
-    try:
-        return TCPStore(*address, is_master=False, timeout=timedelta(seconds=remaining_s))
-    except DistStoreError as error:
-        raise SlipstreamError(
-            f"no controller answered for {timeout_s:g} s",
-            got=f"{address[0]}:{address[1]}",
-            hint="is `slipstream launch ... --group controller` running, and does it listen there (--listen)?",
-        ) from error
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        host, port = read_address(controller, timeout_s=deadline_s - time.monotonic())
+        remaining_s = max(0.1, deadline_s - time.monotonic())
+        try:
+            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=min(remaining_s, READ_AGAIN_S)))
+        except DistError as error:
+            if time.monotonic() < deadline_s:
+                continue
+            raise SlipstreamError(
+                f"no controller answered for {timeout_s:g} s",
+                got=f"{host}:{port}",
+                hint="is `slipstream launch ... --group controller` running, and does it listen there (--listen)?",
+            ) from error
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+
+
+def parse_address(text: str) -> tuple[str, int] | None:
+    """(host, port) of 'HOST:PORT', where the host may be an IPv6 address, in brackets or not; None: it is none."""
+    host, _, port = text.strip().rpartition(":")
+    is_address = bool(host) and port.isascii() and port.isdigit() and int(port) < 2**16
+    return (host.strip("[]"), int(port)) if is_address else None
 
 
 def read_address(controller: str, *, timeout_s: float) -> tuple[str, int]:
     """(host, port) of 'HOST:PORT', or of a file with that, which is waited for."""
-    host, _, port = controller.rpartition(":")
-    if host and port.isdigit() and not Path(controller).exists():
-        return host.strip("[]"), int(port)
+    found = parse_address(controller)
+    if found is not None and not Path(controller).exists():
+        return found
     path, deadline_s = Path(controller), time.monotonic() + timeout_s
     while not path.exists():  # on a network file system nothing tells that a file has appeared
         if time.monotonic() > deadline_s:
@@ -161,16 +174,16 @@ def read_address(controller: str, *, timeout_s: float) -> tuple[str, int]:
                 allowed="HOST:PORT, or the file that the controller writes (--address-file)",
             )
         time.sleep(WAIT_FOR_FILE_S)
-    host, _, port = path.read_text().strip().rpartition(":")
-    if not host or not port.isdigit():
+    found = parse_address(path.read_text())
+    if found is None:
         raise ConfigError("not the address of a controller", got=controller, allowed="a file with HOST:PORT")
-    return host.strip("[]"), int(port)
+    return found
 
 
 def read_spec(store: Store, keys: RunKeys, *, timeout_s: float) -> RunSpec:
     """The specification of the run, which is waited for. ConfigError when it was not sealed with `keys`."""
     try:
         store.wait([SPEC_KEY], timedelta(seconds=timeout_s))
-    except DistStoreError as error:
+    except DistError as error:
         raise SlipstreamError(f"the controller announced no run for {timeout_s:g} s") from error
-    return RunSpec.decode(keys.unseal(store.get(SPEC_KEY).decode()))
+    return RunSpec.decode(keys.unseal(store.get(SPEC_KEY).decode(errors="replace")))

@@ -40,13 +40,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--key-file", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
+    agent = os.pidfd_open(os.getppid())  # before anything is waited for: it may end meanwhile
     keys = RunKeys.load(options.key_file) if options.key_file is not None else RunKeys.take()
     if keys is None:
         raise ConfigError("a group needs the run's key", allowed="--key-file, or SLIPSTREAM_RUN_KEY")
     store = attend(options.controller, timeout_s=JOIN_TIMEOUT_S)
     spec = read_spec(store, keys, timeout_s=JOIN_TIMEOUT_S)
     node = replace(spec.node(options.group), num_threads=options.threads, num_threads_alone=options.threads)
-    group = join_under_torchrun(node, timeout_s=spec.deadline_s)
+    group = join_under_torchrun(node, options.address, timeout_s=spec.deadline_s)
     name = rank_name(node.name, group.rank)
     incarnation = _incarnation(store, node.name, group)
     book = StoreAddresses(spec.channels, store, keys, host=options.address, deadline_s=JOIN_TIMEOUT_S)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         if incarnation == 1:
             host.timeline.backdate("start_up", spec.started_s)
         host.init()
-        return serve(host, LeaseTether(ports, spec.lease_s))
+        return serve(host, LeaseTether(ports, spec.lease_s, agent=agent))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
         return report(ports, name, error)
     finally:

@@ -1,0 +1,315 @@
+"""Groups on other machines that fail, are started again and end, as the controller sees them.
+
+A real controller and real channels over loopback; the groups are played by the test, message by message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.controller import executors
+from slipstream.controller.cluster import Cluster
+from slipstream.controller.controller import Controller, Work
+from slipstream.controller.meeting import Listen, attend, read_spec
+from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
+from slipstream.controller.schedule import Schedule, ScheduleConfig
+from slipstream.controller.tally import Tally
+from slipstream.controller.watch import SilentObserver
+from slipstream.core.addresses import StoreAddresses, grant_incarnation
+from slipstream.core.channel import Ports, connect_by_book, wait
+from slipstream.core.errors import ChannelClosed, ExecutorDied
+from slipstream.core.keys import RunKeys
+from slipstream.core.recipes import resolve
+from slipstream.core.types import (
+    Admit,
+    CompletionFinished,
+    Counters,
+    Failed,
+    GroupScored,
+    Joined,
+    Left,
+    Message,
+    PeerJoined,
+    PeerLost,
+    Prompt,
+    Ready,
+    Stop,
+    Swapped,
+    TrainStep,
+)
+
+PROMPT = Prompt(prompt_id="0", text="", tokens=np.zeros(1, np.int32), task="t")
+TIMEOUT_S = 30.0
+
+
+class Played:
+    """A process of a group, whose executor is the test."""
+
+    def __init__(self, name: str, incarnation: int, ports: Ports) -> None:
+        self.name, self.incarnation, self.ports = name, incarnation, ports
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            self.ports.outputs["events"].put(message)
+
+    def join(self) -> None:
+        self.say(Joined(executor=self.name, incarnation=self.incarnation))
+
+    def hears(self, kind: type[Message], *, port: str = "commands") -> Message:
+        """The next message of this kind; others before it are dropped."""
+        while True:
+            assert wait([self.ports.inputs[port]], self.ports.outputs.values(), timeout_s=TIMEOUT_S), kind.__name__
+            while (message := self.ports.inputs[port].get_nowait()) is not None:
+                if isinstance(message, kind):
+                    return message
+
+    def hears_nothing_more(self, *, port: str = "commands") -> bool:
+        return not wait([self.ports.inputs[port]], self.ports.outputs.values(), timeout_s=0.2)
+
+
+class Noting(SilentObserver):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Run:
+    """Trainer, generator-0 of two ranks and generator-1, all on other machines; steps of two groups of two."""
+
+    def __init__(self, folder: Path, opened: ExitStack) -> None:
+        self.keys, self.address, self.out = RunKeys.new(), folder / "address", folder / "run"
+        self.out.mkdir()
+        self.transport_dir = folder / "t"
+        self.transport_dir.mkdir(mode=0o700)
+        self.opened, self.observer = opened, Noting()
+        config = resolve(
+            "quickstart",
+            {
+                "groups_per_step": 2,
+                "completions_per_group": 2,
+                "steps": 4,
+                "deadline_s": TIMEOUT_S,
+                "lease_s": TIMEOUT_S,
+            },
+        )
+        ranks = {"trainer": 1, "generator-0": 2, "generator-1": 1}
+        nodes = tuple(Node(name, os.path.join, host="torchrun", ranks=count) for name, count in ranks.items())
+        self.pipeline = Pipeline(nodes, (), deadline_s=TIMEOUT_S)
+        self.schedule = Schedule(
+            ScheduleConfig(
+                groups_per_step=2, completions_per_group=2, max_staleness=1, reorder_window=1, steps=4, capacity=4
+            )
+        )
+        self.controller = Controller(
+            config,
+            self.pipeline,
+            self.schedule,
+            Work(lambda ordinal: PROMPT, (), None),
+            run_dir=self.out,
+            tally=Tally(config, started_s=0.0),
+            observer=self.observer,
+            cluster=Cluster(Listen(address_file=self.address), self.keys),
+        )
+        self.controller.tally.status = "failed"  # nobody is waited for in the end
+        self.opened.callback(self.controller._shut_down)
+
+    def start(self) -> dict[str, Played]:
+        """All are there, and hold version 0."""
+        with ThreadPoolExecutor(4) as pool:
+            coming = [pool.submit(self.connect, name) for name in self.pipeline.members]
+            self.controller.executors.launch(self.transport_dir, "run-1", self.controller.cluster)
+            played = {one.name: one for one in (future.result() for future in coming)}
+        for one in played.values():
+            one.join()
+            one.say(Ready(executor=one.name))
+        self.until(lambda: not self.controller.executors.missing, "all are ready")
+        for replica in range(2):
+            played[f"generator-{replica}"].say(swapped(replica))
+            self.until(lambda replica=replica: replica in self.schedule.versions, "it holds the first version")
+        return played
+
+    def connect(self, name: str, incarnation: int = 1) -> Played:
+        store = attend(str(self.address), timeout_s=TIMEOUT_S)
+        spec = read_spec(store, self.keys, timeout_s=TIMEOUT_S)
+        book = StoreAddresses(spec.channels, store, self.keys, deadline_s=TIMEOUT_S)
+        ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
+        self.opened.callback(ports.close)
+        return Played(name, incarnation, ports)
+
+    def start_again(self, group: str) -> list[Played]:
+        """What a group's agent does."""
+        store = attend(str(self.address), timeout_s=TIMEOUT_S)
+        incarnation = 1 + grant_incarnation(store, group)
+        members = next(node.members for node in self.pipeline.nodes if node.name == group)
+        return [self.connect(member, incarnation) for member in reversed(members)][::-1]
+
+    def until(self, is_so, what: str) -> None:
+        self.controller._run_until(is_so, what)
+
+    def events(self) -> list[dict]:
+        return [json.loads(line)["event"] for line in (self.out / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with ExitStack() as opened:
+        yield Run(tmp_path, opened)
+
+
+def swapped(replica: int, version: int = 0) -> Swapped:
+    return Swapped(replica=replica, version=version, transfer_s=0.0, pause_s=0.0, probe_error=0.0)
+
+
+def finished(ordinal: int, replica: int) -> CompletionFinished:
+    return CompletionFinished(ordinal=ordinal, sample=0, replica=replica, num_tokens=1, min_version=0, max_version=0)
+
+
+def scored(ordinal: int) -> GroupScored:
+    return GroupScored(ordinal=ordinal, has_signal=True, mean_reward=0.5, num_failed=0, min_version=0, max_version=0)
+
+
+def failed(name: str) -> Failed:
+    return Failed(executor=name, error="RuntimeError: boom", traceback="")
+
+
+def ordinals(played: Played, count: int) -> list[int]:
+    return [message.ordinal for _ in range(count) if isinstance(message := played.hears(Admit), Admit)]
+
+
+def test_a_generator_that_fails_is_shut_out_its_groups_go_elsewhere_and_it_comes_back(run: Run) -> None:
+    played = run.start()
+    trainer, lead, follower, other = (played[n] for n in ("trainer", "generator-0", "generator-0@1", "generator-1"))
+    assert ordinals(lead, 2) == [0, 1]
+    assert ordinals(other, 2) == [2, 3]
+    lead.say(Counters(executor="generator-0", values={"generated_tokens": 7.0}))
+    run.until(lambda: run.controller.tally.generated_tokens == 7, "what it has counted")
+
+    follower.say(failed("generator-0@1"))  # one rank; the whole group is gone
+    run.until(lambda: 0 not in run.schedule.versions, "the loss")
+    assert run.observer.notes[-2:] == [
+        "generator-0@1 failed: RuntimeError: boom",
+        "generator-0 was lost; its unfinished groups go elsewhere",
+    ]
+    assert run.schedule.readmit == [0, 1], "the other replica is full"
+    assert run.controller.executors.missing == ["generator-0", "generator-0@1"]
+    for peer in (trainer, other):
+        peer_lost = [peer.hears(PeerLost, port=MEMBERSHIP) for _ in range(2)]
+        assert peer_lost == [PeerLost(executor=name, incarnation=1) for name in ("generator-0", "generator-0@1")]
+
+    for _ in range(2):
+        other.say(finished(2, replica=1))
+    run.until(lambda: run.schedule.readmit == [1], "room at the other replica")
+    assert ordinals(other, 1) == [0]
+
+    stats = run.controller.executors._ports.inputs["events"].stats
+    refused = stats.refused
+    lead.say(finished(1, replica=0))  # late words of one that does not know yet
+    run.until(lambda: stats.refused > refused, "they are refused")
+    wait([], [lead.ports.outputs["events"]], timeout_s=0.5)
+    with pytest.raises(ChannelClosed, match="incarnation 1 was replaced by 2"):
+        lead.say(finished(1, replica=0))
+
+    lead, follower = run.start_again("generator-0")
+    lead.join()
+    lead.say(swapped(0))  # not yet: one of its ranks is missing
+    other.say(Counters(executor="generator-1", values={"seen": 1.0}))
+    run.until(lambda: "seen" in run.controller.tally.counters.get("generator-1", {}), "a later message")
+    assert 0 not in run.schedule.versions
+    follower.join()
+    run.until(lambda: not run.controller.executors._remote.is_absent("generator-0"), "it is there again")
+    assert run.observer.notes[-1] == "generator-0 has joined (incarnation 2)"
+    for peer in (trainer, other):
+        joined = [peer.hears(PeerJoined, port=MEMBERSHIP) for _ in range(2)]
+        assert joined == [PeerJoined(executor=name, incarnation=2) for name in ("generator-0", "generator-0@1")]
+    for one in (lead, follower):
+        one.say(Ready(executor=one.name))
+    lead.say(swapped(0), Counters(executor="generator-0", values={"generated_tokens": 1.0}))
+    assert_regenerated(run, trainer, lead)
+
+
+def assert_regenerated(run: Run, trainer: Played, lead: Played) -> None:
+    """What the lost one had not finished is trained, once, and all that was counted counts."""
+    run.until(lambda: not run.schedule.readmit, "it gets what is left")
+    assert ordinals(lead, 1) == [1]
+    trainer.say(scored(0), scored(1))
+    run.until(lambda: run.schedule.training == (0, 1), "a step")
+    assert trainer.hears(TrainStep) == TrainStep(step=0, ordinals=(0, 1))
+    run.until(lambda: run.controller.tally.generated_tokens == 8, "counts of both incarnations")
+    assert [event["type"] for event in run.events()].count("ReplicaLost") == 1
+    assert not [e for e in run.events() if e["type"] == "CompletionFinished" and e["replica"] == 0]
+    counts = run.controller.ledger.counts()
+    assert (counts["admitted"], counts["lost"], counts["repeated"]) == (4, 0, 0)
+
+
+def test_a_group_that_was_killed_and_started_again_unnoticed_is_lost_first(run: Run) -> None:
+    played = run.start()
+    assert ordinals(played["generator-1"], 2) == [2, 3]
+    [again] = run.start_again("generator-1")
+    again.join()
+    run.until(lambda: 1 not in run.schedule.versions, "the loss")
+    assert run.schedule.readmit == [2, 3]
+    assert run.controller.executors.missing == ["generator-1"]
+    again.say(Ready(executor="generator-1"), swapped(1))
+    run.until(lambda: not run.schedule.readmit, "its own groups, once more")
+    assert ordinals(again, 2) == [2, 3]
+    assert again.hears_nothing_more()
+
+
+def test_a_group_that_ended_is_found_out_by_sending_to_it(run: Run) -> None:
+    played = run.start()
+    assert ordinals(played["generator-1"], 2) == [2, 3]
+    played["generator-1"].ports.close()
+    outbox = run.controller.executors._ports.outputs["to-generator-1"]
+    run.until(lambda: not outbox.connected, "its last reply")
+    for _ in range(2):
+        run.controller.executors.send("generator-1", Stop())
+    run.until(lambda: 1 not in run.schedule.versions, "the loss")
+    assert run.schedule.readmit == [2, 3]
+    assert [event["type"] for event in run.events()].count("ReplicaLost") == 1
+
+
+@pytest.mark.parametrize(
+    ("ending", "what"),
+    [(failed("trainer"), "'trainer' failed"), (Joined(executor="trainer", incarnation=2), "was lost")],
+)
+def test_without_the_trainer_there_is_no_run(run: Run, ending: Message, what: str) -> None:
+    played = run.start()
+    if isinstance(ending, Joined):
+        [again] = run.start_again("trainer")
+        again.say(ending)
+    else:
+        played["trainer"].say(ending)
+    with pytest.raises(ExecutorDied, match=what):
+        run.until(lambda: False, "never")
+
+
+def test_at_the_end_groups_are_told_and_their_last_words_heard(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = run.start()
+    monkeypatch.setattr(executors, "STOP_DEADLINE_S", 0.5)  # one of them has hung up
+    for name in ("trainer", "generator-0"):
+        played[name].say(Counters(executor=name, values={"last": 1.0}), Left(executor=name))
+    heard: list[Message] = []
+    run.controller.executors.end(heard.append, is_failed=False)
+    for name in ("trainer", "generator-0", "generator-1"):
+        assert played[name].hears(Stop) == Stop()
+    assert {message.executor for message in heard if isinstance(message, Left)} == {"trainer", "generator-0"}
+    assert {message.executor for message in heard if isinstance(message, Counters)} == {"trainer", "generator-0"}
+    assert run.controller.executors._remote.present == ["generator-1"]
+
+
+def test_after_a_failure_nobody_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = run.start()
+    monkeypatch.setattr(executors, "STOP_DEADLINE_S", float("inf"))
+    run.controller.executors.end(lambda _: None, is_failed=True)
+    ordinals(played["generator-1"], 2)
+    assert played["generator-1"].hears_nothing_more()

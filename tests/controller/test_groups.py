@@ -1,0 +1,46 @@
+"""Where the ranks of a group talk."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from slipstream.controller import groups
+from slipstream.controller.groups import interface_of, join_under_torchrun
+from slipstream.controller.pipeline import Node
+from slipstream.core.rank_group import RankGroup
+
+TWO = Node("trainer", os.path.join, host="torchrun", ranks=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux tells it")
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None, "of another machine"
+    assert interface_of("::1") is None, "not known"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux tells it")
+def test_ranks_talk_where_their_machine_is_reached_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined: list[tuple[int, str]] = []
+
+    def join(node: Node, rank: int, *, timeout_s: float) -> RankGroup:
+        joined.append((rank, os.environ["GLOO_SOCKET_IFNAME"]))
+        return RankGroup.alone()
+
+    monkeypatch.setattr(groups, "_join", join)
+    monkeypatch.setenv("RANK", "1")
+    for given in ("before", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(given, "eth7")  # undone in the end, also what is set in between
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False) if given == "before" else None
+        join_under_torchrun(TWO, "127.0.0.1", timeout_s=1.0)
+    assert joined == [(1, "lo"), (1, "eth7")]
+
+
+def test_one_rank_needs_no_group_and_nothing_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert join_under_torchrun(Node("trainer", os.path.join, host="torchrun"), "127.0.0.1", timeout_s=1.0).world == 1

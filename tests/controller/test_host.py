@@ -1,0 +1,207 @@
+"""A host: who it takes to and who it forgets, when it looks whether it is still wanted, and what it says in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.controller.host import CHECK_TETHER_EVERY_S, Host, report, serve
+from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
+from slipstream.core.channel import ChannelSpec, Kind, Ports, connect_local
+from slipstream.core.clock import VirtualClock
+from slipstream.core.executor import Context, Executor
+from slipstream.core.ports import Outbox
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.types import Failed, Left, Message, PeerJoined, PeerLost, Ready
+
+PEERS = ("generator-0", "generator-1", "rewards")
+
+
+class Counting(Executor):
+    """Works for so many steps, each of which takes `step_s`, and ends; or is idle for ever."""
+
+    def __init__(self, num_steps: int | None = None, step_s: float = 0.0, clock: VirtualClock | None = None) -> None:
+        self.num_steps, self.step_s, self.clock = num_steps, step_s, clock
+        self.num_closed = 0
+
+    def init(self, context: Context) -> None:
+        context.outputs["events"].put(Ready(executor=context.name))
+
+    def step(self) -> bool:
+        if self.num_steps is None:
+            return False
+        self.num_steps -= 1
+        if self.clock is not None:
+            self.clock.advance(self.step_s)
+        return True
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_steps == 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class Tether:
+    """Cut when it is looked at for the n-th time."""
+
+    def __init__(self, cut_at: int | None = None) -> None:
+        self.fds: list[int] = []
+        self.cut_at, self.num_looks = cut_at, 0
+
+    def is_cut(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks == self.cut_at
+
+
+class Readers:
+    """Stands for the publisher: who is there."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def add_reader(self, replica: int) -> None:
+        self.calls.append(("add", replica))
+
+    def drop_reader(self, replica: int) -> None:
+        self.calls.append(("drop", replica))
+
+
+class Trainer:
+    """A trainer's host in this process, and the other ends of its channels."""
+
+    def __init__(self, folder: Path, executor: Executor, clock: VirtualClock) -> None:
+        node = Node("trainer", lambda: executor, host="inline")
+        others = tuple(Node(name, Counting, host="torchrun") for name in PEERS)
+        outputs = tuple(ChannelSpec(f"to/{name}", Kind.BROADCAST, "trainer.out", f"{name}.in") for name in PEERS)
+        channels = Pipeline((node, *others), outputs).all_channels
+        self.ends = connect_local(channels)
+        self.host = Host(node, self.ends["trainer"], channels, folder, run_id="run-1", clock=clock)
+
+    def told(self, *messages: Message) -> None:
+        for message in messages:
+            self.ends["controller"].outputs[MEMBERSHIP].put(message)
+
+    def said(self) -> list[Message]:
+        inbox, found = self.ends["controller"].inputs["events"], []
+        while (message := inbox.get_nowait()) is not None:
+            found.append(message)
+        return found
+
+    def close(self) -> None:
+        self.host.close()
+        for ports in self.ends.values():
+            ports.close()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Any]:
+    hosts: list[Trainer] = []
+
+    def make(executor: Executor, clock: VirtualClock | None = None) -> Trainer:
+        hosts.append(Trainer(tmp_path, executor, VirtualClock() if clock is None else clock))
+        return hosts[-1]
+
+    yield make
+    for one in hosts:
+        one.close()
+
+
+def test_replicas_that_come_and_go_get_versions_or_not(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, readers, ports = made(Counting()), Readers(), []
+    one.host.context.publisher = readers
+    for name in ("rejoin", "shut_out"):
+        monkeypatch.setattr(Ports, name, lambda _, executor, n, name=name: ports.append((name, executor, n)))
+    one.told(PeerJoined(executor="generator-1", incarnation=1), PeerJoined(executor="generator-1@1", incarnation=1))
+    one.told(PeerJoined(executor="rewards", incarnation=1))
+    one.told(PeerLost(executor="generator-1", incarnation=1), PeerLost(executor="generator-1@1", incarnation=1))
+    one.told(PeerJoined(executor="generator-1", incarnation=2))
+    one.host.step()
+    assert readers.calls == [("add", 1), ("drop", 1), ("add", 1)], "once for all ranks of a replica"
+    assert ports == [
+        ("rejoin", "generator-1", 1),
+        ("rejoin", "generator-1@1", 1),
+        ("rejoin", "rewards", 1),
+        ("shut_out", "generator-1", 1),
+        ("shut_out", "generator-1@1", 1),
+        ("rejoin", "generator-1", 2),
+    ]
+
+
+def test_rank_0_alone_tells_the_publisher(made: Any) -> None:
+    one, readers = made(Counting()), Readers()
+    one.host.context.publisher = readers
+    one.host.context.group = RankGroup(1, 2, object())  # type: ignore[arg-type]
+    one.told(PeerLost(executor="generator-1", incarnation=1))
+    one.host.step()
+    assert readers.calls == []
+
+
+def test_a_peer_that_was_lost_is_passed_by(made: Any) -> None:
+    one = made(Counting())
+    one.told(PeerLost(executor="generator-1", incarnation=1))
+    one.host.step()
+    one.ends["trainer"].outputs["out"].put(Ready(executor="x"))
+    assert one.ends["generator-0"].inputs["in"].depth == 1
+    assert one.ends["generator-1"].inputs["in"].depth == 0
+
+
+def test_a_busy_process_looks_at_its_tether_now_and_then(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tether, clock, flushed = Tether(), VirtualClock(50.0), []
+    monkeypatch.setattr(Outbox, "flush", lambda outbox, deadline_s: flushed.append((outbox.port, deadline_s)))
+    one = made(Counting(num_steps=100, step_s=CHECK_TETHER_EVERY_S / 10 + 1e-6, clock=clock), clock)
+    one.host.init()
+    assert serve(one.host, tether) == 0
+    assert 9 <= tether.num_looks <= 11
+    assert one.said()[-1] == Left(executor="trainer"), "its last word"
+    assert set(flushed) == {("trainer.events", 10.0), ("trainer.out", 10.0)}, "and nothing of it stays behind"
+
+
+def test_a_process_that_is_cut_off_ends_with_an_error_and_without_a_word(made: Any) -> None:
+    clock = VirtualClock(50.0)
+    one = made(Counting(num_steps=10**6, step_s=CHECK_TETHER_EVERY_S, clock=clock), clock)
+    one.host.init()
+    assert serve(one.host, Tether(cut_at=3)) == 1
+    assert not [message for message in one.said() if isinstance(message, Left)]
+
+
+def test_an_idle_process_looks_whenever_it_wakes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, tether = VirtualClock(50.0), Tether(cut_at=3)
+    one = made(Counting(), clock)
+    monkeypatch.setattr(one.host, "wait", lambda fds, timeout_s: None)  # awake at once, by whatever it was
+    one.host.init()
+    assert serve(one.host, tether) == 1
+
+
+def test_an_error_is_reported_with_its_kind_and_where_it_was(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    one = made(Counting())
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        code = report(one.host.ports, "trainer", error)
+    assert code == 1
+    [failed] = [message for message in one.said() if isinstance(message, Failed)]
+    assert (failed.executor, failed.error) == ("trainer", "ValueError: boom")
+    assert 'raise ValueError("boom")' in failed.traceback
+    assert "ValueError: boom" in capsys.readouterr().err, "it is in the log, too"
+    one.ends["controller"].inputs["events"].close()
+    assert report(one.host.ports, "trainer", ValueError("boom")) == 1, "also when nobody listens"
+
+
+def test_an_executor_is_closed_once_also_when_its_init_fails(made: Any) -> None:
+    executor = Counting()
+    one = made(executor)
+
+    def refuse(_: Context) -> None:
+        raise ValueError("no")
+
+    executor.init = refuse  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no"):
+        one.host.init()
+    one.host.close()
+    one.host.close()
+    assert executor.num_closed == 1
