@@ -375,6 +375,28 @@ def test_a_peer_that_does_not_come_is_named(books: Callable[..., Books]) -> None
     b.close()
 
 
+def test_a_signal_ends_the_wait_for_a_peer() -> None:
+    """As the second Ctrl-C does at a controller to which groups do not come."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    previous = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])
+    try:
+        timer.start()
+        started_s = time.monotonic()
+        with pytest.raises(Interrupted):
+            StoreAddresses(SPECS, HashStore(), KEYS, deadline_s=20.0).find("b.in")
+        assert time.monotonic() - started_s < 15.0
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, previous)
+
+
 def test_channels_that_differ_between_processes_are_named(books: Callable[..., Books]) -> None:
     run = books()
     run.connect("b")

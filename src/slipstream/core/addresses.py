@@ -11,7 +11,9 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -172,7 +174,8 @@ class StoreAddresses:
 
     def _get(self, key: str, executor: str, what: str) -> bytes:
         try:
-            self._store.wait([key], timedelta(seconds=self._deadline_s))
+            if not self._store.check([key]):
+                _run_interruptibly(lambda: self._store.wait([key], timedelta(seconds=self._deadline_s)))
             return self._store.get(key)
         except RuntimeError as error:  # c10d has DistStoreError for a wait in vain, and for a store that is gone
             raise ChannelTimeout(
@@ -180,6 +183,21 @@ class StoreAddresses:
                 got=str(error).splitlines()[0],
                 hint=f"see the log of '{executor}', and whether its machine reaches the run's store",
             ) from error
+
+
+def _run_interruptibly(call: Callable[[], None]) -> None:
+    """Run what waits in C++, where no signal gets through: a Ctrl-C would be heard when the wait is over."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            outcome.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - it is raised where it was waited for
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    outcome.result()
 
 
 def grant_incarnation(store: Store, executor: str) -> int:
