@@ -455,22 +455,29 @@ class WeightsWanted(Message):
     """Rank `rank` of the `world` of replica `replica` wants versions from now on: it is new, or has lost its link.
 
     `is_linked`: over a point-to-point link; else it reads the segments itself. What was offered last is offered to it
-    again, once all ranks of the replica have asked.
+    again, once all ranks of the replica have asked. `host`: the machine it runs on.
     """
 
     replica: int
     rank: int
     world: int
     is_linked: bool
+    host: str = ""
 
 
 class WeightsLinked(Message):
-    """The `sources` ranks of the trainer and the `world` of `replica` are to make link `epoch`, in place of others."""
+    """The `sources` ranks of `parent` and the `world` of `replica` are to make link `epoch`, in place of others.
+
+    `parent`: a replica that hands on what it gets; -1: the trainer. `is_renewed`: what was offered to `replica` before
+    this is void, and its last version is offered again.
+    """
 
     replica: int
     world: int
     sources: int
     epoch: int
+    parent: int = -1
+    is_renewed: bool = False
 
 
 class LinkMember(Message):

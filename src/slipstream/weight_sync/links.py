@@ -1,13 +1,15 @@
-"""Links between the ranks of a trainer and those of one generator replica: versions between machines, point to point.
+"""Links between the ranks that have versions and those of one generator replica: between machines, point to point.
 
 A link is a process group of its own over c10d's store: sources first, then the replica's ranks. Nobody else is in it,
 so a replica that dies or hangs breaks its own link only; a new one is made under the next epoch's name. Both ends put
-what they hold into the store, plan alike (`plan.py`) and compare the plans' hashes before the first byte.
+what they hold into the store, plan alike (`plan.py`) and compare the plans' hashes before the first byte. The sources
+are the trainer's ranks, or those of a replica that hands on what it gets (`tree.py`).
 
 A receiver pulls: it asks one source after the other, in the plan's rounds, for a version that was offered. For each
-receiver a source has a thread that waits for requests and sends from the slot: neither the trainer nor another
+receiver a source has a thread that waits for requests and sends (`relay.Source`): neither the trainer nor another
 receiver is ever waited for. What travels are buckets: a header (kind, number, checksum), then bytes. A bucket that is
-one run in a slot, or in the receiver's buffer, is sent from there, and lands there, without a copy between.
+one run on the source's side, or in the receiver's buffer, is sent from there, and lands there, without a copy between.
+One that the source itself has yet to get is announced every now and then, so that silence always means a fault.
 
 With `delta` both ends keep the last version that was sent, and only 2-byte words that changed travel, with their
 places, where that is less. bf16 weights mostly stay as they are at the learning rates of RL (arXiv:2602.03839): worth
@@ -35,14 +37,15 @@ from slipstream.core import wire
 from slipstream.core.errors import ChannelError, WeightSyncError
 from slipstream.core.types import Holding, LinkMember, WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import Bytes, bytes_of, checksum_of, run_copies
-from slipstream.weight_sync.plan import BUCKET_BYTES, Copies, Place, Plan, make_plan
-from slipstream.weight_sync.slots import Slots
+from slipstream.weight_sync.plan import BUCKET_BYTES, Array, Copies, Place, Plan, make_plan
+from slipstream.weight_sync.relay import Extent, Shelf, Source, State, give_way
 
 _c10d: Any = dist  # whose stubs leave out stores and backends
 _LOG = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)  # gloo has no endless wait; a receiver asks when it likes, and `close` ends the wait
-_REQUEST, _HEADER, _PAYLOAD = range(3)  # tags
-_REFUSED, _WHOLE, _DELTA = -1, 0, 1  # kinds of buckets
+_REQUEST, _HEADER, _PAYLOAD, _CLOSING = range(4)  # tags; nothing is sent by the last
+_STUCK, _GONE, _AWAITED, _WHOLE, _DELTA = range(5)  # kinds of headers: of a bucket, or why there is none
+_SIGNS_OF_WAITING = 4  # within the timeout; and how many of them may follow one another while nothing arrives
 _WORD = np.uint16
 _LEAST_RETRY_S = 0.5  # between two attempts to make a link: what fails at once must not become a busy loop
 
@@ -51,7 +54,8 @@ class Links:
     """Makes the links of one process, all over one `store`.
 
     `hostname`: the address that this process listens at; peers on other machines must reach it. `timeout_s` bounds the
-    making of a link, and every bucket. `device`: send over NCCL from and to this GPU instead of over gloo.
+    making of a link, and every bucket. `relays`: whether replicas may feed one another. `device`: send over NCCL from
+    and to this GPU instead of over gloo.
     """
 
     def __init__(
@@ -63,22 +67,23 @@ class Links:
         timeout_s: float = 60.0,
         bucket_bytes: int = BUCKET_BYTES,
         delta: bool = False,
+        relays: bool = True,
         device: torch.device | None = None,
     ) -> None:
         self.store, self.hostname, self.place, self.timeout = store, hostname, place, timedelta(seconds=timeout_s)
-        self.bucket_bytes, self.delta, self.device = bucket_bytes, delta, device
+        self.bucket_bytes, self.delta, self.relays, self.device = bucket_bytes, delta, relays, device
         self._servers: dict[int, LinkServer] = {}
 
-    def serve(self, linked: WeightsLinked, slots: Slots, rank: int) -> None:
-        """On rank `rank` of the trainer: answer a replica's requests from now on, beside everything else."""
-        if slots.holding is None:
+    def serve(self, linked: WeightsLinked, source: Source, rank: int, *, gives_way: bool = False) -> None:
+        """On rank `rank` of the sources: answer a replica's requests from now on, beside everything else."""
+        if source.holding is None:
             raise WeightSyncError("versions that say not what they hold cannot be sent", hint="open(..., holding=)")
         self.drop(linked.replica)
-        self._servers[linked.replica] = LinkServer(self, linked, slots, rank)
+        self._servers[linked.replica] = LinkServer(self, linked, source, rank, gives_way=gives_way)
 
-    def receive(self, linked: WeightsLinked, rank: int, holding: Holding) -> LinkReader:
-        """On rank `rank` of the replica: the other end."""
-        return LinkReader(self, linked, rank, holding)
+    def receive(self, linked: WeightsLinked, rank: int, shelf: Shelf) -> LinkReader:
+        """On rank `rank` of the replica: the other end. What has landed is on `shelf`."""
+        return LinkReader(self, linked, rank, shelf)
 
     def drop(self, replica: int) -> None:
         """Close the link of a replica, if there is one."""
@@ -144,10 +149,17 @@ class _Group:
         return _Arrival(self.nccl.recv([landed], source, tag), landed, tensor)
 
     def close(self) -> None:
+        """End the link, and with it every wait for it, in other threads too. Idempotent."""
         with contextlib.suppress(RuntimeError):
-            self.gloo.abort()
+            # gloo's `abort` ends no wait. But a wait that takes too long closes all of a group's connections.
+            peer = 0 if self.rank else 1
+            self.gloo.recv([torch.zeros(1)], peer, _CLOSING).wait(timedelta(milliseconds=1))
         if self.nccl is not None:
             self.nccl.abort()
+
+
+class VersionGoneError(WeightSyncError):
+    """The source has a newer version and no longer this one. Nothing was sent."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +182,8 @@ class _Bucket:
     def __init__(self, copies: Copies) -> None:
         self.copies, self.num_bytes = copies, copies.num_bytes
         self.packing, self.unpacking = copies.packed(), copies.unpacked()
+        self.taken_from = _extent(copies.source, copies.source_strides, copies)
+        self.lands_in = _extent(copies.target, copies.target_strides, copies)
 
     def slice_of(self, start: np.ndarray[Any, Any]) -> slice | None:
         """Where it lies as one run, `start` being the copies' sources or targets."""
@@ -178,11 +192,20 @@ class _Bucket:
         return slice(int(start[0]), int(start[0]) + self.num_bytes)
 
 
+def _extent(starts: Array, strides: Array, copies: Copies) -> Extent:
+    """From the first to past the last byte of one side of `copies`."""
+    ends = starts + ((copies.counts - 1) * strides).sum(1) + copies.run_bytes
+    return int(starts.min()), int(ends.max())
+
+
 class LinkServer:
     """A source's end of a link: threads that make it, wait for requests, and send until the link breaks or closes."""
 
-    def __init__(self, links: Links, linked: WeightsLinked, slots: Slots, rank: int) -> None:
-        self._links, self._linked, self._slots, self._rank = links, linked, slots, rank
+    def __init__(
+        self, links: Links, linked: WeightsLinked, source: Source, rank: int, *, gives_way: bool = False
+    ) -> None:
+        self._links, self._linked, self._source, self._rank = links, linked, source, rank
+        self._gives_way = gives_way
         self._group: _Group | None = None
         self._is_closed = False
         threading.Thread(target=self._run, name=f"weights-to-{linked.replica}", daemon=True).start()
@@ -195,8 +218,8 @@ class LinkServer:
     def _run(self) -> None:
         try:
             self._group = _Group(self._links, self._linked, self._rank)
-            assert self._slots.holding is not None, "serve has seen to that"
-            plan = self._group.agree(self._slots.holding)
+            assert self._source.holding is not None, "serve has seen to that"
+            plan = self._group.agree(self._source.holding)
         except (RuntimeError, ChannelError, WeightSyncError) as error:
             self._report(error)
             return
@@ -213,17 +236,14 @@ class LinkServer:
 
     def _serve(self, group: _Group, buckets: list[_Bucket], to: int) -> None:
         """Consumes requests (version, slot, version that the receiver has of this link). Ends when the link does."""
-        sender = _Sender(group, buckets, to)
+        if self._gives_way:
+            give_way()
+        sender = _Sender(group, self._source, buckets, to)
         request = torch.zeros(3, dtype=torch.int64)
         try:
             while True:
                 group.receive(request, to, _REQUEST).wait(_FOREVER)
-                version, slot, base = request.tolist()
-                commit = self._slots.committed(slot) if 0 <= slot < self._slots.num_slots else None
-                if commit is None or commit.version != version:
-                    sender.refuse()
-                else:
-                    sender.send(version, self._slots.data(slot), base)
+                sender.send(*request.tolist())
         except RuntimeError as error:
             self._report(error)
 
@@ -235,8 +255,8 @@ class LinkServer:
 class _Sender:
     """Sends versions to one receiver: a bucket is packed while the one before is on its way."""
 
-    def __init__(self, group: _Group, buckets: list[_Bucket], to: int) -> None:
-        self._group, self._buckets, self._to = group, buckets, to
+    def __init__(self, group: _Group, source: Source, buckets: list[_Bucket], to: int) -> None:
+        self._group, self._source, self._buckets, self._to = group, source, buckets, to
         largest = max(bucket.num_bytes for bucket in buckets)
         needs_room = group.links.delta or not all(bucket.copies.is_one_run for bucket in buckets)
         self._room = [torch.empty(largest if needs_room else 0, dtype=torch.uint8) for _ in range(2)]
@@ -244,23 +264,25 @@ class _Sender:
         self._bases: list[Bytes | None] = [None] * len(buckets)
         self._base = -1
 
-    def refuse(self) -> None:
-        self._headers[0][0] = _REFUSED
-        self._group.send(self._headers[0], self._to, _HEADER).wait(self._group.links.timeout)
+    def send(self, version: int, slot: int, base: int) -> None:
+        """All buckets of `version`, or the news that it is not to be had.
 
-    def send(self, version: int, slot: Bytes, base: int) -> None:
-        """All buckets of `version`. Raises RuntimeError when the link breaks or a bucket takes too long."""
+        Raises RuntimeError when the link breaks or a bucket takes too long.
+        """
         may_differ = self._group.links.delta and base == self._base >= 0
+        self._base = -1  # until all of it has gone: then both ends have the same bases
         under_way: list[list[Any]] = [[], []]
         timeout = self._group.links.timeout
+        is_whole = True
         for number, bucket in enumerate(self._buckets):
             turn = number % 2
             for work in under_way[turn]:
                 work.wait(timeout)
-            data = self._packed(bucket, slot, turn)
             header = self._headers[turn]
-            header[0], header[1] = _WHOLE, bucket.num_bytes
-            header[2] = np.uint64(checksum_of(data.numpy())).astype(np.int64).item()
+            data = self._ready(version, slot, bucket, header, turn)
+            if data is None:
+                is_whole = False
+                break
             if self._group.links.delta:
                 data = self._delta(number, data, header, may_differ)
             under_way[turn] = [
@@ -269,14 +291,46 @@ class _Sender:
             ]
         for work in [*under_way[len(self._buckets) % 2], *under_way[(len(self._buckets) + 1) % 2]]:
             work.wait(timeout)
-        self._base = version
+        if is_whole:
+            self._base = version
 
-    def _packed(self, bucket: _Bucket, slot: Bytes, turn: int) -> torch.Tensor:
+    def _ready(self, version: int, slot: int, bucket: _Bucket, header: torch.Tensor, turn: int) -> torch.Tensor | None:
+        """The bucket's bytes, and their `header`; None if they are not to be had, and the receiver knows."""
+        state = self._awaited(version, slot, bucket)
+        whole = self._source.data(version, slot)
+        if state is State.READY and whole is not None:
+            data = self._packed(bucket, whole, turn)
+            checksum = checksum_of(data.numpy())
+            header[0], header[1], header[2] = _WHOLE, bucket.num_bytes, np.uint64(checksum).astype(np.int64).item()
+            # If it is here still, then what was hashed is nothing else; what is written later does not fit the hash.
+            state = self._source.wait(version, slot, bucket.taken_from, 0.0)
+            if state is State.READY:
+                return data
+        self._say(_STUCK if state is State.AWAITED else _GONE)
+        return None
+
+    def _awaited(self, version: int, slot: int, bucket: _Bucket) -> State:
+        """What became of the bucket's bytes. While something arrives that may become them, the receiver waits too."""
+        beat_s = self._group.links.timeout.total_seconds() / _SIGNS_OF_WAITING
+        state = self._source.wait(version, slot, bucket.taken_from, 0.0)
+        num_idle = 0
+        while state is State.AWAITED and num_idle < _SIGNS_OF_WAITING:
+            self._say(_AWAITED)
+            num_arrivals = self._source.num_arrivals
+            state = self._source.wait(version, slot, bucket.taken_from, beat_s)
+            num_idle = num_idle + 1 if self._source.num_arrivals == num_arrivals else 0
+        return state
+
+    def _say(self, kind: int) -> None:
+        notice = torch.tensor([kind, 0, 0])
+        self._group.send(notice, self._to, _HEADER).wait(self._group.links.timeout)
+
+    def _packed(self, bucket: _Bucket, whole: Bytes, turn: int) -> torch.Tensor:
         where = None if self._group.links.delta else bucket.slice_of(bucket.copies.source)
         if where is not None:
-            return torch.from_numpy(slot[where])
+            return torch.from_numpy(whole[where])
         data = self._room[turn][: bucket.num_bytes]
-        run_copies(bucket.packing, slot, data.numpy())
+        run_copies(bucket.packing, whole, data.numpy())
         return data
 
     def _delta(self, number: int, data: torch.Tensor, header: torch.Tensor, may_differ: bool) -> torch.Tensor:
@@ -318,8 +372,8 @@ def _apply(base: Bytes, changes: Bytes) -> None:
 class LinkReader:
     """Implements `reader.Fetch`: a receiver's end of a link. A thread makes it; the first transfer waits for that."""
 
-    def __init__(self, links: Links, linked: WeightsLinked, rank: int, holding: Holding) -> None:
-        self._links, self._linked, self._rank, self._holding = links, linked, rank, holding
+    def __init__(self, links: Links, linked: WeightsLinked, rank: int, shelf: Shelf) -> None:
+        self._links, self._linked, self._rank, self._shelf = links, linked, rank, shelf
         self._group: _Group | None = None
         self._error: Exception | None = None
         self._closing = threading.Event()
@@ -330,25 +384,43 @@ class LinkReader:
         threading.Thread(target=self._make, name="weights-link", daemon=True).start()
 
     def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
-        """Ask every source for its part of the version, in the plan's order. Raises WeightSyncError when one fails."""
+        """Ask every source for its part of the version, in the plan's order.
+
+        Raises WeightSyncError when one fails, VersionGoneError when the first has passed on to a newer version.
+        """
         if not self._is_made.wait(2 * self._links.timeout.total_seconds() + _LEAST_RETRY_S):
-            raise WeightSyncError("the link to the trainer was not made in time")
+            raise WeightSyncError(f"{self._name} was not made in time")
+        if self._error is not None:
+            raise self._failed(offer, self._error)
+        base, self._base = self._base, -1
+        self._shelf.begin(offer.version, shadow, [b.lands_in for _, buckets in self._buckets for b in buckets])
         try:
-            if self._error is not None:
-                raise self._error
+            num_landed = 0
             for source, buckets in self._buckets:
-                self._fetch_from(source, buckets, offer, shadow)
-        except (RuntimeError, ChannelError) as error:
-            raise WeightSyncError(
-                f"the link to the trainer broke before version {offer.version} was whole",
-                got=str(error).splitlines()[0],
-            ) from error
+                self._fetch_from(source, buckets, offer, base, shadow, num_landed)
+                num_landed += len(buckets)
+        except Exception as error:
+            self._shelf.fail()
+            if isinstance(error, (RuntimeError, ChannelError)):
+                raise self._failed(offer, error) from error
+            raise
         self._base = offer.version
+
+    @property
+    def _name(self) -> str:
+        return f"the link to {'the trainer' if self._linked.parent < 0 else f'replica {self._linked.parent}'}"
+
+    def _failed(self, offer: WeightsOffered, error: Exception) -> WeightSyncError:
+        if isinstance(error, WeightSyncError):
+            return error
+        return WeightSyncError(
+            f"{self._name} broke before version {offer.version} was whole", got=str(error).splitlines()[0]
+        )
 
     def close(self) -> None:
         """Idempotent; a transfer in hand fails."""
         self._closing.set()
-        self._error = WeightSyncError("the link to the trainer was closed")
+        self._error = WeightSyncError(f"{self._name} was closed")
         self._is_made.set()
         if self._group is not None:
             self._group.close()
@@ -357,7 +429,7 @@ class LinkReader:
         started_s = time.monotonic()
         try:
             self._group = _Group(self._links, self._linked, self._linked.sources + self._rank)
-            plan = self._group.agree(self._holding)
+            plan = self._group.agree(self._shelf.holding)
             self._buckets = [
                 (
                     source,
@@ -374,31 +446,54 @@ class LinkReader:
             self._group.close()
         self._is_made.set()
 
-    def _fetch_from(self, source: int, buckets: list[_Bucket], offer: WeightsOffered, shadow: torch.Tensor) -> None:
+    def _fetch_from(
+        self,
+        source: int,
+        buckets: list[_Bucket],
+        offer: WeightsOffered,
+        base: int,
+        shadow: torch.Tensor,
+        num_landed: int,
+    ) -> None:
         group = self._group
         assert group is not None, "made before"
         timeout = self._links.timeout
-        request = torch.tensor([offer.version, offer.slot, self._base])
+        request = torch.tensor([offer.version, offer.slot, base])
         group.send(request, source, _REQUEST).wait(timeout)
-        arrivals = self._arrivals(group, source, buckets, offer, shadow)
-        current = next(arrivals, None)
-        while current is not None:
-            bucket, header, data, number, arrival = current
-            arrival.wait(timeout)
-            self.received_bytes += len(data)
-            current = next(arrivals, None)  # the next one is on its way while this one is unpacked
-            self._land(bucket, header, data, (source, number), shadow, offer.version)
+        on_its_way: _OnItsWay | None = None
+        for upcoming in self._announced(group, source, buckets, offer, shadow, is_first=not num_landed):
+            if on_its_way is not None:
+                self._land(on_its_way, source, num_landed, shadow, offer.version)
+            on_its_way = upcoming
+        if on_its_way is not None:
+            self._land(on_its_way, source, num_landed, shadow, offer.version)
 
-    def _arrivals(
-        self, group: _Group, source: int, buckets: list[_Bucket], offer: WeightsOffered, shadow: torch.Tensor
-    ) -> Iterator[tuple[_Bucket, list[int], torch.Tensor, int, _Arrival]]:
+    def _announced(
+        self,
+        group: _Group,
+        source: int,
+        buckets: list[_Bucket],
+        offer: WeightsOffered,
+        shadow: torch.Tensor,
+        *,
+        is_first: bool,
+    ) -> Iterator[_OnItsWay | None]:
+        """Every bucket as soon as its header is here; None for each time the source says that it waits itself."""
         for number, bucket in enumerate(buckets):
             header = torch.zeros(3, dtype=torch.int64)
+            # Such headers are not endless: see `_awaited`.
             group.receive(header, source, _HEADER).wait(self._links.timeout)
-            kind, count, _ = header.tolist()
-            if kind == _REFUSED:
-                raise WeightSyncError(f"the trainer no longer has version {offer.version}")
-            if not (0 <= count <= bucket.num_bytes + 1 and (kind == _DELTA or count == bucket.num_bytes)):
+            while header[0] == _AWAITED:
+                yield None
+                group.receive(header, source, _HEADER).wait(self._links.timeout)
+            kind, count, checksum = header.tolist()
+            if kind == _GONE and is_first and number == 0:
+                raise VersionGoneError(f"{self._name} no longer leads to version {offer.version}")
+            if kind in (_GONE, _STUCK):
+                why = "was overwritten there" if kind == _GONE else "does not arrive there"
+                raise WeightSyncError(f"{self._name} brings no more of version {offer.version}, which {why}")
+            allowed = {_WHOLE: range(bucket.num_bytes, bucket.num_bytes + 1), _DELTA: range(bucket.num_bytes + 2)}
+            if count not in allowed.get(kind, ()):
                 raise WeightSyncError("a malformed bucket arrived", got=f"kind {kind}, {count} bytes")
             where = bucket.slice_of(bucket.copies.target)
             if kind == _DELTA:
@@ -409,25 +504,32 @@ class LinkReader:
                 data = shadow.view(torch.uint8)[where]
             else:
                 data = self._room[number % 2][: bucket.num_bytes]
-            yield bucket, header.tolist(), data, number, group.receive(data, source, _PAYLOAD)
+            yield _OnItsWay(bucket, number, kind, checksum, data, group.receive(data, source, _PAYLOAD))
 
-    def _land(
-        self,
-        bucket: _Bucket,
-        header: list[int],
-        data: torch.Tensor,
-        key: tuple[int, int],
-        shadow: torch.Tensor,
-        version: int,
-    ) -> None:
-        kind, _, expected = header
-        if kind == _DELTA:
+    def _land(self, arriving: _OnItsWay, source: int, num_landed: int, shadow: torch.Tensor, version: int) -> None:
+        """Wait for a bucket, check it, bring it to its place; `num_landed` buckets of other sources are there."""
+        arriving.arrival.wait(self._links.timeout)
+        bucket, data, key = arriving.bucket, arriving.data, (source, arriving.number)
+        self.received_bytes += len(data)
+        if arriving.kind == _DELTA:
             if key not in self._bases:
                 raise WeightSyncError("changes arrived to a version that is not here")
             _apply(self._bases[key].numpy(), data.numpy())
             data = self._bases[key]
-        checksum = np.uint64(checksum_of(data.numpy())).astype(np.int64).item()
-        if checksum != expected:
+        if np.uint64(checksum_of(data.numpy())).astype(np.int64).item() != arriving.checksum:
             raise WeightSyncError(f"version {version} is damaged: a bucket is not what its checksum says")
         if self._links.delta or bucket.slice_of(bucket.copies.target) is None:
             run_copies(bucket.unpacking, data.numpy(), bytes_of(shadow))
+        self._shelf.landed(num_landed + arriving.number)
+
+
+@dataclass(frozen=True)
+class _OnItsWay:
+    """Bucket `number` of a source, of which the header is here."""
+
+    bucket: _Bucket
+    number: int
+    kind: int
+    checksum: int
+    data: torch.Tensor
+    arrival: _Arrival

@@ -17,7 +17,9 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Holding, Message, WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.weight_sync.copying import Bytes, bytes_of, copy_bytes, pack_bytes
 from slipstream.weight_sync.links import Links
+from slipstream.weight_sync.relay import SlotSource
 from slipstream.weight_sync.slots import Commit, Slots, Transport
+from slipstream.weight_sync.tree import TRAINER, FeedingTree
 
 _CLOCK = WallClock()
 _DECISION = struct.Struct("<qq?")  # version, slot, whether it is offered
@@ -89,7 +91,8 @@ class Publisher:
     more that nobody reads, and offered as soon as a reader releases one, unless a newer one has come by then.
 
     Of the ranks of `group` each has segments of its own, made by `transport`; rank 0 has the ports and `relay`, by
-    which it tells the others what happens between two versions. `links`: to readers that cannot map segments.
+    which it tells the others what happens between two versions. `links`: to readers that cannot map segments, of which
+    some may be fed by others (`tree.py`).
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Publisher:
         self._greeted: set[int] = set()  # replicas that have asked before
         self._lost: set[int] = set()  # that were dropped: what they ask for waits until they are added again
         self._epochs: dict[int, int] = {}
+        self._tree = FeedingTree([])
 
     def open(
         self, flat: torch.Tensor | None, packer: WeightsPacker | None = None, holding: Holding | None = None
@@ -140,6 +144,9 @@ class Publisher:
             raise WeightSyncError("a publisher needs flat weights or a packer")
         self._slots = self._transport.create(num_bytes, len(self._ledger.free_slots()), holding)
         told = self._group.gather(num_bytes.to_bytes(8, "little") + self._slots.name.encode())
+        if self._links is not None:
+            hosts = {host.decode() for host in self._group.gather(self._links.place.host.encode())}
+            self._tree = FeedingTree(hosts, relays=self._links.relays)
         self._segments = tuple(name[8:].decode() for name in told)
         self._num_bytes = sum(int.from_bytes(name[:8], "little") for name in told)
 
@@ -193,12 +200,16 @@ class Publisher:
         self._serve(message)
 
     def drop_reader(self, replica: int) -> None:
-        """Forget a dead replica: its slots come free, its link is closed."""
+        """Forget a dead replica: its slots come free, its link is closed, those that it has fed get another."""
         self._ledger.drop_replica(replica)
         self._lost.add(replica)
         self._wanting.pop(replica, None)
         if self._links is not None:
             self._links.drop(replica)
+        for child in self._tree.leave(replica):
+            world = self._tree.world(child)
+            self._link(child, self._tree.host(child), world)
+            self._offer_again(child, world)
 
     def add_reader(self, replica: int) -> None:
         """A replica that joined or came back, to which `offers` leads again; it gets the last version when it asks."""
@@ -290,20 +301,33 @@ class Publisher:
             return
         del self._wanting[replica]
         if message.is_linked:
-            self._epochs[replica] = self._epochs.get(replica, 0) + 1
-            linked = WeightsLinked(
-                replica=replica, world=message.world, sources=self._group.world, epoch=self._epochs[replica]
-            )
-            if self._relay is not None:
-                self._relay.put(linked)
-            self._serve(linked)
-            self._send(linked)
-        if replica not in self._greeted:
-            self._greeted.add(replica)
-            return
+            self._link(replica, wanting[0].host, message.world)
+        if replica in self._greeted:
+            self._offer_again(replica, message.world)
+        self._greeted.add(replica)
+
+    def _link(self, replica: int, host: str, world: int) -> None:
+        """Tell everybody who feeds `replica` from now on."""
+        parent = self._tree.feed(replica, host, world)
+        self._epochs[replica] = self._epochs.get(replica, 0) + 1
+        linked = WeightsLinked(
+            replica=replica,
+            world=world,
+            sources=self._group.world if parent == TRAINER else self._tree.world(parent),
+            epoch=self._epochs[replica],
+            parent=parent,
+            is_renewed=replica in self._greeted,
+        )
+        if self._relay is not None:
+            self._relay.put(linked)
+        self._serve(linked)
+        self._send(linked)
+
+    def _offer_again(self, replica: int, world: int) -> None:
+        """To `replica` alone, what was offered last; what it reads or had before is forgotten."""
         self._ledger.forget(replica)
         if self._last is not None and self._ledger.version_in(self._last.slot) == self._last.version:
-            self._ledger.offer(self._last.slot, [(replica, rank) for rank in range(message.world)])
+            self._ledger.offer(self._last.slot, [(replica, rank) for rank in range(world)])
             self._send(msgspec.structs.replace(self._last, replica=replica))
 
     def _serve(self, linked: WeightsLinked) -> None:
@@ -311,7 +335,10 @@ class Publisher:
             raise WeightSyncError(
                 f"replica {linked.replica} asks for a link and there are none", hint="both ends need `links`"
             )
-        self._links.serve(linked, self._opened(), self._group.rank)
+        if linked.parent == TRAINER:
+            self._links.serve(linked, SlotSource(self._opened()), self._group.rank)
+        else:
+            self._links.drop(linked.replica)
 
     def _opened(self) -> Slots:
         if self._slots is None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +15,12 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import FlatWeights, Receiver, Sender, Swap
 from slipstream.core.links import WakeUp
 from slipstream.core.types import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
-from slipstream.weight_sync.links import LinkReader, Links
+from slipstream.weight_sync.links import LinkReader, Links, VersionGoneError
 from slipstream.weight_sync.reader import Fetch, SegmentReader
+from slipstream.weight_sync.relay import Shelf, give_way
 from slipstream.weight_sync.slots import Transport
 
 Probe = Callable[[np.ndarray], np.ndarray]
-
-STAGING_NICENESS = 10
-"""Of the staging thread, in Linux's units: a tenth of a core where decoding wants all of them, else what is idle."""
 
 _CLOCK = WallClock()
 _LOG = logging.getLogger(__name__)
@@ -58,6 +54,7 @@ class Staging:
         self.probe_error: float | None = None
         self.error: Exception | None = WeightSyncError(f"staging version {offer.version} did not finish")
         self.is_done = threading.Event()
+        self.is_void = False  # the trainer has forgotten that this is being read
         self.transfer_s = 0.0
         self.fetch, self._shadow, self._weights, self._probe = fetch, shadow, weights, probe
 
@@ -103,6 +100,7 @@ class Subscriber:
         self._offers, self._releases, self._transport, self._links = offers, releases, transport, links
         self._replica, self._rank, self._world = replica, rank, world
         self._fetch: Fetch | None = None
+        self._shelf: Shelf | None = None
         self._wake = WakeUp()
         self._newest_seen = -1
         self._waiting: WeightsOffered | None = None
@@ -137,6 +135,8 @@ class Subscriber:
             self._fetch = SegmentReader(self._transport, parameters.holding, rotation=rotation)
         elif not is_threaded or parameters.holding is None:
             raise WeightSyncError("a link needs a staging thread and weights that say what they hold (`holding`)")
+        else:
+            self._shelf = Shelf(parameters.holding)
         self._want()
 
     @property
@@ -263,9 +263,7 @@ class Subscriber:
 
     def _stage_aside(self, staging: Staging) -> None:
         """In a thread of its own, which gives way to decoding."""
-        torch.set_num_threads(1)  # of this thread; the others keep theirs
-        if sys.platform == "linux":  # where threads have priorities of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
+        give_way()
         self._stage(staging)
 
     def _stage(self, staging: Staging) -> None:
@@ -282,9 +280,12 @@ class Subscriber:
             self._thread.join()
             self._thread = None
         staging, self._staging = self._staging, None
-        self._release(staging.offer)
+        if not staging.is_void:
+            self._release(staging.offer)
         if staging.error is None:
             self._pending = staging
+        elif isinstance(staging.error, VersionGoneError):
+            self.stats.num_passed_over += 1
         elif not isinstance(staging.error, WeightSyncError):
             raise staging.error
         else:
@@ -302,16 +303,37 @@ class Subscriber:
 
     def _want(self) -> None:
         self._releases.put(
-            WeightsWanted(replica=self._replica, rank=self._rank, world=self._world, is_linked=self._links is not None)
+            WeightsWanted(
+                replica=self._replica,
+                rank=self._rank,
+                world=self._world,
+                is_linked=self._links is not None,
+                host="" if self._links is None else self._links.place.host,
+            )
         )
 
     def _link(self, linked: WeightsLinked) -> None:
-        if linked.replica != self._replica or self._links is None or self._parameters is None:
+        """Make a new link to this replica's source, or to a replica that is fed from here; or end the latter."""
+        if self._links is None or self._shelf is None:
             return
+        if linked.parent == self._replica:
+            self._links.serve(linked, self._shelf, self._rank, gives_way=True)
+        else:
+            self._links.drop(linked.replica)
+        if linked.replica != self._replica:
+            return
+        if linked.is_renewed:
+            self._forget_offers()
         if self._fetch is not None:
             self._fetch.close()
-        assert self._parameters.holding is not None, "open has seen to that"
-        self._fetch = self._links.receive(linked, self._rank, self._parameters.holding)
+        self._fetch = self._links.receive(linked, self._rank, self._shelf)
+
+    def _forget_offers(self) -> None:
+        """The trainer no longer counts on their release, and offers the last version again."""
+        self._waiting = None
+        if self._staging is not None:
+            self._staging.is_void = True
+        self._newest_seen = self._version if self._pending is None else self._pending.offer.version
 
     def _release(self, offer: WeightsOffered) -> None:
         self._releases.put(

@@ -1,0 +1,297 @@
+"""Versions that replicas hand on to one another over links, all in one process: order, faults, and who is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
+from slipstream.core.types import Holding
+from slipstream.weight_sync.links import LinkReader, Links
+from slipstream.weight_sync.plan import Place
+from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.relay import SlotSource, State
+from slipstream.weight_sync.slots import InProcess
+from slipstream.weight_sync.subscriber import Subscriber
+
+TOKENS = np.arange(4, dtype=np.int32)
+NUM_BYTES = 40_000
+BUCKET_BYTES = 10_000
+DEADLINE_S = 30.0
+
+
+def holding() -> Holding:
+    """One vector of float32."""
+    return Holding(
+        num_bytes=NUM_BYTES,
+        names=("w",),
+        shapes=((NUM_BYTES // 4,),),
+        types=("float32",),
+        item_bytes=(4,),
+        tensor=np.zeros(1, np.int32),
+        start=np.array([[0]]),
+        stop=np.array([[NUM_BYTES // 4]]),
+        offset=np.zeros(1, np.int64),
+        strides=np.array([[4]]),
+    )
+
+
+def weights_of(version: int) -> torch.Tensor:
+    return torch.randn(NUM_BYTES // 4, generator=torch.Generator().manual_seed(version))
+
+
+class Parameters:
+    def __init__(self) -> None:
+        self.flat = torch.zeros(NUM_BYTES // 4)
+        self.holding = holding()
+
+    def prepare(self, flat: torch.Tensor) -> None: ...
+
+    def rebind(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+
+
+class Replica:
+    def __init__(self, ports: Any, links: Links, number: int) -> None:
+        self.ports, self.number = ports, number
+        self.parameters = Parameters()
+        self.subscriber = Subscriber(
+            ports.inputs["offers"], ports.outputs["releases"], InProcess(), replica=number, links=links
+        )
+        self.subscriber.open(self.parameters, lambda tokens: np.zeros(3, np.float32), 1e9, is_threaded=True)
+
+    @property
+    def parent(self) -> int:
+        fetch = self.subscriber._fetch
+        assert isinstance(fetch, LinkReader)
+        return fetch._linked.parent
+
+    def poll(self) -> bool:
+        """As the generator's loop does it: what is ready becomes live."""
+        news = self.subscriber.poll()
+        return self.subscriber.commit() is not None or news
+
+
+class Rig:
+    """A trainer on machine 't' and a replica on each of `hosts`. `delta`, `timeout_s`: of the links."""
+
+    def __init__(
+        self, folder: Path, hosts: Sequence[str], *, delta: bool = False, timeout_s: float = 20.0, num_slots: int = 2
+    ) -> None:
+        specs = [
+            spec
+            for number in range(len(hosts))
+            for spec in (
+                ChannelSpec(f"offers_{number}", Kind.WEIGHTS, "t.offers", f"g{number}.offers"),
+                ChannelSpec(f"releases_{number}", Kind.GATHER, f"g{number}.releases", "t.releases"),
+            )
+        ]
+        store = dist.FileStore(str(folder / "links"), -1)
+
+        def links(host: str) -> Links:
+            return Links(store, place=Place(host), timeout_s=timeout_s, bucket_bytes=BUCKET_BYTES, delta=delta)
+
+        self.ports = connect_local(specs)
+        trainer = self.ports["t"]
+        self.live = torch.zeros(NUM_BYTES // 4)
+        self.publisher = Publisher(
+            trainer.outputs["offers"],
+            trainer.inputs["releases"],
+            InProcess(),
+            num_readers=len(hosts),
+            num_slots=num_slots,
+            links=links("t"),
+        )
+        self.publisher.open(self.live, holding=holding())
+        self.replicas = [Replica(self.ports[f"g{n}"], links(host), n) for n, host in enumerate(hosts)]
+
+    def publish(self, version: int) -> None:
+        self.live.copy_(weights_of(version))
+        self.publisher.publish(version, TOKENS, np.zeros(3, np.float32))
+
+    def until(self, condition: Callable[[], bool], replicas: Sequence[Replica] | None = None) -> None:
+        """Let the trainer and `replicas` (all) work until `condition`."""
+        working = self.replicas if replicas is None else replicas
+        while not condition():
+            news = [self.publisher.poll(), *(replica.poll() for replica in working)]
+            if not any(news) and not condition():
+                inputs = [one for replica in working for one in replica.ports.inputs.values()]
+                fds = [fd for replica in working for fd in replica.subscriber.wait_fds()]
+                failures = [replica.subscriber.failure for replica in working]
+                assert wait([*inputs, *self.ports["t"].inputs.values()], [], fds, timeout_s=DEADLINE_S), failures
+
+    def take(self, version: int, replicas: Sequence[Replica] | None = None) -> None:
+        working = self.replicas if replicas is None else replicas
+        self.until(lambda: all(replica.subscriber.version == version for replica in working), replicas)
+        for replica in working:
+            assert torch.equal(replica.parameters.flat, weights_of(version)), replica.number
+
+    def close(self) -> None:
+        self.publisher.close()
+        for replica in self.replicas:
+            replica.subscriber.close()
+        for ports in self.ports.values():
+            ports.close()
+
+
+@contextmanager
+def running(folder: Path, hosts: Sequence[str], **how: Any) -> Iterator[Rig]:
+    rig = Rig(folder, hosts, **how)
+    try:
+        yield rig
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_versions_go_from_one_to_the_next_bit_for_bit(delta: bool, tmp_path: Path) -> None:
+    with running(tmp_path, "bbct", delta=delta) as rig:
+        for version in range(5):
+            rig.publish(version)
+            rig.take(version)
+        assert [replica.parent for replica in rig.replicas] == [-1, 0, 1, -1]
+        assert [replica.subscriber.stats.num_failed_transfers for replica in rig.replicas] == [0] * 4
+        assert rig.publisher.stats.num_skipped == 0
+
+
+class Gate:
+    """Lets the trainer send `extent` of a version only once it is open; what lies before it goes at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first_byte: int) -> None:
+        self.open = threading.Event()
+        wait_for_slot = SlotSource.wait
+
+        def gated(source: SlotSource, version: int, slot: int, extent: tuple[int, int], timeout_s: float) -> State:
+            if extent[1] > first_byte and not self.open.wait(timeout_s):
+                return State.AWAITED
+            return wait_for_slot(source, version, slot, extent, timeout_s)
+
+        monkeypatch.setattr(SlotSource, "wait", gated)
+
+
+def test_a_bucket_is_handed_on_before_the_next_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, "bbb") as rig:
+        rig.publish(0)
+        rig.take(0)
+        gate = Gate(monkeypatch, 2 * BUCKET_BYTES)
+        rig.publish(1)
+        last = rig.replicas[-1]
+        shelf = last.subscriber._shelf
+        assert shelf is not None
+        rig.until(lambda: all(replica.subscriber._staging is not None for replica in rig.replicas))
+        assert shelf.wait(1, 0, (0, BUCKET_BYTES), DEADLINE_S) is State.READY
+        assert shelf.wait(1, 0, (2 * BUCKET_BYTES, 3 * BUCKET_BYTES), 0.0) is State.AWAITED
+        gate.open.set()
+        rig.take(1)
+
+
+def test_who_is_fed_waits_while_something_comes(tmp_path: Path) -> None:
+    """The source's own source takes longer than a timeout, and nobody is at fault."""
+    with running(tmp_path, "bb", timeout_s=2.0) as rig:
+        rig.publish(0)
+        rig.take(0)
+        first, second = rig.replicas
+        rig.publish(1)
+        # The first replica does not look for offers; the second asks it for what it does not have.
+        rig.until(lambda: second.subscriber._staging is not None, [second])
+        rig.take(1, [first])
+        rig.take(1, [second])
+        assert second.parent == 0
+        assert second.subscriber.stats.num_failed_transfers == 0
+
+
+def test_a_version_that_the_source_passed_over_is_passed_over(tmp_path: Path) -> None:
+    with running(tmp_path, "bb") as rig:
+        rig.publish(0)
+        rig.take(0)
+        first, second = rig.replicas
+        rig.publish(1)
+        rig.until(lambda: second.subscriber._staging is not None, [second])
+        rig.publish(2)
+        rig.take(2)  # the first takes the newest of two
+        assert first.subscriber.stats.num_passed_over == 1
+        assert second.subscriber.stats.num_passed_over == 1
+        assert second.subscriber.stats.num_failed_transfers == 0
+        assert [first.parent, second.parent] == [-1, 0]
+
+
+def test_a_source_that_is_lost_amid_a_version_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain of three: the second and the third miss nothing, and every slot comes free."""
+    with running(tmp_path, "bbb") as rig:
+        rig.publish(0)
+        rig.take(0)
+        gate = Gate(monkeypatch, 2 * BUCKET_BYTES)
+        rig.publish(1)
+        dead, *alive = rig.replicas
+        shelf = alive[0].subscriber._shelf
+        assert shelf is not None
+        rig.until(lambda: all(replica.subscriber._staging is not None for replica in rig.replicas))
+        assert shelf.wait(1, 0, (0, BUCKET_BYTES), DEADLINE_S) is State.READY
+        rig.publisher.drop_reader(0)
+        gate.open.set()
+        rig.take(1, alive)
+        assert [replica.parent for replica in alive] == [-1, 1]
+        for version in range(2, 6):
+            rig.publish(version)
+            rig.take(version, alive)
+        assert rig.publisher.stats.num_skipped == 0
+        rig.until(lambda: len(rig.publisher._ledger.free_slots()) == 3, alive)
+
+        rig.publisher.add_reader(0)  # it never was away: it finds its link closed, and asks for another
+        rig.take(5)
+        assert dead.parent == 2
+
+
+def test_a_source_that_does_nothing_is_given_up(tmp_path: Path) -> None:
+    """The first replica hangs before it hears of the link: the second asks again, and is fed by the trainer."""
+    with running(tmp_path, "bb", timeout_s=1.0) as rig:
+        first, second = rig.replicas
+        rig.publish(0)
+        rig.until(lambda: rig.publisher._tree.parent(0) == -1, [])
+        rig.until(lambda: second.subscriber._fetch is not None and second.parent == 0, [second])
+        rig.take(0, [second])
+        assert second.parent == -1
+        assert second.subscriber.stats.num_failed_transfers == 1
+        rig.take(0, [first])
+
+
+def test_one_that_cannot_keep_up_is_fed_by_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source writes the buffer that it reads: never a mixture, and the next version comes from elsewhere.
+
+    With two versions in transit the trainer waits for the slower one, and there is no third to be written.
+    """
+    with running(tmp_path, "bb", num_slots=4) as rig:
+        rig.publish(0)
+        rig.take(0)
+        first, second = rig.replicas
+        reader, may_land, has_begun = second.subscriber._fetch, threading.Event(), threading.Event()
+        land = LinkReader._land
+
+        def slow(self: LinkReader, *args: Any) -> None:
+            if self is reader:
+                has_begun.set()
+                assert may_land.wait(DEADLINE_S)
+            land(self, *args)
+
+        monkeypatch.setattr(LinkReader, "_land", slow)
+        rig.publish(1)
+        rig.until(lambda: second.subscriber._staging is not None)
+        assert has_begun.wait(DEADLINE_S)
+        for version in (2, 3):
+            rig.until(lambda version=version: first.subscriber.version == version - 1)  # type: ignore[misc]
+            rig.publish(version)
+        rig.until(lambda: first.subscriber.version == 3)
+        may_land.set()
+        rig.take(3)
+        assert second.parent == -1
+        assert second.subscriber.stats.num_failed_transfers == 1
+        rig.publish(4)
+        rig.take(4)
