@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from slipstream import cli
+from slipstream.controller.build import nodes
+from slipstream.controller.cluster import ALWAYS_REMOTE
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.keys import RunKeys
@@ -36,6 +38,11 @@ GPUS: dict[str, Any] = {
     "trainer": {"ranks": 16, "tensor_parallel": 4, "device": "cuda"},
     "generator": {"replicas": 3, "tensor_parallel": 2, "device": "cuda"},
 }
+SCORING: dict[str, Any] = GPUS | {
+    "rewards": {"models": [{"path": "scorer"}], "model_ranks": 12, "device": "cuda"},
+    "kl": {"coef": 0.1, "executor": "own", "ranks": 2, "device": "cuda"},
+}
+"""The reward models fill two machines of eight GPUs, the reference a part of one."""
 WIDE: dict[str, Any] = {"generator": {"replicas": 2, "tensor_parallel": 4}}
 
 # A stand-in notes its call (program, arguments, some of its environment) and then does what its lines say.
@@ -148,10 +155,39 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
     return pod
 
 
-def run_files(kind: str, overrides: dict[str, Any]) -> dict[str, str]:
+def run_files(kind: str, overrides: dict[str, Any], **options: Any) -> dict[str, str]:
     if kind == "slurm":
-        return slurm_files(config(overrides), Path("/shared/a b"), working_dir=Path("/home/me"))
-    return kubernetes_files(config(overrides), "run-a", image="registry/slipstream:1", namespace="team")
+        return slurm_files(config(overrides), Path("/shared/a b"), working_dir=Path("/home/me"), **options)
+    return kubernetes_files(config(overrides), "run-a", image="registry/slipstream:1", namespace="team", **options)
+
+
+def controller_remote(kind: str, files: dict[str, str]) -> frozenset[str]:
+    """What the controller's command is told to leave to others, beside trainer and generators."""
+    command = files["controller.sbatch" if kind == "slurm" else "controller.yaml"]
+    [names] = re.findall(r"--group controller(?: --remote((?: \w+)+))? --listen", command)
+    return frozenset(names.split())
+
+
+def placed(kind: str, files: dict[str, str]) -> list[tuple[str, int]]:
+    """(group, rank) of every process that the jobs of groups start, on all their machines."""
+    found = []
+    if kind == "slurm":
+        for name, text in files.items():
+            if name.endswith(".sbatch") and name not in ("controller.sbatch", "end.sbatch"):
+                asked, group = sbatch_options(text), name.removesuffix(".sbatch")
+                [ranks] = re.findall(r"SLURM_CPUS_PER_TASK / (\d+)\)", text)
+                replicas = asked.get("array", "").removeprefix("0-")
+                groups = [group] if not replicas else [f"{group}-{n}" for n in range(int(replicas) + 1)]
+                found += [(each, rank) for each in groups for rank in range(int(asked["nodes"]) * int(ranks))]
+        return found
+    for (what, _), each in manifests(files).items():
+        [container] = pod_of(each)["containers"] if what == "Job" else [{"command": ["sh"]}]
+        if container["command"][0] != "sh":
+            command = container["command"]
+            group, threads = (command[command.index(option) + 1] for option in ("--group", "--threads"))
+            ranks = int(container["resources"]["requests"]["cpu"]) // int(threads)
+            found += [(group, rank) for rank in range(each["spec"]["completions"] * ranks)]
+    return found
 
 
 # Ranks and machines
@@ -228,14 +264,98 @@ def test_the_controller_has_cores_for_what_scores() -> None:
     assert [int(sbatch_options(script)["cpus-per-task"]) for script in scripts] == [3, 11, 19]
 
 
-def test_the_controller_has_gpus_for_what_scores() -> None:
+@pytest.mark.parametrize(
+    ("remote", "gpus", "ranks"),
+    [
+        (None, None, 0),
+        (["reference", "reward_models"], None, 0),
+        (["trainer", "reference"], "gpu:2", 2),
+        (["reward_models"], "gpu:4", 4),
+        ([], "gpu:4", 6),
+    ],
+)
+def test_the_controller_has_gpus_for_what_stays_with_it(remote: list[str] | None, gpus: str | None, ranks: int) -> None:
     """Reward models and reference share them; each process has cores."""
     rewards: dict[str, Any] = {"models": [{"path": "scorer"}], "device": "cuda", "model_ranks": 2}
-    kl = {"coef": 0.1, "executor": "own", "device": "cuda", "ranks": 4}
-    asked = sbatch_options(run_files("slurm", {"rewards": rewards, "kl": kl})["controller.sbatch"])
-    assert (asked["gres"], asked["cpus-per-task"]) == ("gpu:4", str(2 + 1 + 8 * 6))
-    with pytest.raises(ConfigError, match="on the controller's machine"):
-        run_files("slurm", {"rewards": rewards | {"model_ranks": 9}})
+    overrides = {"rewards": rewards, "kl": {"coef": 0.1, "executor": "own", "device": "cuda", "ranks": 4}}
+    asked = sbatch_options(run_files("slurm", overrides, remote=remote)["controller.sbatch"])
+    assert (asked.get("gres"), asked["cpus-per-task"]) == (gpus, str(2 + 1 + 8 * ranks))
+    objects = manifests(run_files("kubernetes", overrides, remote=remote))
+    [container] = pod_of(objects["Job", "run-a-controller"])["containers"]
+    assert container["resources"].get("limits", {}) == ({"nvidia.com/gpu": gpus[4:]} if gpus else {})
+    assert container["resources"]["requests"]["cpu"] == asked["cpus-per-task"]
+
+
+def test_a_stage_that_scores_on_a_gpu_does_so_on_the_controllers_machine() -> None:
+    models = {"models": [{"path": "scorer"}], "device": "cuda", "model_ranks": 2}
+    for overrides, gpus in (
+        ({"rewards": models}, None),
+        ({"rewards": models, "stages": ["rl", "evaluate"]}, "gpu:1"),
+        ({"gold": models | {"model_ranks": 1}, "stages": ["rl", "evaluate"]}, "gpu:1"),
+        ({"gold": models | {"model_ranks": 1, "device": "cpu"}, "stages": ["rl", "evaluate"]}, None),
+    ):
+        assert sbatch_options(run_files("slurm", overrides)["controller.sbatch"]).get("gres") == gpus, overrides
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_does_not_fit_beside_the_controller_is_told_where_it_would(kind: str, device: str) -> None:
+    overrides = SCORING | {"rewards": SCORING["rewards"] | {"device": device}}
+    with pytest.raises(ConfigError, match=r"no room for 'reward_models'(?s:.*)--remote reference reward_models"):
+        run_files(kind, overrides, remote=["reference"])
+    run_files(kind, overrides, remote=["reference", "reward_models"])
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("name", ["reward_models", "reference", "rewards", "controller", "generator-0", "x; y"])
+def test_a_group_that_the_run_does_not_have_gets_no_job(kind: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="no such group could join this run"):
+        run_files(kind, GPUS, remote=[name])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(["slurm", "kubernetes"]),
+    trainer=st.sampled_from([(1, 1), (12, 4)]),
+    generator=st.sampled_from([(1, 1), (3, 2)]),
+    reward_models=st.tuples(st.integers(0, 20), st.sampled_from(["cpu", "cuda"])),
+    reference=st.tuples(st.integers(0, 20), st.sampled_from(["cpu", "cuda"])),
+    room=st.integers(1, 9),
+    remote=st.none() | st.sets(st.sampled_from(["reward_models", "reference"])),
+)
+def test_every_rank_that_the_controller_waits_for_has_one_place(
+    kind: str,
+    trainer: tuple[int, int],
+    generator: tuple[int, int],
+    reward_models: tuple[int, str],
+    reference: tuple[int, str],
+    room: int,
+    remote: set[str] | None,
+) -> None:
+    """The controller's own pipeline, built from its own command line, says who has to join."""
+    models = [{"path": "scorer"}] if reward_models[0] else []
+    rewards = {"models": models, "model_ranks": max(1, reward_models[0]), "device": reward_models[1]}
+    kl = {"coef": 0.1, "executor": "own", "ranks": reference[0], "device": reference[1]} if reference[0] else {}
+    overrides = {
+        "trainer": {"ranks": trainer[0], "tensor_parallel": trainer[1]},
+        "generator": {"replicas": generator[0], "tensor_parallel": generator[1]},
+        "rewards": rewards,
+        "kl": kl,
+    }
+    scorers = {"reward_models": reward_models, "reference": reference}
+    has = {name for name, (ranks, _) in scorers.items() if ranks}
+    on_cuda = {name for name, (_, device) in scorers.items() if device == "cuda"}
+    leaving = has & (on_cuda if remote is None else remote)
+    wanted = None if remote is None else leaving
+    if any(scorers[name][0] > room for name in has - leaving):
+        with pytest.raises(ConfigError, match="--remote"):
+            run_files(kind, overrides, remote=wanted, gpus_per_node=room)
+        wanted = leaving = has
+    files = run_files(kind, overrides, remote=wanted, gpus_per_node=room)
+    assert controller_remote(kind, files) == leaving
+    pipeline = nodes(config(overrides), remote=ALWAYS_REMOTE | leaving)
+    expected = [(node.name, rank) for node in pipeline if node.host == "torchrun" for rank in range(node.ranks)]
+    assert sorted(placed(kind, files)) == sorted(expected)
 
 
 def test_a_vllm_replica_has_the_gpus_of_its_own_tensor_parallelism() -> None:
@@ -258,7 +378,7 @@ def test_a_numbered_gpu_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
-@pytest.mark.parametrize("overrides", [{}, GPUS, WIDE], ids=["cpu", "gpus", "wide"])
+@pytest.mark.parametrize("overrides", [{}, GPUS, WIDE, SCORING], ids=["cpu", "gpus", "wide", "scoring"])
 def test_files_are_well_formed_and_hold_no_key(kind: str, overrides: dict[str, Any], monkeypatch: Any) -> None:
     key = RunKeys.new().as_environment()
     for name, value in key.items():
@@ -284,27 +404,38 @@ def test_the_recipe_is_the_whole_configuration(kind: str) -> None:
 # SLURM
 
 
-@pytest.mark.parametrize(("overrides", "num_nodes"), [({}, 1), (GPUS, 2)], ids=["cpu", "gpus"])
-def test_a_trainer_starts_on_each_of_its_nodes(cluster: Cluster, overrides: dict[str, Any], num_nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("group", "overrides", "num_nodes", "ranks"),
+    [
+        ("trainer", {}, 1, 1),
+        ("trainer", GPUS, 2, 8),
+        ("reward_models", SCORING, 2, 6),
+        ("reference", SCORING, 1, 2),
+    ],
+)
+def test_a_group_starts_on_each_of_its_nodes(
+    cluster: Cluster, group: str, overrides: dict[str, Any], num_nodes: int, ranks: int
+) -> None:
     cluster.slurm(overrides, partition="gpu", time="1-00:00:00")
     (cluster.folder / "address").write_text("10.0.0.1:5\n")
-    assert cluster.job("trainer.sbatch") == 0
+    assert cluster.job(f"{group}.sbatch") == 0
     calls = cluster.calls("slipstream")
     assert len(calls) == num_nodes
     for rank, (arguments, _, folder, _) in enumerate(calls):
         options = parsed(arguments)
         assert folder == str(cluster.work)
-        assert (options.group, options.address, options.threads) == ("trainer", "10.1.2.3", 8)
+        assert (options.group, options.address, options.threads) == (group, "10.1.2.3", 8)
         assert (options.controller, options.key_file) == (str(cluster.folder / "address"), cluster.folder / "key")
         if num_nodes == 1:
             assert (options.nnodes, options.node_rank, options.rendezvous) == (None, None, None)
         else:
             assert (options.nnodes, options.node_rank, options.rendezvous) == (2, rank, "node-a:24567")
     [srun] = cluster.arguments("srun")
-    assert f"--cpus-per-task={64 if overrides else 8}" in srun
+    assert f"--cpus-per-task={8 * ranks}" in srun
     assert not cluster.arguments("scontrol")
-    asked = sbatch_options((cluster.folder / "trainer.sbatch").read_text())
-    assert (asked["partition"], asked["time"]) == ("gpu", "1-00:00:00")
+    asked = sbatch_options((cluster.folder / f"{group}.sbatch").read_text())
+    assert (asked["partition"], asked["time"], "array" in asked) == ("gpu", "1-00:00:00", False)
+    assert asked.get("gres") == (f"gpu:{ranks}" if overrides else None)
 
 
 def test_each_replica_is_an_element_of_an_array(cluster: Cluster) -> None:
@@ -330,12 +461,14 @@ def test_each_replica_is_an_element_of_an_array(cluster: Cluster) -> None:
         ("generator.sbatch", 0, 0, False),
         ("generator.sbatch", 1, 0, True),
         ("generator.sbatch", 2, 0, False),
+        ("reward_models.sbatch", 1, 0, True),
+        ("reference.sbatch", 2, 0, False),
     ],
 )
 def test_a_job_that_failed_starts_again_by_itself_and_alone(
     cluster: Cluster, script: str, code: int, restarts: int, again: bool
 ) -> None:
-    cluster.slurm(GPUS)
+    cluster.slurm(SCORING)
     (cluster.folder / "address").write_text("10.0.0.1:5\n")
     environment = {"EXIT": str(code)} | ({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})
     if script == "generator.sbatch":  # as for the last element: its job id is the array's
@@ -360,6 +493,18 @@ def test_the_controller_listens_where_others_reach_it_and_goes_on_with_its_run(c
     for options in (first, second):
         assert (options.group, options.listen) == ("controller", "10.1.2.3:0")
         assert (options.key_file, options.address_file) == (cluster.folder / "key", cluster.folder / "address")
+        assert options.remote is None
+
+
+def test_the_controller_waits_for_the_groups_that_have_jobs(cluster: Cluster) -> None:
+    cluster.slurm(SCORING)
+    assert cluster.job("controller.sbatch") == 0
+    (cluster.folder / "run").mkdir()
+    (cluster.folder / "run" / "config.toml").write_text("")
+    assert cluster.job("controller.sbatch") == 0
+    first, second = map(parsed, cluster.arguments("slipstream"))
+    assert first.remote == second.remote == ("reward_models", "reference")
+    assert (first.resume, second.resume) == (None, cluster.folder / "run")
 
 
 def test_submitting_makes_a_private_key_and_ties_the_groups_to_the_controller(cluster: Cluster) -> None:
@@ -403,6 +548,25 @@ def test_the_last_job_cancels_the_groups(cluster: Cluster) -> None:
     assert sbatch_options((cluster.folder / "end.sbatch").read_text())["time"] == "5"
 
 
+@pytest.mark.parametrize("overrides", [{}, SCORING], ids=["cpu", "scoring"])
+def test_every_job_ends_with_the_controller(cluster: Cluster, overrides: dict[str, Any]) -> None:
+    cluster.slurm(overrides)
+    assert cluster.run(str(cluster.folder / "submit.sh")) == 0
+    submitted = {next(a for a in call if a.endswith(".sbatch")): call for call in cluster.arguments("sbatch")}
+    scripts = [path.name for path in cluster.folder.glob("*.sbatch")]
+    assert sorted(submitted) == sorted(scripts)
+    ids = dict(zip(submitted, (cluster.folder / "jobs").read_text().split(), strict=True))
+    groups = [ids[script] for script in scripts if script not in ("controller.sbatch", "end.sbatch")]
+    for script in scripts:
+        tie = {"controller.sbatch": [], "end.sbatch": [f"--dependency=afterany:{ids['controller.sbatch']}"]}
+        expected = tie.get(script, [f"--dependency=after:{ids['controller.sbatch']}"])
+        assert [option for option in submitted[script] if "dependency" in option] == expected
+    end = submitted["end.sbatch"]
+    assert cluster.job("end.sbatch", *end[end.index("end.sbatch") + 1 :]) == 0
+    [cancelled] = cluster.arguments("scancel")
+    assert sorted(cancelled) == sorted(groups)
+
+
 @settings(max_examples=6, deadline=None)
 @given(name=st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=12))
 def test_any_path_is_quoted(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
@@ -433,7 +597,7 @@ def test_options_that_would_not_be_one_word_are_refused(option: str, value: str)
 # Kubernetes
 
 
-@pytest.mark.parametrize("overrides", [{}, GPUS], ids=["cpu", "gpus"])
+@pytest.mark.parametrize("overrides", [{}, GPUS, SCORING], ids=["cpu", "gpus", "scoring"])
 def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, Any]) -> None:
     objects = manifests(run_files("kubernetes", overrides))
     service = objects["Service", "run-a"]["spec"]
@@ -461,7 +625,9 @@ def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, 
             if "controller" not in name:
                 commands.append(parsed(command[1:]))
     replicas = config(overrides).generator.replicas
-    assert {options.group for options in commands} == {"trainer"} | {f"generator-{r}" for r in range(replicas)}
+    scorers = {"reward_models", "reference"} if overrides is SCORING else set()
+    expected = {"trainer"} | {f"generator-{r}" for r in range(replicas)} | scorers
+    assert {options.group for options in commands} == expected
     for options in commands:
         controller, port = options.controller.split(":")
         assert controller in names
@@ -469,14 +635,28 @@ def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, 
         assert options.address == "10.2.0.7"
         if options.rendezvous is not None:
             assert options.rendezvous.split(":")[0] in names
-            assert "-trainer-0." in options.rendezvous
-    trainers = [(options.nnodes, options.node_rank) for options in commands if options.group == "trainer"]
-    assert trainers == ([(2, 0), (2, 1)] if overrides else [(None, None)])
+            assert f"-{options.group.replace('_', '-')}-0." in options.rendezvous
+    on_two = {options.group for options in commands if options.nnodes == 2}
+    assert on_two == (({"trainer"} if overrides else set()) | (scorers - {"reference"}))
+    for group in expected:
+        places = [(options.nnodes, options.node_rank) for options in commands if options.group == group]
+        assert places == ([(2, 0), (2, 1)] if group in on_two else [(None, None)])
 
 
+def test_names_of_pods_are_names_of_dns() -> None:
+    name = "a" * 40
+    overrides = SCORING | {"generator": {"replicas": 100}}
+    for (_, each), value in manifests(kubernetes_files(config(overrides), name, image="i")).items():
+        index = value["spec"]["completions"] - 1 if value["kind"] == "Job" else 0
+        assert re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", f"{each}-{index}"), each
+
+
+@pytest.mark.parametrize("overrides", [{}, SCORING], ids=["cpu", "scoring"])
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_the_controllers_pod_goes_on_with_its_run(cluster: Cluster, is_resumed: bool) -> None:
-    objects = manifests(run_files("kubernetes", {}))
+def test_the_controllers_pod_goes_on_with_its_run(
+    cluster: Cluster, is_resumed: bool, overrides: dict[str, Any]
+) -> None:
+    objects = manifests(run_files("kubernetes", overrides))
     [container] = pod_of(objects["Job", "run-a-controller"])["containers"]
     volume = cluster.root / "volume"
     if is_resumed:
@@ -488,16 +668,19 @@ def test_the_controllers_pod_goes_on_with_its_run(cluster: Cluster, is_resumed: 
     options = parsed(cluster.arguments("slipstream")[0])
     run = volume / "runs" / "run-a"
     assert (options.group, options.listen) == ("controller", "10.2.0.7:29400")
+    assert options.remote == (("reward_models", "reference") if overrides else None)
     expected = (None, None, run) if is_resumed else ("/etc/slipstream/recipe.toml", run, None)
     assert (options.recipe, options.out, options.resume) == expected
 
 
 def test_bad_input_ends_a_job_and_lost_machines_do_not_count() -> None:
-    jobs = {name: each for (kind, name), each in manifests(run_files("kubernetes", GPUS)).items() if kind == "Job"}
+    jobs = {name: each for (kind, name), each in manifests(run_files("kubernetes", SCORING)).items() if kind == "Job"}
     limits = {name: each["spec"]["backoffLimit"] for name, each in jobs.items()}
     assert limits == {
         "run-a-controller": CONTROLLER_RESTARTS,
         "run-a-trainer": 2 * GROUP_RESTARTS,
+        "run-a-reward-models": 2 * GROUP_RESTARTS,
+        "run-a-reference": GROUP_RESTARTS,
         **{f"run-a-generator-{replica}": GROUP_RESTARTS for replica in range(3)},
     }
     for job in jobs.values():
@@ -510,7 +693,7 @@ def test_bad_input_ends_a_job_and_lost_machines_do_not_count() -> None:
 
 
 def test_submitting_passes_a_key_through_a_pipe_and_applies_everything(cluster: Cluster) -> None:
-    files = run_files("kubernetes", GPUS)
+    files = run_files("kubernetes", SCORING)
     cluster.write(files)
     submit = str(cluster.folder / "submit.sh")
     assert cluster.run(submit, MISSING="secret persistentvolumeclaim") == 0
@@ -566,3 +749,30 @@ def test_the_command_writes_the_files_and_starts_nothing(kind: str, cluster: Clu
     else:
         assert "name: jobs-a-trainer" in files["trainer.yaml"].read_text()
     assert cli.main(argv) == 2, "files that somebody may have changed are not written over"
+
+
+def test_the_command_knows_who_leaves_the_controller(cluster: Cluster, monkeypatch: Any) -> None:
+    """`--remote`, with names or without, or the groups on CUDA; where nothing is to be told it is refused."""
+    monkeypatch.chdir(cluster.work)
+    monkeypatch.setattr(cli, "_console", Console(file=io.StringIO()))
+    says = io.StringIO()
+    monkeypatch.setattr(cli, "_errors", Console(file=says, width=200))
+    own = ["--kl.coef", "0.1", "--kl.executor", "own", "--kl.device", "cuda"]
+
+    def launch(folder: str, *options: str) -> set[str]:
+        assert cli.main(["launch", "quickstart", "--slurm", str(cluster.root / folder), *own, *options]) == 0
+        return {path.stem for path in (cluster.root / folder).glob("*.sbatch")} - {"controller", "end"}
+
+    assert launch("a") == launch("b", "--remote", "reference") == {"trainer", "generator", "reference"}
+    assert launch("c", "--remote") == {"trainer", "generator"}
+    for argv in (
+        ["quickstart", "--slurm", "d", "--remote", "reward_models"],
+        ["quickstart", "--kubernetes", "e", "--image", "i", "--remote", "reward_models"],
+        ["quickstart", "--group", "controller", "--key-file", "key", "--remote", "reward_models"],
+    ):
+        says.truncate(0)
+        assert cli.main(["launch", *argv]) == 2
+        assert "no such group could join this run" in says.getvalue()
+    assert cli.main(["launch", "--group", "trainer", "--controller", "x:1", "--remote", "reference"]) == 2
+    assert "the controller is told which groups join it" in says.getvalue()
+    assert {path.name for path in cluster.work.iterdir()} <= {"key"}

@@ -155,6 +155,8 @@ def launch_command(argv: Sequence[str]) -> int:
 
         result = run(config, out=options.out, resume=options.resume, cluster=cluster)
         return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
+    if options.remote is not None:
+        raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
     if options.controller is None:
         raise ConfigError("a group joins a controller", allowed="--controller HOST:PORT, or the file with that")
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Job)}
@@ -260,7 +262,13 @@ def _launch_options(shown: Mapping[str, Any]) -> Any:
         ),
         ("listen", "Controller: HOST:PORT where groups reach it. Default: 127.0.0.1:0.", str, False),
         ("address_file", "Controller: file for the HOST:PORT it listens at.", Path, False),
-        ("remote", "Controller: groups that join it, too: reward_models, reference.", tuple[str, ...], False),
+        (
+            "remote",
+            "Controller, job files: groups that join, too: reward_models, reference. Default: none; in job files those"
+            " on CUDA.",
+            tuple[str, ...],
+            False,
+        ),
         ("controller", "Group: HOST:PORT of the controller, or the file with that.", str, False),
         ("key_file", "The run's key, mode 0600; the controller makes it. Default: SLIPSTREAM_RUN_KEY.", Path, False),
         ("address", "Group: address where the others reach this machine. Default: 127.0.0.1.", str, False),

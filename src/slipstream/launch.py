@@ -1,7 +1,8 @@
 """A run on several machines: the controller's side, and that of the groups that join it (`slipstream launch`).
 
-The controller hosts the store and what needs no GPU; every other group is a torchrun job of its own, whose agent starts
-it again when it dies. docs/cluster.md shows it for two machines, SLURM and Kubernetes.
+The controller hosts the store and, as its children, what is not told to be elsewhere; every other group is a torchrun
+job of its own, whose agent starts it again when it dies. docs/cluster.md shows it for two machines, SLURM and
+Kubernetes.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
     else:
         command += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", job.rendezvous, "--rdzv-id", f"{spec.run_id}-{node.name}"]
+        command += ["--local-addr", job.address]  # names of machines need not mean anything to each other
     command += ["-m", "slipstream.controller.member", "--controller", job.controller, "--group", job.group]
     command += ["--address", job.address, "--threads", str(threads)]
     environment = thread_environment(threads) | QUIET

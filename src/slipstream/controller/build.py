@@ -15,7 +15,7 @@ from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
 from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
-from slipstream.controller.placement import num_cores, place
+from slipstream.controller.placement import check_remote, computing_groups, num_cores, place
 from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
 from slipstream.core.channel import ChannelSpec
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
@@ -49,15 +49,8 @@ def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection
     What `remote` groups compute on is on their machines, where they look for it themselves.
     """
     check_model_path(config)
-    here = _computing_groups(config)
-    if not set(remote) <= here:
-        raise ConfigError(
-            "no such group could join this run",
-            got=", ".join(sorted(set(remote) - here)),
-            allowed=", ".join(sorted(here)),
-            hint="there are reward_models with rewards.models, and a reference with kl.executor = 'own'",
-        )
-    here -= set(remote)
+    check_remote(config, remote)
+    here = computing_groups(config) - set(remote)
     if "generator" in here:
         check_vllm(config)
         check_device(config)
@@ -74,12 +67,6 @@ def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection
     check_checkpoints(config, readers(config))
     if not has_own_reward and (config.rewards.terms or not config.rewards.models):
         check_rewards(config.rewards, task_table(config.prompts.tasks))
-
-
-def _computing_groups(config: RunConfig) -> set[str]:
-    """The groups of the default pipeline that run models, replicas of the generator under one name."""
-    groups = {"trainer", "generator"} | ({"reward_models"} if config.rewards.models else set())
-    return groups | ({"reference"} if config.kl.executor == "own" else set())
 
 
 def readers(config: RunConfig) -> list[tuple[str, str | None]]:

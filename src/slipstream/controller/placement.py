@@ -1,4 +1,6 @@
-"""Who gets which cores. Thread counts decide every number on a CPU, so they are fixed before torch is imported.
+"""Who computes, here or on other machines, and who gets which cores.
+
+Thread counts decide every number on a CPU, so they are fixed before torch is imported.
 
 Seen on two cores, decode and train steps per second: alone with two threads 397 and 17, together with one each 240
 and 7, together with two each 93 and 5. Executors that run at the same time therefore share the cores without overlap;
@@ -8,9 +10,11 @@ phases that cannot overlap (warm start, evaluation at the ends, everything at st
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,24 @@ class Threads:
 
     together: int
     alone: int
+
+
+def computing_groups(config: RunConfig) -> set[str]:
+    """The groups of the default pipeline that run models, replicas of the generator under one name."""
+    groups = {"trainer", "generator"} | ({"reward_models"} if config.rewards.models else set())
+    return groups | ({"reference"} if config.kl.executor == "own" else set())
+
+
+def check_remote(config: RunConfig, remote: Collection[str]) -> None:
+    """Raise ConfigError for a group of `remote` that the run does not have, or that could not join it."""
+    groups = computing_groups(config)
+    if not set(remote) <= groups:
+        raise ConfigError(
+            "no such group could join this run",
+            got=", ".join(sorted(set(remote) - groups)),
+            allowed=", ".join(sorted(groups)),
+            hint="there are reward_models with rewards.models, and a reference with kl.executor = 'own'",
+        )
 
 
 def num_cores() -> int:

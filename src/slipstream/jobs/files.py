@@ -1,8 +1,9 @@
 """The files with which SLURM or Kubernetes starts a run on many machines: from a configuration to texts.
 
-Both start the same commands (`slipstream launch`): one job for the controller, one for the trainer, and one for each
-generator replica, so that the loss of one is healed without touching the others. No file contains the run's key: the
-scripts make it where the jobs are submitted.
+Both start the same commands (`slipstream launch`): one job for the controller, one for the trainer, one for each
+generator replica, so that the loss of one is healed without touching the others, and one for each group that scores
+completions on machines of its own (`machines.lay_out`). No file contains the run's key: the scripts make it where the
+jobs are submitted.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def write_job_files(config: RunConfig, options: Any, kind: str, console: Console
             folder,
             working_dir=Path.cwd(),
             out=options.out if options.resume is None else options.resume,
+            remote=options.remote,
             gpus_per_node=gpus_per_node,
             partition=options.partition,
             account=options.account,
@@ -53,7 +55,12 @@ def write_job_files(config: RunConfig, options: Any, kind: str, console: Console
                 hint="leave --out and --resume away",
             )
         files = kubernetes_files(
-            config, folder.name, image=options.image, namespace=options.namespace, gpus_per_node=gpus_per_node
+            config,
+            folder.name,
+            image=options.image,
+            namespace=options.namespace,
+            remote=options.remote,
+            gpus_per_node=gpus_per_node,
         )
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
@@ -19,9 +19,7 @@ from slipstream.jobs.machines import (
     RENDEZVOUS_PORT,
     STORE_PORT,
     Machines,
-    controller_machine,
-    generator_machines,
-    trainer_machines,
+    lay_out,
 )
 
 VOLUME = "slipstream"
@@ -35,6 +33,7 @@ def kubernetes_files(
     *,
     image: str | None,
     namespace: str | None = None,
+    remote: Collection[str] | None = None,
     gpus_per_node: int = 8,
     cpus_per_rank: int = 8,
 ) -> dict[str, str]:
@@ -42,24 +41,33 @@ def kubernetes_files(
 
     `name` is the run's, and what all its objects are named after. `image` has `slipstream` in its path. Containers work
     in the volume claim `slipstream`, at /slipstream: relative paths of the configuration are looked for there, and
-    the run is written to runs/`name`. ConfigError for names that Kubernetes would refuse.
+    the run is written to runs/`name`. `remote` as in `lay_out`. ConfigError for names that Kubernetes would refuse.
     """
     _check_names(name, image, namespace)
     metadata: dict[str, Any] = {"labels": {"app.kubernetes.io/name": "slipstream", "app.kubernetes.io/instance": name}}
     if namespace is not None:
         metadata["namespace"] = namespace
-    trainer = trainer_machines(config, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
-    generator = generator_machines(config, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
+    layout = lay_out(config, remote, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
 
     def job(group: str, machines: Machines, restarts: int, command: list[str]) -> dict[str, Any]:
         return _job(name, group, metadata, machines, restarts, str(image), command)
 
-    controller = controller_machine(config, gpus_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
     script = _KUBERNETES_CONTROLLER.format(
-        run=f"{VOLUME_DIR}/runs/{name}", recipe=f"{RECIPE_DIR}/{RECIPE_FILE}", port=STORE_PORT
+        run=f"{VOLUME_DIR}/runs/{name}",
+        recipe=f"{RECIPE_DIR}/{RECIPE_FILE}",
+        remote=f" --remote {' '.join(layout.remote)}" if layout.remote else "",
+        port=STORE_PORT,
     )
-    groups = {f"generator-{replica}": generator for replica in range(config.generator.replicas)}
-    generators = [job(group, own, GROUP_RESTARTS, _group_command(name, group, own)) for group, own in groups.items()]
+    groups = {
+        f"{each.kind}.yaml": _manifest(
+            _ABOUT_GROUP,
+            *(
+                job(group, each.machines, GROUP_RESTARTS, _group_command(name, group, each.machines))
+                for group in each.groups
+            ),
+        )
+        for each in layout.groups
+    }
     return {
         "volume.yaml": _manifest(_ABOUT_VOLUME, _volume(namespace)),
         "recipe.yaml": _manifest(
@@ -74,14 +82,14 @@ def kubernetes_files(
         "controller.yaml": _manifest(
             _ABOUT_CONTROLLER,
             _service(name, metadata),
-            job("controller", controller, CONTROLLER_RESTARTS, ["sh", "-c", script]),
+            job("controller", layout.controller, CONTROLLER_RESTARTS, ["sh", "-c", script]),
         ),
-        "trainer.yaml": _manifest(
-            _ABOUT_GROUP, job("trainer", trainer, GROUP_RESTARTS, _group_command(name, "trainer", trainer))
-        ),
-        "generator.yaml": _manifest(_ABOUT_GROUP, *generators),
+        **groups,
         "submit.sh": _KUBERNETES_SUBMIT.format(
-            kubectl="kubectl" if namespace is None else f"kubectl --namespace={namespace}", name=name, volume=VOLUME
+            kubectl="kubectl" if namespace is None else f"kubectl --namespace={namespace}",
+            name=name,
+            volume=VOLUME,
+            files=" ".join(f"--filename={file}" for file in ("recipe.yaml", "controller.yaml", *groups)),
         ),
     }
 
@@ -100,13 +108,18 @@ def _check_names(name: str, image: str | None, namespace: str | None) -> None:
         raise ConfigError("an image is needed", got=image, allowed="--image REGISTRY/NAME:TAG with slipstream in it")
 
 
+def _object_name(name: str, group: str) -> str:
+    """Of a group's Job. Names of DNS have no '_'."""
+    return f"{name}-{group.replace('_', '-')}"
+
+
 def _group_command(name: str, group: str, machines: Machines) -> list[str]:
     """$(...) is filled in by Kubernetes, for each pod."""
     command = ["slipstream", "launch", "--group", group]
     command += ["--controller", f"{name}-controller-0.{name}:{STORE_PORT}", "--address", "$(POD_IP)"]
     command += ["--threads", str(machines.cpus // machines.ranks)]
     if machines.nodes > 1:
-        first = f"{name}-{group}-0.{name}:{RENDEZVOUS_PORT}"
+        first = f"{_object_name(name, group)}-0.{name}:{RENDEZVOUS_PORT}"
         command += ["--nnodes", str(machines.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--rendezvous", first]
     return command
 
@@ -120,7 +133,7 @@ def _job(
     image: str,
     command: list[str],
 ) -> dict[str, Any]:
-    """An Indexed Job with a pod per machine, known to the others as `name`-`group`-INDEX.`name`."""
+    """An Indexed Job with a pod per machine, known to the others as `_object_name(name, group)`-INDEX.`name`."""
     labels = metadata["labels"] | {"app.kubernetes.io/component": group}
     resources: dict[str, Any] = {"requests": {"cpu": str(machines.cpus)}}
     if machines.gpus:
@@ -155,7 +168,7 @@ def _job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": f"{name}-{group}", **metadata, "labels": labels},
+        "metadata": {"name": _object_name(name, group), **metadata, "labels": labels},
         "spec": {
             "completionMode": "Indexed",
             "completions": machines.nodes,
@@ -232,8 +245,8 @@ machines write to it: name a storageClassName with ReadWriteMany where the defau
 _ABOUT_RECIPE = "The run's configuration with every field."
 _ABOUT_CONTROLLER = """
 The headless Service names all pods of the run. The Job hosts the store, runs the controller, and as its children
-whatever scores completions. A pod that fails is replaced, and goes on from the last checkpoint; exit code 2 is bad
-input, which would fail again.
+what scores completions without a Job of its own. A pod that fails is replaced, and goes on from the last checkpoint;
+exit code 2 is bad input, which would fail again.
 """
 _ABOUT_GROUP = """
 A Job per executor group, a pod per machine with a torchrun agent in it. The agent starts ranks again that die; a pod
@@ -248,7 +261,7 @@ if [ -e "$run/config.toml" ]; then
 else
   set -- {recipe} --out "$run"
 fi
-exec slipstream launch "$@" --group controller --listen "$POD_IP:{port}"
+exec slipstream launch "$@" --group controller{remote} --listen "$POD_IP:{port}"
 """
 
 _KUBERNETES_SUBMIT = """\
@@ -275,5 +288,5 @@ fi
 if ! {kubectl} get persistentvolumeclaim {volume} >/dev/null 2>&1; then
     {kubectl} apply --filename=volume.yaml
 fi
-{kubectl} apply --filename=recipe.yaml --filename=controller.yaml --filename=trainer.yaml --filename=generator.yaml
+{kubectl} apply {files}
 """

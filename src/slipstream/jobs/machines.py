@@ -1,9 +1,12 @@
-"""What the groups of a run need of a cluster: machines, restarts, exit codes; whatever starts them."""
+"""What a run needs of a cluster, whatever starts it: its jobs, their machines, restarts, exit codes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from slipstream.controller.placement import check_remote
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 
@@ -28,6 +31,92 @@ class Machines:
     cpus: int
 
 
+@dataclass(frozen=True)
+class GroupJob:
+    """What is started for the executor groups of one kind: a job for the one of that name, or for each replica.
+
+    Each of its groups runs on `machines` of its own. `replicas`: None for a group that has none.
+    """
+
+    kind: str
+    machines: Machines
+    replicas: int | None = None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """What `slipstream launch --group` calls them."""
+        if self.replicas is None:
+            return (self.kind,)
+        return tuple(f"{self.kind}-{replica}" for replica in range(self.replicas))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All of a run: the controller with its children on one machine, and the jobs of the groups that join it.
+
+    `remote`: which of these groups the controller has to be told of (`--remote`).
+    """
+
+    controller: Machines
+    groups: tuple[GroupJob, ...]
+    remote: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A group that scores completions, which may be children of the controller: `ranks` whole copies on `device`."""
+
+    name: str
+    ranks: int
+    device: str
+    ranks_field: str
+
+
+def lay_out(
+    config: RunConfig, remote: Collection[str] | None = None, *, ranks_per_node: int = 8, cpus_per_rank: int = 8
+) -> Layout:
+    """Which jobs the run is made of, and what each of them runs on.
+
+    Trainer and generators have jobs of their own, and so have the groups of `remote` ('reward_models', 'reference');
+    None: those on CUDA, so that the controller needs no GPU. `ranks_per_node` are the GPUs of a machine, and how many
+    ranks one without GPUs holds. ConfigError for groups that the run does not have, and for what fits on no machine.
+    """
+    scorers = _scorers(config)
+    own = {scorer.name for scorer in scorers if scorer.device == "cuda"} if remote is None else set(remote)
+    check_remote(config, own)
+    leaving = [scorer for scorer in scorers if scorer.name in own]
+    staying = [scorer for scorer in scorers if scorer.name not in own]
+    fewest = partial(machines, ranks_per_node=ranks_per_node, cpus_per_rank=cpus_per_rank)
+    trainer = config.trainer
+    groups = [
+        GroupJob("trainer", fewest(trainer.ranks, trainer.tensor_parallel, is_on_gpu=trainer.device == "cuda")),
+        GroupJob(
+            "generator",
+            _generator_machines(config, fewest, ranks_per_node=ranks_per_node, cpus_per_rank=cpus_per_rank),
+            config.generator.replicas,
+        ),
+        *(GroupJob(each.name, fewest(each.ranks, 1, is_on_gpu=each.device == "cuda")) for each in leaving),
+    ]
+    told = [scorer.name for scorer in leaving]
+    for scorer in staying:
+        if scorer.ranks > ranks_per_node:
+            raise ConfigError(
+                f"the controller's machine has no room for '{scorer.name}'",
+                got=f"{scorer.ranks_field} = {scorer.ranks}",
+                allowed=f"at most {ranks_per_node}, as many as a machine has GPUs (--gpus-per-node)",
+                hint=f"`--remote {' '.join([*told, scorer.name])}` gives it a job of its own (docs/cluster.md)",
+            )
+    controller = _controller_machine(config, staying, cpus_per_rank=cpus_per_rank)
+    return Layout(controller, tuple(groups), remote=tuple(told))
+
+
+def _scorers(config: RunConfig) -> list[Scorer]:
+    rewards, kl = config.rewards, config.kl
+    models = Scorer("reward_models", rewards.model_ranks, rewards.device, "rewards.model_ranks")
+    reference = Scorer("reference", kl.ranks, kl.device, "kl.ranks")
+    return [*([models] if rewards.models else []), *([reference] if kl.executor == "own" else [])]
+
+
 def machines(
     ranks: int, tensor_parallel: int, *, is_on_gpu: bool, ranks_per_node: int = 8, cpus_per_rank: int = 8
 ) -> Machines:
@@ -49,19 +138,9 @@ def machines(
     return Machines(nodes=ranks // each, ranks=each, gpus=each if is_on_gpu else 0, cpus=each * cpus_per_rank)
 
 
-def trainer_machines(config: RunConfig, *, ranks_per_node: int = 8, cpus_per_rank: int = 8) -> Machines:
-    """What the trainer runs on."""
-    trainer = config.trainer
-    return machines(
-        trainer.ranks,
-        trainer.tensor_parallel,
-        is_on_gpu=trainer.device == "cuda",
-        ranks_per_node=ranks_per_node,
-        cpus_per_rank=cpus_per_rank,
-    )
-
-
-def generator_machines(config: RunConfig, *, ranks_per_node: int = 8, cpus_per_rank: int = 8) -> Machines:
+def _generator_machines(
+    config: RunConfig, fewest: Callable[..., Machines], *, ranks_per_node: int, cpus_per_rank: int
+) -> Machines:
     """What each generator replica runs on.
 
     The configuration does not know what vLLM was built for: its replicas get GPUs where the trainer has them, as many
@@ -75,13 +154,7 @@ def generator_machines(config: RunConfig, *, ranks_per_node: int = 8, cpus_per_r
             allowed="'cuda' or 'cpu'",
         )
     if generator.engine != "vllm":
-        return machines(
-            generator.tensor_parallel,
-            generator.tensor_parallel,
-            is_on_gpu=generator.device == "cuda",
-            ranks_per_node=ranks_per_node,
-            cpus_per_rank=cpus_per_rank,
-        )
+        return fewest(generator.tensor_parallel, generator.tensor_parallel, is_on_gpu=generator.device == "cuda")
     size = int(generator.vllm.engine_args.get("tensor_parallel_size", 1))
     if size > ranks_per_node:
         raise ConfigError(
@@ -92,23 +165,13 @@ def generator_machines(config: RunConfig, *, ranks_per_node: int = 8, cpus_per_r
     return Machines(1, ranks=1, gpus=size if config.trainer.device == "cuda" else 0, cpus=size * cpus_per_rank)
 
 
-def controller_machine(config: RunConfig, *, gpus_per_node: int = 8, cpus_per_rank: int = 8) -> Machines:
-    """What the controller runs on with its children: rewards and their workers, reward models, an own reference.
+def _controller_machine(config: RunConfig, staying: Sequence[Scorer], *, cpus_per_rank: int) -> Machines:
+    """What the controller runs on with its children: rewards and their workers, and the scorers that stay.
 
-    The ranks of these two share GPUs, where both are on some. ConfigError where no machine has so many.
+    Scorers share GPUs, and so does a stage that scores in the controller's process, before RL or after it.
     """
-    scorers = [
-        (config.rewards.model_ranks if config.rewards.models else 0, config.rewards.device, "rewards.model_ranks"),
-        (config.kl.ranks if config.kl.executor == "own" else 0, config.kl.device, "kl.ranks"),
-    ]
-    for ranks, device, field in scorers:
-        if device == "cuda" and ranks > gpus_per_node:
-            raise ConfigError(
-                "what scores completions runs on the controller's machine",
-                got=f"{field} = {ranks} on CUDA",
-                allowed=f"at most {gpus_per_node}, the GPUs of a machine",
-                hint="`slipstream launch --remote` lets these groups join a run from other machines (docs/cluster.md)",
-            )
-    gpus = max(ranks if device == "cuda" else 0 for ranks, device, _ in scorers)
-    cpus = 2 + config.rewards.num_workers + cpus_per_rank * sum(ranks for ranks, _, _ in scorers)
-    return Machines(1, ranks=1, gpus=gpus, cpus=cpus)
+    in_stages = (config.rewards, config.gold) if {"preferences", "evaluate"} & set(config.stages) else ()
+    gpus = [scorer.ranks for scorer in staying if scorer.device == "cuda"]
+    gpus += [1 for rewards in in_stages if rewards.models and rewards.device == "cuda"]
+    cpus = 2 + config.rewards.num_workers + cpus_per_rank * sum(scorer.ranks for scorer in staying)
+    return Machines(1, ranks=1, gpus=max(gpus, default=0), cpus=cpus)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from slipstream.core.config import RunConfig
@@ -16,12 +16,13 @@ from slipstream.jobs.machines import (
     GROUP_RESTARTS,
     INTERRUPTED,
     RECIPE_FILE,
+    GroupJob,
     Machines,
-    controller_machine,
-    generator_machines,
-    trainer_machines,
+    lay_out,
 )
 
+_LOG = "--output=logs/%x-%j.log"
+_JOB = '"$SLURM_JOB_ID"'
 _ELEMENT = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
 """One element of a job array: the SLURM_JOB_ID of its last element stands for the whole array."""
 
@@ -32,6 +33,7 @@ def slurm_files(
     *,
     working_dir: Path,
     out: Path | None = None,
+    remote: Collection[str] | None = None,
     gpus_per_node: int = 8,
     cpus_per_rank: int = 8,
     partition: str | None = None,
@@ -43,7 +45,8 @@ def slurm_files(
 
     Relative paths of the configuration are looked for in `working_dir`, where the jobs run. `out` is the run's
     directory (default: `folder`/run). `program` is the command `slipstream` as the nodes find it. `gpus_per_node` is
-    also how many ranks a machine without GPUs holds. ConfigError for what a batch script cannot express.
+    also how many ranks a machine without GPUs holds, `remote` as in `lay_out`. ConfigError for what a batch script
+    cannot express.
     """
     for option, value in (("--partition", partition), ("--account", account), ("--time", time)):
         if value is not None and not re.fullmatch(r"[\w.,:+@/-]+", value):
@@ -55,40 +58,22 @@ def slurm_files(
     where = _SLURM_PATHS.format(
         folder=shlex.quote(str(folder)), working_dir=shlex.quote(str(working_dir.absolute()))
     ).strip()
-    trainer = trainer_machines(config, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
-    generator = generator_machines(config, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
-    controller = controller_machine(config, gpus_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
-    log, array_log = "--output=logs/%x-%j.log", "--output=logs/%x-%a-%A.log"
-    replicas = f"--array=0-{config.generator.replicas - 1}"
+    layout = lay_out(config, remote, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
     return {
         RECIPE_FILE: config_toml(config),
         "controller.sbatch": _SLURM_CONTROLLER.format(
-            header=_header(f"{name}-controller", controller, log, "--signal=INT@300", *shared),
+            header=_header(f"{name}-controller", layout.controller, _LOG, "--signal=INT@300", *shared),
             where=where,
             run=shlex.quote(str((folder / "run") if out is None else out.absolute())),
             launch=launch,
+            remote=f" --remote {' '.join(layout.remote)}" if layout.remote else "",
             restart=_restart(CONTROLLER_RESTARTS, BAD_INPUT, INTERRUPTED),
         ),
-        "trainer.sbatch": _group_script(
-            _header(f"{name}-trainer", trainer, log, *shared),
-            where,
-            trainer,
-            launch,
-            group="trainer",
-            job='"$SLURM_JOB_ID"',
-        ),
-        "generator.sbatch": _group_script(
-            _header(f"{name}-generator", generator, array_log, replicas, *shared),
-            where,
-            generator,
-            launch,
-            group='"generator-$SLURM_ARRAY_TASK_ID"',
-            job=_ELEMENT,
-        ),
+        **{f"{job.kind}.sbatch": _group_script(job, name, shared, where, launch) for job in layout.groups},
         "end.sbatch": _SLURM_END.format(
-            header=_header(f"{name}-end", Machines(1, 1, 0, 1), log, *(s for s in shared if "--time" not in s))
+            header=_header(f"{name}-end", Machines(1, 1, 0, 1), _LOG, *(s for s in shared if "--time" not in s))
         ),
-        "submit.sh": _SLURM_SUBMIT,
+        "submit.sh": _SLURM_SUBMIT.format(groups=" ".join(job.kind for job in layout.groups)),
     }
 
 
@@ -107,25 +92,27 @@ def _header(name: str, machines: Machines, *more: str) -> str:
     return "\n".join(f"#SBATCH {option}" for option in options)
 
 
-def _group_script(header: str, where: str, machines: Machines, launch: str, *, group: str, job: str) -> str:
-    """The job of a group; its machines meet, where it has several. `job` is how SLURM's commands name it."""
+def _group_script(job: GroupJob, run: str, shared: Sequence[str], where: str, launch: str) -> str:
+    """The job of a group, or an array with an element for each replica; its machines meet, where it has several."""
+    machines, is_array = job.machines, job.replicas is not None
+    own = ["--output=logs/%x-%a-%A.log", f"--array=0-{len(job.groups) - 1}"] if is_array else [_LOG]
     several = machines.nodes > 1
     what = "a GPU each" if machines.gpus == machines.ranks else f"{machines.gpus} GPUs" if machines.gpus else "no GPU"
     return _SLURM_GROUP.format(
-        header=header,
+        header=_header(f"{run}-{job.kind}", machines, *own, *shared),
         where=where,
         about=f"On each node a torchrun agent; {machines.ranks} of the group's ranks, {what}.",
         launch=launch,
-        group=group,
+        group=f'"{job.kind}-$SLURM_ARRAY_TASK_ID"' if is_array else job.kind,
         ranks=machines.ranks,
         rendezvous=_SLURM_RENDEZVOUS if several else "",
         node_rank=' --node-rank "$SLURM_NODEID"' if several else "",
-        restart=_restart(GROUP_RESTARTS, BAD_INPUT, job=job),
+        restart=_restart(GROUP_RESTARTS, BAD_INPUT, job=_ELEMENT if is_array else _JOB),
         meeting=' --nnodes "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"' if several else "",
     )
 
 
-def _restart(limit: int, *final: int, job: str = '"$SLURM_JOB_ID"') -> str:
+def _restart(limit: int, *final: int, job: str = _JOB) -> str:
     """What a job does with the `status` of its command: starts anew, at most `limit` times, but not after `final`."""
     unless = " && ".join(f"status != {code}" for code in (0, *final))
     return _SLURM_RESTART.format(unless=unless, limit=limit, job=job).strip()
@@ -148,8 +135,8 @@ exit "$status"
 _SLURM_CONTROLLER = """\
 #!/bin/bash
 {header}
-# Hosts the run's store, runs the controller, and as its children whatever scores completions. Five minutes before the
-# job's time is up the run gets SIGINT and ends with a checkpoint; submit.sh then goes on from there.
+# Hosts the run's store, runs the controller, and as its children what scores completions without a job of its own.
+# Five minutes before the job's time is up the run gets SIGINT and ends with a checkpoint; submit.sh then goes on.
 set -euo pipefail
 {where}
 run={run}
@@ -166,7 +153,7 @@ if [[ -e $run/config.toml ]]; then
 fi
 status=0
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {launch} "${{what[@]}}" \\
-    --group controller --listen "$host:0" --key-file "$folder/key" --address-file "$address" || status=$?
+    --group controller{remote} --listen "$host:0" --key-file "$folder/key" --address-file "$address" || status=$?
 {restart}
 """
 
@@ -201,7 +188,7 @@ _SLURM_END = """\
 {header}
 #SBATCH --time=5
 # Waits in the queue for the controller's end, whatever kind of end: a dependency can hold a job back but not stop one,
-# and trainer and generators would otherwise keep their nodes, or wait in the queue, for a run that is over.
+# and the groups would otherwise keep their nodes, or wait in the queue, for a run that is over.
 scancel "$@" 2>/dev/null || true
 """
 
@@ -209,7 +196,7 @@ _SLURM_SUBMIT = """\
 #!/bin/bash
 # Starts the run; called again after its end, goes on from its last checkpoint. Stop it with: scancel $(cat jobs)
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+cd "$(dirname "${{BASH_SOURCE[0]}}")"
 unset SLIPSTREAM_RUN_KEY # SLURM stores the environment of jobs: the key is for its file alone
 
 queue="jobs"
@@ -224,22 +211,23 @@ if [[ ! -e key ]]; then
 fi
 
 submitted=()
-trap 'if (($? && ${#submitted[@]})); then scancel "${submitted[@]}"; fi' EXIT # all jobs or none
-submit() {
+trap 'if (($? && ${{#submitted[@]}})); then scancel "${{submitted[@]}}"; fi' EXIT # all jobs or none
+submit() {{
     id=$(sbatch --parsable "$@")
-    id=${id%%;*} # "id;cluster" where there are several clusters
+    id=${{id%%;*}} # "id;cluster" where there are several clusters
     submitted+=("$id")
-}
+}}
 submit controller.sbatch
 controller=$id
 # The groups are jobs of their own, so that one can be lost and come back while the others run. They start after the
 # controller, so that no GPU waits for it in vain.
-submit --dependency=after:"$controller" trainer.sbatch
-trainer=$id
-submit --dependency=after:"$controller" generator.sbatch
-generator=$id
+names="controller $controller"
+for group in {groups}; do
+    submit --dependency=after:"$controller" "$group.sbatch"
+    names+=", $group $id"
+done
 # And they end with it.
-submit --dependency=afterany:"$controller" end.sbatch "$trainer" "$generator"
-printf '%s\\n' "${submitted[@]}" >"$queue"
-echo "submitted: controller $controller, trainer $trainer, generator $generator; logs are in $PWD/logs"
+submit --dependency=afterany:"$controller" end.sbatch "${{submitted[@]:1}}"
+printf '%s\\n' "${{submitted[@]}}" >"$queue"
+echo "submitted: $names; logs are in $PWD/logs"
 """

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from slipstream.controller.build import check, check_checkpoints
-from slipstream.controller.placement import num_cores
+from slipstream.controller.placement import check_remote, num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
 from slipstream.models.device import check_gpus
@@ -44,6 +44,7 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
         check(config, has_own_reward=has_own_reward, remote=remote)
     else:
         check_model_path(config)
+        check_remote(config, remote)
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
         if rewards.models:  # these stages score in this process
