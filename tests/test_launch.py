@@ -25,7 +25,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
     keys, file = RunKeys.new(), tmp_path / "key"
     keys.save(file)
     meeting = Meeting(Listen(), timeout_s=10)
-    spec = RunSpec("run-1", tmp_path, NODES, (), 60.0, 5.0, delta=False, wall_minus_clock_s=0.0, started_s=0.0)
+    spec = RunSpec(
+        "run-1", tmp_path, NODES, (), 60.0, 5.0, delta=False, relays=True, wall_minus_clock_s=0.0, started_s=0.0
+    )
     meeting.announce(spec, keys)
     yield Job("trainer", f"127.0.0.1:{meeting.port}", key_file=file)
     del meeting  # and with it the store
@@ -106,6 +108,8 @@ def test_a_group_on_two_machines_meets_by_the_address_that_the_others_reach(job:
     given = {"--nproc-per-node": "2", "--nnodes": "2", "--node-rank": "1", "--rdzv-backend": "c10d"}
     given |= {"--rdzv-endpoint": "10.0.0.1:29500", "--rdzv-id": "run-1-trainer", "--local-addr": "127.0.0.1"}
     assert {option: value_of(option, command) for option in given} == given
+    assert "is_host=0," in value_of("--rdzv-conf", command)
+    assert "is_host=1," in value_of("--rdzv-conf", torchrun(replace(two, node_rank=0))[0])
 
 
 @pytest.mark.parametrize(

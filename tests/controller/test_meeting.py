@@ -25,6 +25,7 @@ SPEC = RunSpec(
     deadline_s=60.0,
     lease_s=5.0,
     delta=True,
+    relays=False,
     wall_minus_clock_s=1.5,
     started_s=7.0,
 )

@@ -71,8 +71,9 @@ class MeetingPlace:
         """What a child of the controller needs to speak with the groups."""
         return self._keys.as_environment()
 
-    def announce(self, run_dir: Path, run_id: str, *, delta: bool, started_s: float) -> None:
-        """From here on groups may join. `delta`: versions travel as what they have changed."""
+    def announce(self, run_dir: Path, run_id: str, *, delta: bool, relays: bool, started_s: float) -> None:
+        """From here on groups may join. `delta`: versions travel as what they have changed; `relays`: through replicas
+        that hand them on."""
         self._meeting.announce(
             RunSpec(
                 run_id=run_id,
@@ -82,6 +83,7 @@ class MeetingPlace:
                 deadline_s=self._deadline_s,
                 lease_s=self._lease_s,
                 delta=delta,
+                relays=relays,
                 wall_minus_clock_s=wall_minus_clock_s(),
                 started_s=started_s,
             ),

@@ -64,8 +64,14 @@ class Executors:
         if cluster is not None:
             place = MeetingPlace(cluster, self.pipeline, lease_s=self.config.lease_s, deadline_s=deadline_s)
             book = place.addresses(transport_dir)
-            delta = self.config.generator.delta
-            place.announce(self.run_dir, run_id, delta=delta, started_s=self._clock.now_s())
+            generator = self.config.generator
+            place.announce(
+                self.run_dir,
+                run_id,
+                delta=generator.delta,
+                relays=generator.relays,
+                started_s=self._clock.now_s(),
+            )
             self._note(f"the controller listens at {place.address}")
         for node in self.pipeline.nodes:
             for rank in range(node.ranks if node.host == "process" else 0):

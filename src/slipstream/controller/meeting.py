@@ -54,6 +54,7 @@ class RunSpec:
     deadline_s: float
     lease_s: float
     delta: bool
+    relays: bool
     wall_minus_clock_s: float  # of the controller: `time.time` less its clock, so that timelines share an axis
     started_s: float  # on the controller's clock
 
@@ -76,6 +77,7 @@ class RunSpec:
             "deadline_s": self.deadline_s,
             "lease_s": self.lease_s,
             "delta": self.delta,
+            "relays": self.relays,
             "wall_minus_clock_s": self.wall_minus_clock_s,
             "started_s": self.started_s,
         }

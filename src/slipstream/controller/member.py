@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,9 +58,10 @@ def main(argv: Sequence[str]) -> int:
         links = Links(
             store,
             hostname=options.address,
-            place=Place(host=socket.gethostname()),
+            place=Place(host=options.address),  # a name would be no help: containers share theirs
             timeout_s=spec.deadline_s,
             delta=spec.delta,
+            relays=spec.relays,
         )
         host = Host(node, ports, spec.channels, spec.run_dir, run_id=spec.run_id, group=group, clock=clock, links=links)
         if incarnation == 1:

@@ -232,6 +232,11 @@ class GeneratorConfig(Section):
         description="Between machines, send only what a version has changed, in words of 2 bytes: for slow links and "
         "precision = 'bfloat16', at the cost of another copy of the weights on either side.",
     )
+    relays: bool = Field(
+        True,
+        description="Between machines, a replica may get versions from another that hands them on, where the network "
+        "would carry the same version twice into or out of a machine; false: each gets its own from the trainer.",
+    )
     probe_tolerance: PositiveFloat | None = Field(
         None,
         description="Largest mean |logprob difference| on the probe text before a version is refused, in nats; null: "
