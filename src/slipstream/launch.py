@@ -112,6 +112,8 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
     else:
         command += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", job.rendezvous, "--rdzv-id", f"{spec.run_id}-{node.name}"]
+        # torchrun would guess who is machine 0 from the name that a machine gives itself.
+        command += ["--rdzv-conf", f"is_host={int(job.node_rank == 0)},read_timeout={JOIN_TIMEOUT_S:.0f}"]
         command += ["--local-addr", job.address]  # names of machines need not mean anything to each other
     command += ["-m", "slipstream.controller.member", "--controller", job.controller, "--group", job.group]
     command += ["--address", job.address, "--threads", str(threads)]

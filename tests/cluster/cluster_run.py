@@ -8,6 +8,7 @@ from pathlib import Path
 from machines import Job, Machine, wait_until
 
 TRAINER_SIDE = ("--group", "trainer", "--threads", "1")
+RENDEZVOUS_PORT = 29501
 
 
 def generator(replica: int) -> tuple[str, ...]:
@@ -15,9 +16,20 @@ def generator(replica: int) -> tuple[str, ...]:
 
 
 class ClusterRun:
-    """The quickstart on two machines: controller, rewards and trainer on one, a generator on the other."""
+    """The quickstart on two machines: controller, rewards and trainer on one, a generator on the other.
 
-    def __init__(self, near: Machine, far: Machine, folder: Path, *overrides: str, num_replicas: int = 1) -> None:
+    Where `shares_trainer`, the trainer is one group on both: a rank on each.
+    """
+
+    def __init__(
+        self,
+        near: Machine,
+        far: Machine,
+        folder: Path,
+        *overrides: str,
+        num_replicas: int = 1,
+        shares_trainer: bool = False,
+    ) -> None:
         self.near, self.far, self.folder = near, far, folder
         self.key, self.address, self.out = folder / "key", folder / "address", folder / "run"
         self.controller = near.launch(
@@ -28,7 +40,12 @@ class ClusterRun:
             *overrides,
             log="controller.log",
         )
-        self.trainer = self.join(near, *TRAINER_SIDE)
+        at = (near, far) if shares_trainer else (near,)
+        together = ("--nnodes", "2", "--rendezvous", f"{near.address}:{RENDEZVOUS_PORT}") if shares_trainer else ()
+        self.trainers = [
+            self.join(machine, *TRAINER_SIDE, *together, *(("--node-rank", str(rank)) if together else ()))
+            for rank, machine in enumerate(at)
+        ]
         self.generators = [self.join(far, *generator(replica)) for replica in range(num_replicas)]
 
     def join(self, machine: Machine, *options: str, key: Path | None = None) -> Job:
@@ -61,5 +78,5 @@ class ClusterRun:
 
     def end(self, timeout_s: float = 500) -> dict:
         code = self.controller.wait(timeout_s)
-        assert code == 0, self.controller.tail() + self.trainer.tail() + "".join(job.tail() for job in self.generators)
+        assert code == 0, "".join(job.tail() for job in (self.controller, *self.trainers, *self.generators))
         return json.loads((self.out / "summary.json").read_text())

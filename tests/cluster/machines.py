@@ -33,7 +33,7 @@ def are_possible() -> bool:
 
 @dataclass
 class Job:
-    """A command on a machine; killing it kills all that it has started."""
+    """A command on a machine; killing it kills its group of processes. Workers of torchrun have one of their own."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -81,6 +81,11 @@ class Machine:
             )
         self.jobs.append(Job(process, path))
         return self.jobs[-1]
+
+    def processes(self) -> list[int]:
+        """All that run on it."""
+        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split()]
 
     def launch(self, *options: str, log: str) -> Job:
         """`slipstream launch` on this machine."""
@@ -131,6 +136,9 @@ def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine, Cable]]:
         for machine in machines:
             for job in machine.jobs:
                 job.kill()
+            for pid in machine.processes():  # workers that have not found out yet that their agent is gone
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", machine.name], capture_output=True)
 
 

@@ -55,7 +55,7 @@ def test_a_run_on_two_machines_learns_through_a_pulled_cable_and_a_killed_group(
         summary = run.end()
         check_books(summary)
         assert summary["eval"]["after"]["accuracy"] > summary["eval"]["before"]["accuracy"] + 0.3
-        assert run.trainer.wait(30) == 0
+        assert run.trainers[0].wait(30) == 0
         assert run.generators[0].wait(30) == 0
 
 
@@ -95,6 +95,22 @@ def healed(events: list[dict]) -> bool:
     """Whether replica 1 samples again after its loss."""
     kinds = [(event["event"]["type"], event["event"].get("replica")) for event in events]
     return ("Swapped", 1) in kinds[kinds.index(("ReplicaLost", 1)) :]
+
+
+def test_one_group_may_be_on_both_machines(tmp_path):
+    """Its ranks talk to each other by the addresses they were given: here all machines have the same name."""
+    with two_machines(tmp_path) as (near, far, _):
+        run = ClusterRun(
+            near,
+            far,
+            tmp_path,
+            *("--trainer.ranks", "2", "--steps", "6", "--warm-start.steps", "10", "--eval.every", "0"),
+            *("--eval.num-prompts", "8", "--prompts.num-eval", "8"),
+            shares_trainer=True,
+        )
+        check_books(run.end(timeout_s=240))
+        for trainer in run.trainers:
+            assert trainer.wait(30) == 0
 
 
 def test_one_more_step_of_staleness_hides_a_transfer_that_takes_a_step(tmp_path):
