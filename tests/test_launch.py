@@ -25,7 +25,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
     keys, file = RunKeys.new(), tmp_path / "key"
     keys.save(file)
     meeting = Meeting(Listen(), timeout_s=10)
-    spec = RunSpec("run-1", tmp_path, NODES, (), 60.0, 5.0, delta=False, wall_minus_clock_s=0.0, started_s=0.0)
+    spec = RunSpec(
+        "run-1", tmp_path, NODES, (), 60.0, 5.0, delta=False, relays=True, wall_minus_clock_s=0.0, started_s=0.0
+    )
     meeting.announce(spec, keys)
     yield Job("trainer", f"127.0.0.1:{meeting.port}", key_file=file)
     del meeting  # and with it the store
