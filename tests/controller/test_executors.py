@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from slipstream.controller import executors
-from slipstream.controller.cluster import Cluster
+from slipstream.controller.cluster import Cluster, RemoteGroups
 from slipstream.controller.controller import Controller, Work
 from slipstream.controller.meeting import Listen, attend, read_spec
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
@@ -25,6 +25,7 @@ from slipstream.controller.tally import Tally
 from slipstream.controller.watch import SilentObserver
 from slipstream.core.addresses import StoreAddresses, grant_incarnation
 from slipstream.core.channel import Ports, connect_by_book, wait
+from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ExecutorDied
 from slipstream.core.keys import RunKeys
 from slipstream.core.recipes import resolve
@@ -291,6 +292,33 @@ def test_without_the_trainer_there_is_no_run(run: Run, ending: Message, what: st
         played["trainer"].say(ending)
     with pytest.raises(ExecutorDied, match=what):
         run.until(lambda: False, "never")
+
+
+def test_who_loads_a_model_or_trains_may_be_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(RemoteGroups, "check", lambda _, ports, *, busy: seen.append(list(busy)) or [])
+    run.controller.executors.work()
+    assert seen.pop() == ["trainer", "generator-0", "generator-0@1", "generator-1"], "nobody is ready yet"
+    played = run.start()
+    run.controller.executors.work()
+    assert seen.pop() == ["trainer"]
+    played["generator-0@1"].say(failed("generator-0@1"))
+    run.until(lambda: 0 not in run.schedule.versions, "a loss")
+    run.controller.executors.work()
+    assert seen.pop() == ["trainer", "generator-0", "generator-0@1"]
+
+
+def test_reports_of_counters_are_no_sign_that_the_run_goes_on(run: Run) -> None:
+    played = run.start()
+    sides, clock = run.controller.executors, VirtualClock(1e9)
+    sides._clock = clock
+    heard_s = sides.heard_s
+    played["trainer"].say(Counters(executor="trainer", values={"seen": 1.0}))
+    run.until(lambda: "seen" in run.controller.tally.counters.get("trainer", {}), "counters")
+    assert sides.heard_s == heard_s
+    played["trainer"].say(scored(0))
+    run.until(lambda: 0 in run.schedule.ready, "an event")
+    assert sides.heard_s == 1e9
 
 
 def test_at_the_end_groups_are_told_and_their_last_words_heard(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,3 +96,14 @@ def test_a_process_does_not_outlive_its_agent(
     process.kill()
     process.wait()
     assert tether.is_cut()
+
+
+def test_it_gives_signs_of_life_itself_now_and_then(
+    ends: tuple[Ports, Ports], agent: tuple[subprocess.Popen[bytes], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats: list[Ports] = []
+    monkeypatch.setattr(Ports, "beat", beats.append)
+    tether = LeaseTether(ends[1], 100 * LEASE_S, agent=agent[1])
+    assert not tether.is_cut()
+    assert not tether.is_cut()
+    assert beats == [ends[1]], "once in a part of a lease"
