@@ -102,7 +102,7 @@ def test_it_gives_signs_of_life_itself_now_and_then(
     ends: tuple[Ports, Ports], agent: tuple[subprocess.Popen[bytes], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats: list[Ports] = []
-    monkeypatch.setattr(Ports, "beat", beats.append)
+    monkeypatch.setattr(Ports, "beat", lambda ports: beats.append(ports))
     tether = LeaseTether(ends[1], 100 * LEASE_S, agent=agent[1])
     assert not tether.is_cut()
     assert not tether.is_cut()
