@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tcp_proxy import TcpProxy
 from torch.distributed import HashStore, TCPStore
 
-from slipstream.core import frames, wire
+from slipstream.core import frames, links, wire
 from slipstream.core.addresses import Address, StoreAddresses, grant_incarnation, numeric_address
 from slipstream.core.channel import ChannelSpec, Inbox, Kind, Ports, connect_by_book, make_transport_dir, wait
 from slipstream.core.clock import WallClock
@@ -427,6 +427,8 @@ def test_executors_of_one_machine_meet_by_ipc_and_others_by_tcp() -> None:
             found[name] = connect_by_book(specs, [name], book, 1)[name]
         schemes = {n: StoreAddresses(specs, store, KEYS, transport_dir=d).find("b.in").at[:4] for n, d in dirs.items()}
         assert schemes == {"b": "ipc:", "a": "ipc:", "far": "tcp:", "near": "tcp:"}
+        paths = {StoreAddresses(specs, store, KEYS, transport_dir=here).listen_at("b.in", n)[0] for n in (1, 2)}
+        assert len(paths) == 2, "one that ends late must not remove its successor's socket"
         for name in ("a", "far"):
             found[name].outputs["out"].put(Exported(path=name))
         got: set[str] = set()
@@ -494,6 +496,67 @@ def test_a_replaced_executor_is_told_and_its_puts_raise(books: Callable[..., Boo
         old.outputs["out"].put(item(4))
     new.outputs["out"].put(item(101))
     assert take(b, 1, new) == [101]
+
+
+def test_the_words_of_a_replaced_executor_are_no_sign_of_life(books: Callable[..., Books]) -> None:
+    """Else one that hangs on would keep up the lease of its successor."""
+    run = books()
+    b, old = run.connect("b"), run.connect("a")
+    inbox = b.inputs["in"]
+    old.outputs["out"].put(item(0))
+    assert take(b, 1, old) == [0]
+    b.shut_out("a", 1)
+    heard_s, refused = inbox.heard_s["a"], inbox.stats.refused
+    old.outputs["out"].put(item(1))
+    until(lambda: inbox.stats.refused > refused, [b])
+    assert inbox.heard_s["a"] == heard_s
+
+
+def test_one_target_that_knows_a_successor_is_enough_to_be_told(books: Callable[..., Books]) -> None:
+    """The others may not know yet; a replaced executor must not go on with them."""
+    specs = [
+        ChannelSpec("to_b", Kind.BROADCAST, "a.out", "b.in", capacity=8, deadline_s=5.0),
+        ChannelSpec("to_c", Kind.BROADCAST, "a.out", "c.in", capacity=8, deadline_s=5.0),
+    ]
+    run = books(specs)
+    b, c = run.connect("b"), run.connect("c")
+    old = run.connect("a")
+    b.shut_out("a", 1)
+    old.outputs["out"].put(item(0))
+    until(lambda: any(link.is_fenced for link in old.outputs["out"]._links), [b, old])
+    with pytest.raises(ChannelClosed, match="incarnation 1 was replaced by 2"):
+        old.outputs["out"].put(item(1))
+    assert take(c, 1) == [0]
+
+
+def test_old_news_of_a_loss_loses_nothing_but_what_was_on_its_way(books: Callable[..., Books]) -> None:
+    """A process that started late finds the new incarnation first, and hears of the old one's end afterwards."""
+    run = books()
+    b, a = run.connect("b", incarnation=2), run.connect("a")
+    a.outputs["out"].put(item(0))
+    assert take(b, 1, a) == [0]
+    a.shut_out("b", 1)
+    a.rejoin("b", 2)
+    a.outputs["out"].put(item(1))
+    assert take(b, 1, a) == [1]
+
+
+def test_taking_what_a_dead_executor_left_acknowledges_nothing_of_its_successor(books: Callable[..., Books]) -> None:
+    run = books([replace(SPECS[0], capacity=4)])  # every message is acknowledged
+    b, old = run.connect("b"), run.connect("a")
+    inbox = b.inputs["in"]
+    for step in range(3):
+        old.outputs["out"].put(item(step))
+    until(lambda: inbox.depth == 3, [old, b])
+    new = run.connect("a", incarnation=2)
+    new.outputs["out"].put(item(10))
+    until(lambda: inbox.depth == 4, [new, b])
+    assert [inbox.get_nowait() for _ in range(3)] == [item(step) for step in range(3)]
+    new.beat()
+    wait([], [new.outputs["out"]], timeout_s=0.2)
+    assert new.outputs["out"].depth == 1, "it is still to be taken"
+    assert take(b, 1, new) == [10]
+    until(lambda: new.outputs["out"].depth == 0, [new, b])
 
 
 def test_a_put_blocked_by_a_dead_target_goes_on_when_that_is_shut_out(books: Callable[..., Books]) -> None:
@@ -572,6 +635,37 @@ def test_a_link_that_is_cut_for_a_while_needs_no_call(books: Callable[..., Books
     for proxy in run.proxies.values():
         proxy.restore()
     assert take(b, 39, a) == take(a, 39, b) == list(range(1, 40))
+
+
+def test_an_address_that_was_something_elses_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ gives up an address at which it finds another protocol."""
+    monkeypatch.setattr(links, "_REOPEN_S", 0.2)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)  # no security
+
+    class Fixed(StoreAddresses):
+        at = ""
+
+        def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
+            return (self.at,)
+
+        def find(self, port: str, incarnation: int = 0) -> Address:
+            return Address(self.at, 1)
+
+    book = Fixed(SPECS, HashStore(), KEYS)
+    with ExitStack() as stack:
+        with socket.create_server(("127.0.0.1", 0)) as stranger:
+            book.at = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"
+            a = connect_by_book(SPECS, ["a"], book, 1)["a"]
+            stack.callback(a.close)
+            a.outputs["out"].put(item(0))
+            stranger.settimeout(10)
+            caller, _ = stranger.accept()
+            with caller:
+                caller.sendall(greeting)
+                until(lambda: a.outputs["out"].stats.refused_peers >= 1, [a])
+        b = connect_by_book(SPECS, ["b"], book, 1)["b"]
+        stack.callback(b.close)
+        assert take(b, 1, a) == [0]
 
 
 def test_back_pressure_holds_across_a_cut(books: Callable[..., Books]) -> None:
