@@ -98,6 +98,12 @@ class Cable:
     def __init__(self, ends: Sequence[Machine]) -> None:
         self._ends = ends
 
+    def carried(self, end: Machine) -> int:
+        """Bytes that `end` has sent."""
+        counter = f"/sys/class/net/{end.device}/statistics/tx_bytes"
+        shown = subprocess.run(["ip", "netns", "exec", end.name, "cat", counter], capture_output=True, text=True)
+        return int(shown.stdout)
+
     def pull(self) -> None:
         for end in self._ends:
             _ip("-n", end.name, "link", "set", end.device, "down")
