@@ -13,6 +13,9 @@ With `delta` both ends keep the last version that was sent, and only 2-byte word
 places, where that is less. bf16 weights mostly stay as they are at the learning rates of RL (arXiv:2602.03839): worth
 its memory on slow links.
 
+Between GPUs what lies in buckets goes over NCCL (`nccl.py`), from slot to buffer without the host. Requests and headers
+go over gloo in any case.
+
 gloo and NCCL send in plain text: links need a trusted network.
 """
 
@@ -23,7 +26,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,14 +36,16 @@ import torch.distributed as dist
 from slipstream.core import wire
 from slipstream.core.errors import ChannelError, WeightSyncError
 from slipstream.core.types import Holding, LinkMember, WeightsLinked, WeightsOffered
-from slipstream.weight_sync.copying import Bytes, bytes_of, checksum_of, run_copies
+from slipstream.weight_sync.copying import HOST, Bytes, Memory
+from slipstream.weight_sync.device_memory import DeviceMemory
+from slipstream.weight_sync.nccl import Pair
 from slipstream.weight_sync.plan import BUCKET_BYTES, Copies, Place, Plan, make_plan
 from slipstream.weight_sync.slots import Slots
 
 _c10d: Any = dist  # whose stubs leave out stores and backends
 _LOG = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)  # gloo has no endless wait; a receiver asks when it likes, and `close` ends the wait
-_REQUEST, _HEADER, _PAYLOAD = range(3)  # tags
+_REQUEST, _HEADER, _PAYLOAD, _READY = range(4)  # tags
 _REFUSED, _WHOLE, _DELTA = -1, 0, 1  # kinds of buckets
 _WORD = np.uint16
 _LEAST_RETRY_S = 0.5  # between two attempts to make a link: what fails at once must not become a busy loop
@@ -51,7 +55,7 @@ class Links:
     """Makes the links of one process, all over one `store`.
 
     `hostname`: the address that this process listens at; peers on other machines must reach it. `timeout_s` bounds the
-    making of a link, and every bucket. `device`: send over NCCL from and to this GPU instead of over gloo.
+    making of a link, and every bucket. `memory`: where this process has its versions; on a GPU it sends over NCCL.
     """
 
     def __init__(
@@ -63,10 +67,12 @@ class Links:
         timeout_s: float = 60.0,
         bucket_bytes: int = BUCKET_BYTES,
         delta: bool = False,
-        device: torch.device | None = None,
+        memory: Memory = HOST,
     ) -> None:
+        if delta and memory is not HOST:
+            raise WeightSyncError("what has changed of a version is found on the host only", got="delta on a GPU")
         self.store, self.hostname, self.place, self.timeout = store, hostname, place, timedelta(seconds=timeout_s)
-        self.bucket_bytes, self.delta, self.device = bucket_bytes, delta, device
+        self.bucket_bytes, self.delta, self.memory = bucket_bytes, delta, memory
         self._servers: dict[int, LinkServer] = {}
 
     def serve(self, linked: WeightsLinked, slots: Slots, rank: int) -> None:
@@ -93,7 +99,7 @@ class Links:
 
 
 class _Group:
-    """The process group of a link; tensors on the CPU go in and come out."""
+    """The process group of a link. What is in buckets lies in `links.memory`, all else on the CPU."""
 
     def __init__(self, links: Links, linked: WeightsLinked, rank: int) -> None:
         self.links, self.rank = links, rank
@@ -104,11 +110,7 @@ class _Group:
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=links.hostname)]
         options._timeout = links.timeout
         self.gloo: Any = _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", self.store), rank, self.size, options)
-        self.nccl: Any = None
-        if links.device is not None:
-            nccl_options = _c10d.ProcessGroupNCCL.Options()
-            nccl_options._timeout = links.timeout
-            self.nccl = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", self.store), rank, self.size, nccl_options)
+        self._pairs: dict[int, Pair] = {}
 
     def agree(self, holding: Holding) -> Plan:
         """The plan that all ranks of the link have made. Raises WeightSyncError when they differ."""
@@ -132,36 +134,32 @@ class _Group:
             )
         return plan
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        if self.nccl is None or tag != _PAYLOAD:
-            return self.gloo.send([tensor], to, tag)
-        return self.nccl.send([tensor.to(self.links.device)], to, tag)
+    def connect(self, peer: int) -> None:
+        """Before the first bucket: source and destination call it in the order in which they meet."""
+        memory = self.links.memory
+        if isinstance(memory, DeviceMemory) and memory.device.type == "cuda":
+            source, destination = min(self.rank, peer), max(self.rank, peer)  # sources come first
+            store = _c10d.PrefixStore(f"nccl/{source}/{destination}", self.store)
+            self._pairs[peer] = Pair(store, memory, is_source=source == self.rank, timeout=self.links.timeout)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> _Arrival:
-        if self.nccl is None or tag != _PAYLOAD:
-            return _Arrival(self.gloo.recv([tensor], source, tag))
-        landed = torch.empty_like(tensor, device=self.links.device)
-        return _Arrival(self.nccl.recv([landed], source, tag), landed, tensor)
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        if tag != _PAYLOAD or to not in self._pairs:
+            return self.gloo.send([tensor], to, tag)
+        self.gloo.recv([torch.zeros(1)], to, _READY).wait(self.links.timeout)
+        return self._pairs[to].send(tensor)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        if tag != _PAYLOAD or source not in self._pairs:
+            return self.gloo.recv([tensor], source, tag)
+        work = self._pairs[source].receive(tensor)
+        self.gloo.send([torch.zeros(1)], source, _READY).wait(self.links.timeout)
+        return work
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self.gloo.abort()
-        if self.nccl is not None:
-            self.nccl.abort()
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A receive in hand; of one over NCCL, `landed` is on the GPU and is copied to `tensor`."""
-
-    work: Any
-    landed: torch.Tensor | None = None
-    tensor: torch.Tensor | None = None
-
-    def wait(self, timeout: timedelta) -> None:
-        self.work.wait(timeout)
-        if self.landed is not None and self.tensor is not None:
-            self.tensor.copy_(self.landed)
+        for pair in list(self._pairs.values()):
+            pair.close()
 
 
 class _Bucket:
@@ -213,9 +211,10 @@ class LinkServer:
 
     def _serve(self, group: _Group, buckets: list[_Bucket], to: int) -> None:
         """Consumes requests (version, slot, version that the receiver has of this link). Ends when the link does."""
-        sender = _Sender(group, buckets, to)
         request = torch.zeros(3, dtype=torch.int64)
         try:
+            group.connect(to)
+            sender = _Sender(group, buckets, to)
             while True:
                 group.receive(request, to, _REQUEST).wait(_FOREVER)
                 version, slot, base = request.tolist()
@@ -237,9 +236,10 @@ class _Sender:
 
     def __init__(self, group: _Group, buckets: list[_Bucket], to: int) -> None:
         self._group, self._buckets, self._to = group, buckets, to
+        self._memory = group.links.memory
         largest = max(bucket.num_bytes for bucket in buckets)
         needs_room = group.links.delta or not all(bucket.copies.is_one_run for bucket in buckets)
-        self._room = [torch.empty(largest if needs_room else 0, dtype=torch.uint8) for _ in range(2)]
+        self._room = [self._memory.empty(largest if needs_room else 0) for _ in range(2)]
         self._headers = [torch.zeros(3, dtype=torch.int64) for _ in range(2)]
         self._bases: list[Bytes | None] = [None] * len(buckets)
         self._base = -1
@@ -248,7 +248,7 @@ class _Sender:
         self._headers[0][0] = _REFUSED
         self._group.send(self._headers[0], self._to, _HEADER).wait(self._group.links.timeout)
 
-    def send(self, version: int, slot: Bytes, base: int) -> None:
+    def send(self, version: int, slot: torch.Tensor, base: int) -> None:
         """All buckets of `version`. Raises RuntimeError when the link breaks or a bucket takes too long."""
         may_differ = self._group.links.delta and base == self._base >= 0
         under_way: list[list[Any]] = [[], []]
@@ -260,7 +260,7 @@ class _Sender:
             data = self._packed(bucket, slot, turn)
             header = self._headers[turn]
             header[0], header[1] = _WHOLE, bucket.num_bytes
-            header[2] = np.uint64(checksum_of(data.numpy())).astype(np.int64).item()
+            header[2] = np.uint64(self._memory.checksum(data)).astype(np.int64).item()
             if self._group.links.delta:
                 data = self._delta(number, data, header, may_differ)
             under_way[turn] = [
@@ -271,12 +271,12 @@ class _Sender:
             work.wait(timeout)
         self._base = version
 
-    def _packed(self, bucket: _Bucket, slot: Bytes, turn: int) -> torch.Tensor:
+    def _packed(self, bucket: _Bucket, slot: torch.Tensor, turn: int) -> torch.Tensor:
         where = None if self._group.links.delta else bucket.slice_of(bucket.copies.source)
         if where is not None:
-            return torch.from_numpy(slot[where])
+            return slot[where]
         data = self._room[turn][: bucket.num_bytes]
-        run_copies(bucket.packing, slot, data.numpy())
+        self._memory.run_copies(bucket.packing, slot, data)
         return data
 
     def _delta(self, number: int, data: torch.Tensor, header: torch.Tensor, may_differ: bool) -> torch.Tensor:
@@ -358,6 +358,8 @@ class LinkReader:
         try:
             self._group = _Group(self._links, self._linked, self._linked.sources + self._rank)
             plan = self._group.agree(self._holding)
+            for source in plan.sources_of(self._rank):
+                self._group.connect(source)
             self._buckets = [
                 (
                     source,
@@ -366,7 +368,7 @@ class LinkReader:
                 for source in plan.sources_of(self._rank)
             ]
             sizes = [bucket.num_bytes for _, buckets in self._buckets for bucket in buckets]
-            self._room = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2)]
+            self._room = [self._links.memory.empty(max(sizes, default=0)) for _ in range(2)]
         except (RuntimeError, ChannelError, WeightSyncError) as error:
             self._closing.wait(max(0.0, _LEAST_RETRY_S - (time.monotonic() - started_s)))
             self._error = error
@@ -391,7 +393,7 @@ class LinkReader:
 
     def _arrivals(
         self, group: _Group, source: int, buckets: list[_Bucket], offer: WeightsOffered, shadow: torch.Tensor
-    ) -> Iterator[tuple[_Bucket, list[int], torch.Tensor, int, _Arrival]]:
+    ) -> Iterator[tuple[_Bucket, list[int], torch.Tensor, int, Any]]:
         for number, bucket in enumerate(buckets):
             header = torch.zeros(3, dtype=torch.int64)
             group.receive(header, source, _HEADER).wait(self._links.timeout)
@@ -426,8 +428,9 @@ class LinkReader:
                 raise WeightSyncError("changes arrived to a version that is not here")
             _apply(self._bases[key].numpy(), data.numpy())
             data = self._bases[key]
-        checksum = np.uint64(checksum_of(data.numpy())).astype(np.int64).item()
+        memory = self._links.memory
+        checksum = np.uint64(memory.checksum(data)).astype(np.int64).item()
         if checksum != expected:
             raise WeightSyncError(f"version {version} is damaged: a bucket is not what its checksum says")
         if self._links.delta or bucket.slice_of(bucket.copies.target) is None:
-            run_copies(bucket.unpacking, data.numpy(), bytes_of(shadow))
+            memory.run_copies(bucket.unpacking, data, memory.bytes_of(shadow))
