@@ -120,8 +120,8 @@ class ServedWeights:
     """`model`'s weights at `precision`. Implements `core.executor.FlatWeights`.
 
     `flat` uint8 [num_bytes] (on the CPU, or `on_device`) holds the version that is live, in the layout of
-    `WeightLayout`; to begin with `flat` as given, or else the model's own weights, which are released. Linear layers and
-    the embedding are replaced; the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but
+    `WeightLayout`; to begin with `flat` as given, or else the model's own weights, which are released. Linear layers
+    and the embedding are replaced; the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but
     float32.
 
     `in_place`: copy into stable storage; None: where the model is on CUDA. `on_device`: `flat` lies there, and is this

@@ -73,6 +73,7 @@ class Links:
             raise WeightSyncError("what has changed of a version is found on the host only", got="delta on a GPU")
         self.store, self.hostname, self.place, self.timeout = store, hostname, place, timedelta(seconds=timeout_s)
         self.bucket_bytes, self.delta, self.memory = bucket_bytes, delta, memory
+        self.has_pairs = memory.device.type == "cuda"  # of GPUs, for what is in buckets
         self._servers: dict[int, LinkServer] = {}
 
     def serve(self, linked: WeightsLinked, slots: Slots, rank: int) -> None:
@@ -137,7 +138,8 @@ class _Group:
     def connect(self, peer: int) -> None:
         """Before the first bucket: source and destination call it in the order in which they meet."""
         memory = self.links.memory
-        if isinstance(memory, DeviceMemory) and memory.device.type == "cuda":
+        if self.links.has_pairs:
+            assert isinstance(memory, DeviceMemory), "HostMemory is on no GPU"
             source, destination = min(self.rank, peer), max(self.rank, peer)  # sources come first
             store = _c10d.PrefixStore(f"nccl/{source}/{destination}", self.store)
             self._pairs[peer] = Pair(store, memory, is_source=source == self.rank, timeout=self.links.timeout)
