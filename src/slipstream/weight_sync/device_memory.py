@@ -56,7 +56,7 @@ class DeviceMemory:
             yield
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream = new_stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
@@ -70,7 +70,8 @@ class DeviceMemory:
         return flat.detach().view(torch.uint8)
 
     def empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        with self.aside():  # else torch gives out what kernels of the caller's stream are not done with yet
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: Tensor, source: Tensor, checksums: Checksums) -> int:
         target.copy_(source)
@@ -119,6 +120,13 @@ class DeviceMemory:
     def checksum(self, data: Tensor) -> int:
         with self.aside():
             return checksum_of(_on_host(block_checksums(data)))
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Behind all that the caller has queued: whoever had the memory of its tensors before may be reading that still."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def block_checksums(data: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slipstream.weight_sync.device_memory import DeviceMemory
+from slipstream.weight_sync.device_memory import DeviceMemory, new_stream
 
 _c10d: Any = dist  # whose stubs leave out stores and backends
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -52,7 +52,7 @@ class Pair:
 
     def __init__(self, store: Any, memory: DeviceMemory, *, is_source: bool, timeout: timedelta) -> None:
         self._peer = int(is_source)
-        self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+        self._stream = new_stream(memory.device)
         options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = _UNWATCHED  # `Work.wait` has the timeout
         with _left_alone(), torch.cuda.device(memory.device):
