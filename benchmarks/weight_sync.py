@@ -1,6 +1,11 @@
 """How long a version takes from the trainer's weights to a generator's, on one machine.
 
     python benchmarks/weight_sync.py [--repeats 15] [--params 1000000 4000000 135000000] [--only whole,pairs]
+    python benchmarks/weight_sync.py --device cuda
+
+With `--device cuda` both ends are on GPUs: the first has the trainer, the second, if there is one, the generator. Then
+whole is over CUDA IPC, and pairs is one rank to another over IPC and, between two GPUs, over NCCL; their bound is
+torch's copy from one GPU to the other.
 
 whole: one rank to one process. stage: the trainer's copy into the slot, with checksum; the trainer is blocked as long.
 transfer: slot to shadow buffer, with checksum, beside decoding. pause: pointer flip and probe (an empty one here).
@@ -46,10 +51,14 @@ from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.shards import local_tensor
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
+from slipstream.weight_sync.copying import HOST, Memory
+from slipstream.weight_sync.cuda_ipc import CudaIpc
+from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.plan import make_plan, price
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory, cleanup
+from slipstream.weight_sync.slots import Transport
 from slipstream.weight_sync.subscriber import Subscriber
 
 TOKENS = np.arange(4, dtype=np.int32)
@@ -63,6 +72,35 @@ SPECS = [
 ]
 
 
+def gpu_of(end: str) -> torch.device:
+    """The trainer's, or the generator's."""
+    return torch.device("cuda", 0 if end == "trainer" else torch.cuda.device_count() - 1)
+
+
+def memory_of(end: str, is_on_gpu: bool) -> Memory:
+    return DeviceMemory(gpu_of(end)) if is_on_gpu else HOST
+
+
+def transport_of(end: str, run_id: str, is_on_gpu: bool) -> Transport:
+    memory = memory_of(end, is_on_gpu)
+    return CudaIpc(run_id, memory) if isinstance(memory, DeviceMemory) else SharedMemory(run_id)
+
+
+def copying_s(source: torch.Tensor, is_on_gpu: bool, repeats: int) -> list[float]:
+    """Seconds of single copies: by numpy, between its own buffers, in one thread; or to the generator's GPU."""
+    target = torch.from_numpy(np.zeros(source.nbytes, np.uint8)).to(memory_of("generator", is_on_gpu).device)
+    source, taken = source.view(torch.uint8), []
+    for _ in range(repeats):
+        started_s = time.perf_counter()
+        if source.is_cuda:
+            target.copy_(source)
+            torch.cuda.synchronize(target.device)
+        else:
+            np.copyto(target.numpy(), source.numpy())
+        taken.append(time.perf_counter() - started_s)
+    return taken
+
+
 class Parameters:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -74,12 +112,13 @@ class Parameters:
         self.flat = flat
 
 
-def generate(directory: Path, run_id: str, num_params: int) -> None:
+def generate(directory: Path, run_id: str, num_params: int, device: str) -> None:
     """The subscriber's process: commit whatever comes and report it, until told to stop."""
     ports = connect(SPECS, "generator", directory, 1)
-    subscriber = Subscriber(ports.inputs["offers"], ports.outputs["releases"], SharedMemory(run_id), replica=0)
-    parameters = Parameters(torch.zeros(num_params))
-    subscriber.open(parameters, lambda tokens: parameters.flat[: len(tokens) - 1].numpy(), 1e-3, is_threaded=True)
+    transport = transport_of("generator", run_id, device == "cuda")
+    subscriber = Subscriber(ports.inputs["offers"], ports.outputs["releases"], transport, replica=0)
+    parameters = Parameters(torch.zeros(num_params, device=transport.memory.device))
+    subscriber.open(parameters, lambda tokens: parameters.flat[: len(tokens) - 1].cpu().numpy(), 1e-3, is_threaded=True)
     while ports.inputs["commands"].get_nowait() != Stop():
         if not subscriber.poll():
             wait(ports.inputs.values(), ports.outputs.values(), subscriber.wait_fds())
@@ -97,20 +136,19 @@ def generate(directory: Path, run_id: str, num_params: int) -> None:
     ports.close()
 
 
-def measure(num_params: int, repeats: int) -> None:
+def measure(num_params: int, repeats: int, device: str) -> None:
     run_id, directory = f"bench-{os.getpid()}", make_transport_dir()
     ports = connect(SPECS, "trainer", directory, 1)
-    child = subprocess.Popen([sys.executable, __file__, "--generate", str(directory), run_id, str(num_params)])
-    publisher = Publisher(
-        ports.outputs["offers"], ports.inputs["releases"], SharedMemory(run_id), num_readers=1, num_slots=2
-    )
-    live = torch.rand(num_params)
+    child = subprocess.Popen([sys.executable, __file__, "--generate", str(directory), run_id, str(num_params), device])
+    transport = transport_of("trainer", run_id, device == "cuda")
+    publisher = Publisher(ports.outputs["offers"], ports.inputs["releases"], transport, num_readers=1, num_slots=2)
+    live = torch.rand(num_params, device=transport.memory.device)
     stage_s, transfer_s, pause_s, total_s, copy_s = [], [], [], [], []
     try:
         publisher.open(live)
         for version in range(repeats + 2):  # the first touch of each of the two slots and buffers is not counted
             started_s = time.perf_counter()
-            published = publisher.publish(version, TOKENS, live[:3].numpy().copy())
+            published = publisher.publish(version, TOKENS, live[:3].cpu().numpy().copy())
             assert published, "the reader had released its slots"
             while not isinstance(event := ports.inputs["events"].get_nowait(), Swapped):
                 if not wait([ports.inputs["events"]], ports.outputs.values(), timeout_s=30):
@@ -122,11 +160,7 @@ def measure(num_params: int, repeats: int) -> None:
                 stage_s.append(publisher.stats.staging_s)
                 transfer_s.append(event.transfer_s)
                 pause_s.append(event.pause_s)
-        source, target = live.numpy(), np.zeros(num_params, np.float32)
-        for _ in range(repeats):
-            started_s = time.perf_counter()
-            np.copyto(target, source)
-            copy_s.append(time.perf_counter() - started_s)
+        copy_s += copying_s(live, device == "cuda", repeats)
         ports.outputs["commands"].put(Stop())
         child.wait(30)
     finally:
@@ -187,8 +221,13 @@ class Pair:
         return specs
 
     @property
-    def links(self) -> Links | None:
-        return Links(dist.FileStore(f"{self.folder}/links", -1)) if self.way == "gloo" else None
+    def is_on_gpu(self) -> bool:
+        return self.way in ("ipc", "nccl")
+
+    def links(self, end: str) -> Links | None:
+        if self.way not in ("gloo", "nccl"):
+            return None
+        return Links(dist.FileStore(f"{self.folder}/links", -1), memory=memory_of(end, self.is_on_gpu))
 
 
 def pause(everyone: list[Ports], fds: Sequence[int] = ()) -> None:
@@ -217,6 +256,9 @@ def train_rank(rank: int, pair: Pair) -> None:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
+    if pair.is_on_gpu:
+        torch.cuda.set_device(gpu_of("trainer"))
+        model.to(gpu_of("trainer"))
     weights = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
     for weight in weights.values():
         weight.normal_()
@@ -224,11 +266,11 @@ def train_rank(rank: int, pair: Pair) -> None:
     publisher = Publisher(
         ports.outputs["offers"] if rank == 0 else None,
         ports.inputs["releases"] if rank == 0 else None,
-        SharedMemory(pair.run_id),
+        transport_of("trainer", pair.run_id, pair.is_on_gpu),
         num_readers=len(pair.replicas),
         reader_ranks=max(pair.replicas),
         group=RankGroup.over(dist.group.WORLD),
-        links=pair.links,
+        links=pair.links("trainer"),
         relay=ports.outputs["relay"] if rank == 0 and pair.world > 1 else None,
     )
     publisher.open(None, Packer(WeightLayout(model, pair.precision), weights, over_ranks=over_ranks))
@@ -265,16 +307,17 @@ def measure_pair(pair: Pair, repeats: int, gloo_bytes_per_s: float) -> None:
         model = TensorParallel(pair.config, rank, world).new_model() if world > 1 else Transformer(pair.config)
         layout = WeightLayout(model, pair.precision)
         ports = connect(pair.channels, f"generator-{replica}@{rank}", Path(pair.folder), 1)
-        parameters = Parameters(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+        memory = memory_of("generator", pair.is_on_gpu)
+        parameters = Parameters(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=memory.device))
         parameters.holding = layout.holding
         end = Subscriber(
             ports.inputs["offers"],
             ports.outputs["releases"],
-            SharedMemory(pair.run_id),
+            transport_of("generator", pair.run_id, pair.is_on_gpu),
             replica=replica,
             rank=rank,
             world=world,
-            links=pair.links,
+            links=pair.links("generator"),
         )
         end.open(parameters, lambda tokens: np.zeros(3, np.float32), 1e-3, is_threaded=True)
         ends.append((ports, end, parameters))
@@ -297,13 +340,8 @@ def measure_pair(pair: Pair, repeats: int, gloo_bytes_per_s: float) -> None:
             seconds.append(max(swap.transfer_s for swap in swaps))
             staging_s.append(staged_s)
     num_bytes = sum(parameters.flat.nbytes for _, _, parameters in ends)
-    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    copies = []
-    for _ in range(3):
-        started_s = time.perf_counter()
-        np.copyto(target, source)
-        copies.append(time.perf_counter() - started_s)
-    bound_s = num_bytes / gloo_bytes_per_s if pair.way == "gloo" else min(copies)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=memory_of("trainer", pair.is_on_gpu).device)
+    bound_s = num_bytes / gloo_bytes_per_s if pair.way == "gloo" else min(copying_s(source, pair.is_on_gpu, 3))
     median = statistics.median(seconds)
     trainer = f"fsdp{pair.data_parallel} x tp{pair.tensor_parallel}"
     generators = " + ".join(f"tp{world}" for world in pair.replicas)
@@ -348,7 +386,7 @@ def gloo_end(rank: int, path: str, num_bytes: int, repeats: int) -> float:
     return num_bytes / statistics.median(taken)
 
 
-def measure_pairs(repeats: int) -> None:
+def measure_pairs(repeats: int, device: str) -> None:
     config = TransformerConfig(
         family="llama",
         vocab_size=16000,
@@ -361,12 +399,17 @@ def measure_pairs(repeats: int) -> None:
         max_positions=64,
         tie_embeddings=True,
     )
-    rate = raw_gloo()
-    print(f"raw gloo, one pair: {rate / 1e9:.2f} GB/s")
-    layouts = [(1, 1, (1,)), (2, 1, (1,)), (2, 1, (2,)), (2, 1, (1, 1)), (2, 2, (1,))]
+    if device == "cuda":
+        rate, layouts, low = 0.0, [(1, 1, (1,))], "bfloat16"
+        ways: tuple[str, ...] = ("ipc", "nccl") if torch.cuda.device_count() > 1 else ("ipc",)
+    else:
+        rate, ways, low = raw_gloo(), ("memory", "gloo"), "int8"
+        print(f"raw gloo, one pair: {rate / 1e9:.2f} GB/s")
+        layouts = [(1, 1, (1,)), (2, 1, (1,)), (2, 1, (2,)), (2, 1, (1, 1)), (2, 2, (1,))]
     for data_parallel, tensor_parallel, replicas in layouts:
-        for way in ("memory", "gloo"):
-            for precision in ("float32", "int8") if data_parallel * tensor_parallel == 2 else ("float32",):
+        for way in ways:
+            has_both = data_parallel * tensor_parallel == 2 or device == "cuda"
+            for precision in ("float32", low) if has_both else ("float32",):
                 folder, run_id = make_transport_dir(), f"bench-{os.getpid()}"
                 pair = Pair(data_parallel, tensor_parallel, replicas, way, precision, config, str(folder), run_id)
                 try:
@@ -467,25 +510,30 @@ def print_model() -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--generate"]:
-        generate(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+        generate(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--params", type=int, nargs="+", default=[1_000_000, 4_000_000, 135_000_000])
     parser.add_argument("--only", default="whole,pairs,plans,model", help="parts, with commas between")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"there is no GPU here that torch {torch.__version__} can use: nothing was measured")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     print("command ", "python benchmarks/weight_sync.py", *sys.argv[1:])
     print("commit  ", commit.strip() or "unknown")
     print("hardware", platform.machine(), f"{os.cpu_count()} cores", f"load {os.getloadavg()[0]:.1f}")
     print("versions", "python", platform.python_version(), "torch", torch.__version__, "numpy", np.__version__)
+    if arguments.device == "cuda":
+        print("GPUs    ", ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())))
     print("medians of", arguments.repeats)
     if "whole" in parts:
         for num_params in arguments.params:
-            measure(num_params, arguments.repeats)
+            measure(num_params, arguments.repeats, arguments.device)
     if "pairs" in parts:
-        measure_pairs(arguments.repeats)
+        measure_pairs(arguments.repeats, arguments.device)
     if "plans" in parts:
         measure_plans()
     if "model" in parts:

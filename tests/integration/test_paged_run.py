@@ -107,6 +107,20 @@ def test_versions_are_swapped_in_while_a_gpu_decodes(gpu, tiny, tmp_path) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_whose_weights_stay_on_gpus(gpu, tiny, tmp_path, precision) -> None:
+    """Trainer and generator on one GPU or two, in processes of their own: over CUDA IPC."""
+    overrides = tiny | SYNCHRONOUS | {"host": "process", "eval": EVALUATED}
+    overrides["generator"] = tiny["generator"] | {"precision": precision, "device": "cuda", "kv_cache_gb": 0.1}
+    overrides["trainer"] = tiny.get("trainer", {}) | {"device": "cuda"}
+    run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert run.summary["steps"] == 3
+    errors = probe_errors(run.out)
+    assert len(errors) >= 3
+    assert max(errors) < PROBE_TOLERANCES[precision]
+
+
+@pytest.mark.gpu
 def test_fp8_on_a_gpu_that_has_it(gpu, tiny, tmp_path) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not multiply fp8")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from file_handles import ipc
 from rank_models import whole_model
 from rank_pool import Rank
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,7 @@ from slipstream.models.transformer import Transformer
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory
+from slipstream.weight_sync.slots import Transport
 
 TOKENS = np.arange(4, dtype=np.int32)
 DEADLINE_S = 30.0
@@ -48,6 +50,7 @@ class Trainer:
     delta: bool = False
     timeout_s: float = 20.0
     bucket_bytes: int = 3000
+    on_device: bool = False
 
     @property
     def world(self) -> int:
@@ -71,7 +74,20 @@ def links_of(trainer: Trainer) -> Links | None:
     if not trainer.is_linked:
         return None
     store = dist.FileStore(f"{trainer.folder}/links", -1)
-    return Links(store, timeout_s=trainer.timeout_s, bucket_bytes=trainer.bucket_bytes, delta=trainer.delta)
+    return Links(
+        store,
+        timeout_s=trainer.timeout_s,
+        bucket_bytes=trainer.bucket_bytes,
+        delta=trainer.delta,
+        memory=transport_of(trainer).memory,
+    )
+
+
+def transport_of(trainer: Trainer) -> Transport:
+    """`on_device`: as between GPUs, whose memory is a file here."""
+    if trainer.on_device:
+        return ipc(trainer.run_id, Path(trainer.folder))
+    return SharedMemory(trainer.run_id)
 
 
 _GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -125,7 +141,7 @@ def train(rank: Rank, trainer: Trainer, generators: list[tuple[int, int]]) -> di
     publisher = Publisher(
         ports.outputs["offers"] if is_leader else None,
         ports.inputs["releases"] if is_leader else None,
-        SharedMemory(trainer.run_id),
+        transport_of(trainer),
         num_readers=len({replica for replica, _ in generators}),
         reader_ranks=1 + max(r for _, r in generators),
         group=RankGroup.over(rank.group),

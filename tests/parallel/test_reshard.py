@@ -21,7 +21,7 @@ import pytest
 import torch
 from rank_models import CONFIGS
 from rank_pool import RankPool
-from reshard_jobs import DEADLINE_S, Trainer, links_of, some_news, specs, train, version_of
+from reshard_jobs import DEADLINE_S, Trainer, links_of, some_news, specs, train, transport_of, version_of
 
 from slipstream.core.channel import Ports, connect, make_transport_dir, wait
 from slipstream.core.sections import Precision
@@ -32,7 +32,7 @@ from slipstream.models.quantized import WeightLayout
 from slipstream.models.shards import load_shard
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
-from slipstream.weight_sync.segment import SharedMemory, cleanup
+from slipstream.weight_sync.segment import cleanup
 from slipstream.weight_sync.subscriber import Subscriber
 
 _NUMBER = itertools.count()
@@ -90,7 +90,7 @@ class GeneratorRank:
         self.subscriber = Subscriber(
             self.ports.inputs["offers"],
             self.ports.outputs["releases"],
-            SharedMemory(trainer.run_id),
+            transport_of(trainer),
             replica=replica,
             rank=rank,
             world=world,
@@ -193,6 +193,15 @@ def test_two_by_two_ranks_to_one(ranks: RankPool, case: str, is_linked: bool) ->
     """FSDP2 over two pairs that share each layer; Mistral's pairs both hold the only key-value head."""
     precision: Precision = "int8" if case in ("qwen3", "gpt2") else "float32"
     deliver(ranks, CONFIGS[case], [1], precision, data_parallel=2, tensor_parallel=2, is_linked=is_linked)
+
+
+@pytest.mark.parametrize("is_linked", [False, True], ids=["ipc", "links"])
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "fp8"])
+def test_versions_that_stay_on_devices(ranks: RankPool, precision: Precision, is_linked: bool) -> None:
+    """What is done with bytes on GPUs, from several sources to a pair and to single replicas."""
+    deliver(ranks, CONFIGS["llama"], [2], precision, data_parallel=2, is_linked=is_linked, on_device=True)
+    how = {"data_parallel": 2, "tensor_parallel": 2, "is_linked": is_linked, "on_device": True}
+    deliver(ranks, CONFIGS["gpt2" if precision == "int8" else "qwen3"], [1], precision, **how)
 
 
 def test_uneven_and_replicated_shards(ranks: RankPool) -> None:

@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import Holding
-from slipstream.weight_sync.copying import BLOCK_BYTES, checksum_of, gather, num_blocks, run_copies
+from slipstream.weight_sync.copying import BLOCK_BYTES, HOST, checksum_of, gather, num_blocks
+from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.plan import Copies, Place, Plan, make_plan, price
 
+ON_DEVICE = DeviceMemory(torch.device("cpu"))
 SHAPES = {"a": (7, 6), "b": (12,), "c": (1, 5), "d": (9, 4)}
 
 
@@ -77,18 +80,20 @@ def execute(plan: Plan, sources: list[Rank], destinations: list[Rank]) -> None:
         for box, view in zip(source.boxes, views, strict=True):
             view[...] = cut(box, source.shapes)
     for number, destination in enumerate(destinations):
-        for by_block in (False, True):
-            _, target, views = destination.build()
+        for memory, by_block in itertools.product((HOST, ON_DEVICE), (False, True)):
+            _, buffer, views = destination.build()
+            target = torch.from_numpy(buffer)
             for source in plan.sources_of(number):
-                copies, origin = plan.copies[source, number], held[source][1]
+                copies, origin = plan.copies[source, number], torch.from_numpy(held[source][1])
                 if by_block:
-                    checksums = np.array([checksum_of(origin)], np.uint64)
-                    gather(copies.by_source(), origin, target, checksums)
+                    checksums = np.zeros(num_blocks(len(origin)), np.uint64)
+                    memory.copy(torch.empty_like(origin), origin, checksums)
+                    memory.gather(copies.by_source(), origin, target, checksums)
                 else:
                     for bucket in copies.buckets(40):
-                        packed = np.zeros(bucket.num_bytes, np.uint8)
-                        run_copies(bucket.packed(), origin, packed)
-                        run_copies(bucket.unpacked(), packed, target)
+                        packed = memory.empty(bucket.num_bytes)
+                        memory.run_copies(bucket.packed(), origin, packed)
+                        memory.run_copies(bucket.unpacked(), packed, target)
             for box, view in zip(destination.boxes, views, strict=True):
                 assert np.array_equal(view, cut(box, destination.shapes)), (number, box)
 

@@ -1,4 +1,4 @@
-"""Versions at every precision, from a trainer's model to a generator's, through both transports."""
+"""Versions at every precision, from a trainer's model to a generator's, through all transports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from file_handles import ipc
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
@@ -19,7 +20,7 @@ from slipstream.core.sections import PROBE_TOLERANCES, Precision
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import new_model
 from slipstream.models.quantized import FORMATS, Packer, WeightLayout
-from slipstream.models.served import ServedWeights
+from slipstream.models.served import ServedLinear, ServedWeights
 from slipstream.weight_sync.copying import bytes_of
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.reader import SegmentReader
@@ -34,7 +35,16 @@ TOKENS = np.random.default_rng(0).integers(0, 40, 32).astype(np.int32)
 class Loop:
     """A trainer's model and a generator's, built apart, with weight sync between them."""
 
-    def __init__(self, transport: Transport, precision: Precision, *, in_place: bool, is_threaded: bool) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        precision: Precision,
+        *,
+        in_place: bool,
+        is_threaded: bool,
+        on_device: bool = False,
+        probes_prepared: bool = True,
+    ) -> None:
         self.ports = connect_local(
             [
                 ChannelSpec("offers", Kind.WEIGHTS, "t.offers", "g.offers"),
@@ -48,14 +58,14 @@ class Loop:
         self.publisher = Publisher(trainer.outputs["offers"], trainer.inputs["releases"], transport, num_readers=1)
         self.publisher.open(flat.flat, None if precision == "float32" else Packer(self.layout, flat.named_views()))
         self.model = new_model(CONFIG, vocab_size=40, seed=1)
-        self.served = ServedWeights(self.model, precision, in_place=in_place)
+        self.served = ServedWeights(self.model, precision, in_place=in_place, on_device=on_device)
         self.subscriber = Subscriber(generator.inputs["offers"], generator.outputs["releases"], transport, replica=0)
         self.subscriber.open(
             self.served,
-            lambda tokens: probe_logprobs(self.served.prepared_model, tokens),
+            lambda tokens: probe_logprobs(self.served.prepared_model if probes_prepared else self.model, tokens),
             PROBE_TOLERANCES[precision],
             is_threaded=is_threaded,
-            probes_prepared=True,
+            probes_prepared=probes_prepared,
         )
 
     def train(self, seed: int) -> None:
@@ -84,19 +94,18 @@ def poll_until_quiet(subscriber: Subscriber) -> None:
         pass
 
 
-@pytest.fixture(params=["process", "memory"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
-    return SharedMemory("test", (tmp_path,)) if request.param == "process" else InProcess()
-
-
-@pytest.fixture(params=[False, True], ids=["by-pointer", "in-place"])
-def in_place(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=["process-by-pointer", "process-in-place", "memory-by-pointer", "memory-in-place", "ipc"])
+def way(request: pytest.FixtureRequest) -> str:
+    """The transport, and how weights are exchanged; over IPC they are as on GPUs."""
+    return str(request.param)
 
 
 @pytest.fixture(params=list(FORMATS))
-def loop(request: pytest.FixtureRequest, transport: Transport, in_place: bool) -> Iterator[Loop]:
-    loop = Loop(transport, request.param, in_place=in_place, is_threaded=False)
+def loop(request: pytest.FixtureRequest, way: str, tmp_path: Path) -> Iterator[Loop]:
+    transport: Transport = SharedMemory("test", (tmp_path,)) if way.startswith("process") else InProcess()
+    if way == "ipc":
+        transport = ipc("test", tmp_path)
+    loop = Loop(transport, request.param, in_place=way.endswith("in-place"), is_threaded=False, on_device=way == "ipc")
     yield loop
     loop.close()
 
@@ -159,6 +168,46 @@ def test_a_failed_probe_changes_nothing(loop: Loop) -> None:
     assert loop.subscriber.version == 0
     assert np.array_equal(probe_logprobs(loop.model, TOKENS), before)
     assert torch.equal(loop.served.flat, bytes_before)
+
+
+@pytest.mark.parametrize("precision", list(FORMATS))
+def test_an_exchange_on_the_device_moves_no_weight_and_can_be_undone(precision: Precision, tmp_path: Path) -> None:
+    """Where the probe follows the exchange: bytes, logprobs and addresses are those of the version before."""
+    loop = Loop(
+        ipc("test", tmp_path), precision, in_place=True, is_threaded=False, on_device=True, probes_prepared=False
+    )
+    assert loop.publish(0)
+    loop.subscriber.poll()
+    assert loop.subscriber.commit() is not None
+    addresses, before = [tensor.data_ptr() for tensor in _tensors_of(loop.model)], loop.served.flat
+    bytes_before, logprobs = before.clone(), probe_logprobs(loop.model, TOKENS)
+    loop.publisher.poll()
+    loop.train(1)
+    assert loop.publish(1, offset=10.0)
+    loop.subscriber.poll()
+    with pytest.raises(WeightSyncError, match="does not reproduce"):
+        loop.subscriber.commit()
+    assert loop.served.flat is before
+    assert torch.equal(before, bytes_before)
+    assert np.array_equal(probe_logprobs(loop.model, TOKENS), logprobs)
+    loop.publisher.poll()
+    loop.train(2)
+    sent = loop.packed()
+    assert loop.publish(2)
+    loop.subscriber.poll()
+    assert loop.subscriber.commit() is not None
+    assert loop.served.flat is not before
+    assert torch.equal(loop.served.flat, sent)
+    assert torch.equal(before, bytes_before), "the other tensor has the version before"
+    assert [tensor.data_ptr() for tensor in _tensors_of(loop.model)] == addresses
+    loop.close()
+
+
+def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """All that a served model computes with."""
+    products = [module.product for module in model.modules() if isinstance(module, ServedLinear)]
+    found = [each for product in products for each in vars(product).values() if isinstance(each, torch.Tensor)]
+    return [*found, model.embedding.table.values, *model.parameters()]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -241,6 +290,16 @@ def test_staging_in_a_thread_prepares_beside_the_live_weights(precision: Precisi
     assert loop.subscriber.commit() is not None
     assert torch.equal(loop.served.flat, loop.packed())
     loop.close()
+
+
+def test_an_evaluation_computes_with_a_copy_on_the_device() -> None:
+    served = ServedWeights(new_model(CONFIG, vocab_size=40, seed=1), "bfloat16", on_device=True)
+    pinned = served.flat.to("cpu", copy=True)
+    model = new_model(CONFIG, vocab_size=40, seed=2)
+    ServedWeights(model, "bfloat16", flat=pinned, on_device=True)
+    logprobs = probe_logprobs(model, TOKENS)
+    served.rebind(torch.zeros_like(served.flat))
+    assert np.array_equal(probe_logprobs(model, TOKENS), logprobs)
 
 
 def test_ends_of_different_precision_refuse_each_other() -> None:

@@ -1,4 +1,4 @@
-"""Publisher and subscriber together, over both transports: order, skips, damage, probes, buffers."""
+"""Publisher and subscriber together, over all transports: order, skips, damage, probes, buffers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from file_handles import ipc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,9 @@ class Parameters:
 class Rig:
     """One publisher, `num_readers` subscribers, and weights whose every element is the version."""
 
-    def __init__(self, transport: Transport, num_readers: int = 1, *, is_threaded: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, num_readers: int = 1, *, is_threaded: bool = False, num_slots: int = 2
+    ) -> None:
         specs = [
             spec
             for replica in range(num_readers)
@@ -51,7 +54,11 @@ class Rig:
         trainer = self.ports["t"]
         self.live = torch.zeros(NUM_PARAMS)
         self.publisher = Publisher(
-            trainer.outputs["offers"], trainer.inputs["releases"], transport, num_readers=num_readers
+            trainer.outputs["offers"],
+            trainer.inputs["releases"],
+            transport,
+            num_readers=num_readers,
+            num_slots=num_slots,
         )
         self.publisher.open(self.live)
         self.parameters = [Parameters() for _ in range(num_readers)]
@@ -78,8 +85,10 @@ class Rig:
             ports.close()
 
 
-@pytest.fixture(params=["process", "memory"])
+@pytest.fixture(params=["process", "memory", "ipc"])
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    if request.param == "ipc":
+        return ipc("test", tmp_path)
     return SharedMemory("test", (tmp_path,)) if request.param == "process" else InProcess()
 
 
@@ -161,6 +170,23 @@ def test_a_slow_reader_costs_skips_never_waiting(transport: Transport) -> None:
         subscriber.commit()
         assert subscriber.version == 4
         assert bool((parameters.flat == 4.0).all())
+    rig.close()
+
+
+def test_with_one_version_in_transit_the_newest_follows_when_that_is_read(tmp_path: Path) -> None:
+    """As between GPUs, whose memory holds two: what comes meanwhile is written to the other slot, over and over."""
+    rig = Rig(ipc("test", tmp_path), num_slots=1)
+    (subscriber,), (parameters,) = rig.subscribers, rig.parameters
+    assert [rig.publish(version) for version in range(4)] == [True, False, False, False]
+    subscriber.poll()
+    assert rig.publisher.poll(), "the newest skipped version is offered on release"
+    subscriber.commit()
+    assert subscriber.version == 0
+    while subscriber.poll():
+        pass
+    subscriber.commit()
+    assert subscriber.version == 3
+    assert bool((parameters.flat == 3.0).all())
     rig.close()
 
 

@@ -34,6 +34,7 @@ from slipstream.controller.pipeline import (
     weight_readers,
 )
 from slipstream.controller.placement import thread_environment
+from slipstream.controller.weights import memory_of, transport_over
 from slipstream.core.addresses import StoreAddresses
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, connect_by_book, wait
 from slipstream.core.clock import Clock, WallClock
@@ -45,9 +46,10 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
 from slipstream.core.types import Counters, Failed, Left, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
+from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.segment import SharedMemory, file_prefix
+from slipstream.weight_sync.segment import file_prefix
 from slipstream.weight_sync.subscriber import Subscriber
 
 CHECK_TETHER_EVERY_S = 0.5
@@ -176,12 +178,14 @@ def _weights_ends(
     """
     readers = weight_readers(channels)
     if f"{node.name}.weights" in {channel.source for channel in channels if channel.kind is Kind.WEIGHTS}:
+        memory = memory_of(node, group)
         publisher = Publisher(
             ports.outputs.get("weights"),
             ports.inputs.get("weights-released"),
-            SharedMemory(run_id),
+            transport_over(memory, run_id),
             num_readers=len(readers),
             reader_ranks=max(readers.values()),
+            num_slots=2 if memory is HOST else 1,  # where memory is dear, and versions are on their way for less long
             group=group,
             links=links,
             relay=ports.outputs.get("relay"),
@@ -191,7 +195,7 @@ def _weights_ends(
         subscriber = Subscriber(
             ports.inputs["weights"],
             ports.outputs["weights-released"],
-            SharedMemory(run_id),
+            transport_over(memory_of(node, group), run_id),
             replica=list(readers).index(node.name),
             rank=group.rank,
             world=group.world,

@@ -18,6 +18,7 @@ from pathlib import Path
 from slipstream.controller.groups import join_under_torchrun
 from slipstream.controller.host import Host, LeaseTether, report, serve
 from slipstream.controller.meeting import JOIN_TIMEOUT_S, attend, read_spec
+from slipstream.controller.weights import memory_of
 from slipstream.core.addresses import LOOPBACK, Store, StoreAddresses, grant_incarnation
 from slipstream.core.channel import connect_by_book
 from slipstream.core.clock import ShiftedClock, wall_minus_clock_s
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
             timeout_s=spec.deadline_s,
             delta=spec.delta,
             relays=spec.relays,
+            memory=memory_of(node, group),
         )
         host = Host(node, ports, spec.channels, spec.run_dir, run_id=spec.run_id, group=group, clock=clock, links=links)
         if incarnation == 1:

@@ -157,6 +157,12 @@ class RunConfig(Section):
         return self.model.path is None or (stage_of(self.model.path) == "sft" and self.sft.path is None)
 
     @property
+    def weights_stay_on_gpu(self) -> bool:
+        """Whether versions go from GPU to GPU: where both ends compute there, and nothing on the way needs the host."""
+        is_on_gpu = self.trainer.device == "cuda" and self.generator.device.startswith("cuda")
+        return is_on_gpu and self.generator.engine == "native" and not self.generator.delta and self.host == "process"
+
+    @property
     def updates_per_step(self) -> int:
         return self.trainer.minibatches * self.trainer.epochs
 

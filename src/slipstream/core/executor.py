@@ -162,7 +162,7 @@ class WeightsPacker(Protocol):
 
 
 class FlatWeights(Protocol):
-    """Weights in one CPU tensor that can be exchanged (`models.served.ServedWeights`, `models.flat.FlatParameters`)."""
+    """Weights in one tensor that can be exchanged (`models.served.ServedWeights`, `models.flat.FlatParameters`)."""
 
     flat: torch.Tensor
     """The live version. A tensor like it holds the next; the two change places."""

@@ -230,7 +230,8 @@ class GeneratorConfig(Section):
     delta: bool = Field(
         False,
         description="Between machines, send only what a version has changed, in words of 2 bytes: for slow links and "
-        "precision = 'bfloat16', at the cost of another copy of the weights on either side.",
+        "precision = 'bfloat16', at the cost of another copy of the weights on either side. "
+        "Versions go by way of host memory then, on GPUs, too.",
     )
     relays: bool = Field(
         True,
@@ -245,7 +246,7 @@ class GeneratorConfig(Section):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = Field(
         "cpu",
         description="What the native engine computes on: 'cpu', 'cuda' (replicas on the GPUs in turn) or 'cuda:N' (all "
-        "on one). The trainer computes on the CPU.",
+        "on one). Where the trainer computes on CUDA too, versions stay on GPUs (docs/weight_sync.md).",
     )
     kv_cache_gb: PositiveFloat | None = Field(
         None,

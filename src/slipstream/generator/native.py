@@ -119,7 +119,10 @@ class NativeBackend:
             torch.cuda.set_device(self._device)  # where this thread compiles, launches and captures
         self._model = self._on_device(self._policy())
         precision = config.generator.precision
-        self.weights = ServedWeights(self._model, precision, in_place=self._is_paged, group=self._group)
+        self._stays_on_gpu = config.weights_stay_on_gpu
+        self.weights = ServedWeights(
+            self._model, precision, in_place=self._is_paged, on_device=self._stays_on_gpu, group=self._group
+        )
         longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
         self._max_len = min(self._model.config.max_positions, longest)
         self.engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
@@ -133,10 +136,10 @@ class NativeBackend:
         return probe_logprobs(self.weights.prepared_model if self.probes_prepared else self._model, tokens)
 
     def pin(self) -> Pin:
-        """A copy of the present weights; evaluations of one version share it."""
+        """A copy of the present weights, on the host; evaluations of one version share it."""
         version = self.engine.version
         weights = next((pin.weights for pin in self._pins if pin.version == version), None)
-        pin = Pin(version, self.weights.flat.clone() if weights is None else weights)
+        pin = Pin(version, self.weights.flat.to("cpu", copy=True) if weights is None else weights)
         self._pins.append(pin)
         return pin
 
@@ -151,7 +154,13 @@ class NativeBackend:
         """An engine of its own, with its own slots, on the pinned weights."""
         assert pin.weights is not None, "pinned by another backend"
         model = self._on_device(Transformer(self._model.config, self._model.ranks))  # all its weights are pinned ones
-        ServedWeights(model, self._config.generator.precision, flat=pin.weights, in_place=self._is_paged)
+        ServedWeights(
+            model,
+            self._config.generator.precision,
+            flat=pin.weights,
+            in_place=self._is_paged,
+            on_device=self._stays_on_gpu,
+        )
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)
         return engine

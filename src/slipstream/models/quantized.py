@@ -42,6 +42,7 @@ CUT_BY_COLUMNS = ("output.weight", "down.weight")
 _ALIGNMENT = 64  # bytes; a cache line, and enough for every type
 _DIMENSIONS = 2  # of the tensors of all families, at most
 _BLOCK = 1 << 20  # weights packed at once: small enough for what lies between to stay in the cache
+_CUDA_BLOCK = 1 << 26  # enough for a kernel to be worth its launch
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ class WeightLayout:
         done = 0
         for stored, view in zip(self.stored, self.views(out).values(), strict=True):
             weight = weights[stored.name].detach()
-            sources = torch.split(weight, max(1, _BLOCK // max(1, math.prod(weight.shape[1:]))))
+            block = _CUDA_BLOCK if weight.is_cuda else _BLOCK
+            sources = torch.split(weight, max(1, block // max(1, math.prod(weight.shape[1:]))))
             rows = max(1, len(sources[0]))
             scales: Sequence[Tensor | None] = [None] * len(sources)
             if view.scales is not None:

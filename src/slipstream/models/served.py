@@ -4,6 +4,10 @@ Two ways to exchange them. On a CPU each version brings products of its own, pac
 exchange points the model at them. On CUDA captured graphs hold addresses, so nothing may move: a version is brought to
 a second buffer on the device, and the exchange copies it into place. In both, the version before stays whole in the
 buffer it came in, which is what an exchange is undone with.
+
+Where versions arrive on the device (`on_device`), the model computes with the bytes of a buffer as they lie there, its
+home. An exchange swaps the contents of the two buffers, and then their tensors: so `flat` is what is live, the other
+tensor has the version before, as elsewhere, and a GPU holds the weights twice, not three times.
 """
 
 from __future__ import annotations
@@ -49,6 +53,9 @@ class ServedEmbedding(nn.Module):
         """tokens int64 [N] -> [N, hidden] in the type of the residual stream."""
         rows = self.table.values.index_select(0, tokens).to(self._dtype)
         return rows if self.table.scales is None else rows * self.table.scales.index_select(0, tokens)[:, None]
+
+
+_EXCHANGED_BYTES = 64 << 20  # at once: what an exchange of buffers takes besides them
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +119,13 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 class ServedWeights:
     """`model`'s weights at `precision`. Implements `core.executor.FlatWeights`.
 
-    `flat` uint8 [num_bytes] (on the CPU) holds the version that is live, in the layout of `WeightLayout`; to begin with
-    `flat` as given, or else the model's own weights, which are released. Linear layers and the embedding are replaced;
-    the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but float32.
-    `in_place`: copy into stable storage; None: where the model is on CUDA.
+    `flat` uint8 [num_bytes] (on the CPU, or `on_device`) holds the version that is live, in the layout of
+    `WeightLayout`; to begin with `flat` as given, or else the model's own weights, which are released. Linear layers
+    and the embedding are replaced; the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but
+    float32.
+
+    `in_place`: copy into stable storage; None: where the model is on CUDA. `on_device`: `flat` lies there, and is this
+    storage for all that is computed with as it is stored; a tensor that `rebind` is given changes its contents.
 
     Of a divided model these are one rank's weights. Its own are packed with the scales of whole rows, for which all
     ranks of `group` do it together; nothing else here needs the others.
@@ -128,11 +138,13 @@ class ServedWeights:
         *,
         flat: Tensor | None = None,
         in_place: bool | None = None,
+        on_device: bool = False,
         group: RankGroup | None = None,
     ) -> None:
         self._layout = WeightLayout(model, precision)
         self._device = model.embedding.weight.device
-        self._is_in_place = self._device.type == "cuda" if in_place is None else in_place
+        self._on_device = on_device
+        self._is_in_place = on_device or (self._device.type == "cuda" if in_place is None else in_place)
         is_wide = self._device.type == "cpu" or precision == "float32"
         self._activations = torch.float32 if is_wide else torch.bfloat16
         self._parameters = dict(model.named_parameters())
@@ -140,16 +152,21 @@ class ServedWeights:
         self._prepared: tuple[Tensor, _Version] | None = None
         self._live: tuple[Tensor, _Version] | None = None
         if flat is None:
-            flat = torch.zeros(self.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            if on_device:
+                flat = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
+            else:
+                flat = torch.zeros(self.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             with torch.no_grad():
                 for _ in self._layout.pack(self._parameters, flat, over_ranks=group.max if group is not None else None):
                     pass
+        elif on_device:
+            flat = flat.to(self._device)
         _hollow_out(model, self._activations)
         self._serving = _Skeleton(model)
         self._checking = self._serving.twin()
         self._parameters.clear()
         if self._is_in_place:
-            self._open_storage()
+            self._open_storage(flat if on_device else None)
         self.flat = flat
         self.rebind(flat)
 
@@ -177,7 +194,7 @@ class ServedWeights:
         if not self._is_in_place:
             self._prepared = (flat, self._version(self._layout.views(flat), packs=True))
             self._checking.point_at(self._prepared[1])
-        elif self._device.type == "cuda":
+        elif self._device.type == "cuda" and not self._on_device:
             with torch.cuda.device(self._device):  # of this thread
                 self._bring(flat)
                 self._checking.point_at(self._version(self._layout.views(self._arrival), packs=False))
@@ -190,7 +207,9 @@ class ServedWeights:
 
         Raises ShapeError, changing nothing, when these are not the bytes of this layout.
         """
-        if self._is_in_place:
+        if self._on_device:
+            self._exchange(flat)
+        elif self._is_in_place:
             self._copy_in(flat)
         else:
             if self._prepared is None or self._prepared[0] is not flat:
@@ -248,17 +267,24 @@ class ServedWeights:
     def _held(self, name: str, weight: StoredWeight) -> Tensor:
         return weight.values.to(self._held_types[name])
 
-    def _open_storage(self) -> None:
-        """Tensors that keep their addresses, and the products over them."""
+    def _open_storage(self, home: Tensor | None) -> None:
+        """Tensors that keep their addresses, and the products over them; in `home` what is held as it is stored."""
         self._storage = {
             s.name: StoredWeight(
                 torch.empty(s.shape, dtype=self._held_types[s.name], device=self._device),
                 None if s.scales_start is None else torch.empty(s.shape[0], device=self._device),
             )
             for s in self._layout.stored
+            if home is None or self._held_types[s.name] != s.dtype
         }
+        self._converted = tuple(self._storage)
+        if home is not None:
+            self._storage = {
+                name: StoredWeight(self._storage[name].values if name in self._storage else view.values, view.scales)
+                for name, view in self._layout.views(home).items()
+            }
         self._serving.point_at(self._version(self._storage, packs=False))
-        if self._device.type == "cuda":
+        if home is None and self._device.type == "cuda":
             self._arrival = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
             self._arrived: Tensor | None = None  # whose bytes lie in `_arrival`
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -281,6 +307,22 @@ class ServedWeights:
         if self._device.type == "cuda":
             self._copied.record()
             self._copied.synchronize()  # so that who measures a swap sees all of it
+
+    def _exchange(self, flat: Tensor) -> None:
+        """Swap the contents of `flat` and of the home, then what the two tensors name: `flat` becomes the home."""
+        self._layout.views(flat)  # raises before anything changes
+        if flat.data_ptr() != self.flat.data_ptr():
+            parts = (torch.split(buffer, _EXCHANGED_BYTES) for buffer in (self.flat, flat))
+            for here, there in zip(*parts, strict=True):
+                before = here.clone()
+                here.copy_(there)
+                there.copy_(before)
+            flat.data, self.flat.data = self.flat.data, flat.data
+        views = self._layout.views(flat)
+        for name in self._converted:
+            self._storage[name].values.copy_(views[name].values)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # staging may write to the other buffer from here on
 
     def _bring(self, flat: Tensor) -> None:
         """Copy `flat` to the device beside what runs there; returns when it has arrived."""

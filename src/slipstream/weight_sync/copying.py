@@ -1,5 +1,7 @@
 """Copying bytes of a version, with checksums taken while what is copied lies in the cache: one pass over memory.
 
+Of the host's: what is done with bytes on a GPU is in `device_memory.py`. `Memory` is what both can do.
+
 A version's bytes have one checksum per block of `BLOCK_BYTES`, so that whoever reads only a part can verify what it
 read. numpy and xxhash release the GIL and use this thread only: torch's copy would start a second team of threads,
 which takes the cores from decoding. xxh3 runs at memory speed where zlib.crc32 does 1-3 GB/s.
@@ -7,7 +9,7 @@ which takes the cores from decoding. xxh3 runs at memory speed where zlib.crc32 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +23,42 @@ BLOCK_BYTES = 1 << 18  # small enough that what was copied is hashed from the ca
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Checksums = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class Memory(Protocol):
+    """The memory that a rank keeps versions in: how bytes are copied and checked there. Tensors are uint8 [N].
+
+    What is copied has arrived, and what is read is let go, when a call returns. Checksums are uint64 [blocks].
+    """
+
+    device: torch.device
+
+    def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """View of a contiguous tensor. Raises WeightSyncError when it lies elsewhere."""
+        ...
+
+    def empty(self, num_bytes: int) -> torch.Tensor: ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, checksums: Checksums) -> int:
+        """Returns the version's checksum, and fills those of its blocks."""
+        ...
+
+    def pack(self, target: torch.Tensor, packer: WeightsPacker, checksums: Checksums) -> int:
+        """Have `packer` fill `target`; returns and fills checksums as `copy` does."""
+        ...
+
+    def gather(self, copies: Copies, source: torch.Tensor, target: torch.Tensor, checksums: Checksums) -> None:
+        """Carry out `copies`, in the order of the source, and verify all blocks of `source` that they touch.
+
+        Raises WeightSyncError, with `target` in any state, for a block that is not what its checksum says.
+        """
+        ...
+
+    def run_copies(self, copies: Copies, source: torch.Tensor, target: torch.Tensor) -> None: ...
+
+    def checksum(self, data: torch.Tensor) -> int:
+        """Of a bucket's bytes."""
+        ...
 
 
 def num_blocks(num_bytes: int) -> int:
@@ -135,3 +173,33 @@ def _compare(block: int, checksum: int, checksums: Checksums) -> None:
         raise WeightSyncError(
             f"block {block} of a version is damaged", got=f"checksum {checksum:x}", allowed=f"{int(checksums[block]):x}"
         )
+
+
+class HostMemory:
+    """Implements `Memory` with the functions above."""
+
+    device = torch.device("cpu")
+
+    def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(bytes_of(flat))
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, checksums: Checksums) -> int:
+        return copy_bytes(target.numpy(), source.numpy(), checksums)
+
+    def pack(self, target: torch.Tensor, packer: WeightsPacker, checksums: Checksums) -> int:
+        return pack_bytes(target.numpy(), packer, checksums)
+
+    def gather(self, copies: Copies, source: torch.Tensor, target: torch.Tensor, checksums: Checksums) -> None:
+        gather(copies, source.numpy(), target.numpy(), checksums)
+
+    def run_copies(self, copies: Copies, source: torch.Tensor, target: torch.Tensor) -> None:
+        run_copies(copies, source.numpy(), target.numpy())
+
+    def checksum(self, data: torch.Tensor) -> int:
+        return checksum_of(data.numpy())
+
+
+HOST = HostMemory()

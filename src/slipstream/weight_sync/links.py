@@ -20,7 +20,6 @@ gloo and NCCL send in plain text: links need a trusted network.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -31,22 +30,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from slipstream.core import wire
 from slipstream.core.errors import ChannelError, WeightSyncError
-from slipstream.core.types import Holding, LinkMember, WeightsLinked, WeightsOffered
-from slipstream.weight_sync.copying import Bytes, bytes_of, checksum_of, run_copies
-from slipstream.weight_sync.plan import BUCKET_BYTES, Array, Copies, Place, Plan, make_plan
+from slipstream.core.types import WeightsLinked, WeightsOffered
+from slipstream.weight_sync.copying import HOST, Bytes, Memory
+from slipstream.weight_sync.delta import apply_changes, changes_of
+from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag
+from slipstream.weight_sync.plan import BUCKET_BYTES, Array, Copies, Place
 from slipstream.weight_sync.relay import Extent, Shelf, Source, State, give_way
 
-_c10d: Any = dist  # whose stubs leave out stores and backends
 _LOG = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)  # gloo has no endless wait; a receiver asks when it likes, and `close` ends the wait
-_REQUEST, _HEADER, _PAYLOAD, _CLOSING = range(4)  # tags; nothing is sent by the last
 _STUCK, _GONE, _AWAITED, _WHOLE, _DELTA = range(5)  # kinds of headers: of a bucket, or why there is none
 _SIGNS_OF_WAITING = 4  # within the timeout; and how many of them may follow one another while nothing arrives
-_WORD = np.uint16
 _LEAST_RETRY_S = 0.5  # between two attempts to make a link: what fails at once must not become a busy loop
 
 
@@ -54,8 +50,8 @@ class Links:
     """Makes the links of one process, all over one `store`.
 
     `hostname`: the address that this process listens at; peers on other machines must reach it. `timeout_s` bounds the
-    making of a link, and every bucket. `relays`: whether replicas may feed one another. `device`: send over NCCL from
-    and to this GPU instead of over gloo.
+    making of a link, and every bucket. `relays`: whether replicas may feed one another. `memory`: where this process
+    has its versions; on a GPU it sends over NCCL.
     """
 
     def __init__(
@@ -68,10 +64,15 @@ class Links:
         bucket_bytes: int = BUCKET_BYTES,
         delta: bool = False,
         relays: bool = True,
-        device: torch.device | None = None,
+        memory: Memory = HOST,
     ) -> None:
-        self.store, self.hostname, self.place, self.timeout = store, hostname, place, timedelta(seconds=timeout_s)
-        self.bucket_bytes, self.delta, self.relays, self.device = bucket_bytes, delta, relays, device
+        if delta and memory is not HOST:
+            raise WeightSyncError("what has changed of a version is found on the host only", got="delta on a GPU")
+        self.ends = Ends(store, hostname, place, timedelta(seconds=timeout_s), memory)
+        self.place, self.timeout, self.memory = place, self.ends.timeout, memory
+        self.bucket_bytes, self.delta = bucket_bytes, delta
+        # On a GPU the buffers that decoding reads are none that could be sent from: their contents change places.
+        self.relays = relays and memory is HOST
         self._servers: dict[int, LinkServer] = {}
 
     def serve(self, linked: WeightsLinked, source: Source, rank: int, *, gives_way: bool = False) -> None:
@@ -97,83 +98,8 @@ class Links:
             self.drop(replica)
 
 
-class _Group:
-    """The process group of a link; tensors on the CPU go in and come out."""
-
-    def __init__(self, links: Links, linked: WeightsLinked, rank: int) -> None:
-        self.links, self.rank = links, rank
-        self.num_sources, self.size = linked.sources, linked.sources + linked.world
-        self.store = _c10d.PrefixStore(f"weights/{linked.replica}/{linked.epoch}", links.store.clone())
-        self.store.set_timeout(links.timeout)
-        options = _c10d.ProcessGroupGloo._Options()
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=links.hostname)]
-        options._timeout = links.timeout
-        self.gloo: Any = _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", self.store), rank, self.size, options)
-        self.nccl: Any = None
-        if links.device is not None:
-            nccl_options = _c10d.ProcessGroupNCCL.Options()
-            nccl_options._timeout = links.timeout
-            self.nccl = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", self.store), rank, self.size, nccl_options)
-
-    def agree(self, holding: Holding) -> Plan:
-        """The plan that all ranks of the link have made. Raises WeightSyncError when they differ."""
-        place = self.links.place
-        member = LinkMember(holding=holding, host=place.host, device=place.device)
-        self.store.set(f"member/{self.rank}", wire.encode(member))
-        members = [wire.decode(self.store.get(f"member/{rank}"), (LinkMember,)) for rank in range(self.size)]
-        holdings = [m.holding for m in members if isinstance(m, LinkMember)]
-        places = [Place(m.host, m.device) for m in members if isinstance(m, LinkMember)]
-        plan = make_plan(
-            holdings[: self.num_sources],
-            holdings[self.num_sources :],
-            source_places=places[: self.num_sources],
-            destination_places=places[self.num_sources :],
-        )
-        self.store.set(f"plan/{self.rank}", f"{plan.hash:x}")
-        others = [self.store.get(f"plan/{rank}").decode() for rank in range(self.size)]
-        if others != [f"{plan.hash:x}"] * self.size:
-            raise WeightSyncError(
-                "the ends of a link have made different plans", got=others, hint="do both run the same version of this?"
-            )
-        return plan
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        if self.nccl is None or tag != _PAYLOAD:
-            return self.gloo.send([tensor], to, tag)
-        return self.nccl.send([tensor.to(self.links.device)], to, tag)
-
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> _Arrival:
-        if self.nccl is None or tag != _PAYLOAD:
-            return _Arrival(self.gloo.recv([tensor], source, tag))
-        landed = torch.empty_like(tensor, device=self.links.device)
-        return _Arrival(self.nccl.recv([landed], source, tag), landed, tensor)
-
-    def close(self) -> None:
-        """End the link, and with it every wait for it, in other threads too. Idempotent."""
-        with contextlib.suppress(RuntimeError):
-            # gloo's `abort` ends no wait. But a wait that takes too long closes all of a group's connections.
-            peer = 0 if self.rank else 1
-            self.gloo.recv([torch.zeros(1)], peer, _CLOSING).wait(timedelta(milliseconds=1))
-        if self.nccl is not None:
-            self.nccl.abort()
-
-
 class VersionGoneError(WeightSyncError):
     """The source has a newer version and no longer this one. Nothing was sent."""
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A receive in hand; of one over NCCL, `landed` is on the GPU and is copied to `tensor`."""
-
-    work: Any
-    landed: torch.Tensor | None = None
-    tensor: torch.Tensor | None = None
-
-    def wait(self, timeout: timedelta) -> None:
-        self.work.wait(timeout)
-        if self.landed is not None and self.tensor is not None:
-            self.tensor.copy_(self.landed)
 
 
 class _Bucket:
@@ -206,7 +132,7 @@ class LinkServer:
     ) -> None:
         self._links, self._linked, self._source, self._rank = links, linked, source, rank
         self._gives_way = gives_way
-        self._group: _Group | None = None
+        self._group: LinkGroup | None = None
         self._is_closed = False
         threading.Thread(target=self._run, name=f"weights-to-{linked.replica}", daemon=True).start()
 
@@ -217,7 +143,7 @@ class LinkServer:
 
     def _run(self) -> None:
         try:
-            self._group = _Group(self._links, self._linked, self._rank)
+            self._group = LinkGroup(self._links.ends, self._linked, self._rank)
             assert self._source.holding is not None, "serve has seen to that"
             plan = self._group.agree(self._source.holding)
         except (RuntimeError, ChannelError, WeightSyncError) as error:
@@ -234,15 +160,16 @@ class LinkServer:
                     daemon=True,
                 ).start()
 
-    def _serve(self, group: _Group, buckets: list[_Bucket], to: int) -> None:
+    def _serve(self, group: LinkGroup, buckets: list[_Bucket], to: int) -> None:
         """Consumes requests (version, slot, version that the receiver has of this link). Ends when the link does."""
         if self._gives_way:
             give_way()
-        sender = _Sender(group, self._source, buckets, to)
         request = torch.zeros(3, dtype=torch.int64)
         try:
+            group.connect(to)
+            sender = _Sender(self._links, group, self._source, buckets, to)
             while True:
-                group.receive(request, to, _REQUEST).wait(_FOREVER)
+                group.receive(request, to, Tag.REQUEST).wait(_FOREVER)
                 sender.send(*request.tolist())
         except RuntimeError as error:
             self._report(error)
@@ -255,11 +182,11 @@ class LinkServer:
 class _Sender:
     """Sends versions to one receiver: a bucket is packed while the one before is on its way."""
 
-    def __init__(self, group: _Group, source: Source, buckets: list[_Bucket], to: int) -> None:
-        self._group, self._source, self._buckets, self._to = group, source, buckets, to
+    def __init__(self, links: Links, group: LinkGroup, source: Source, buckets: list[_Bucket], to: int) -> None:
+        self._links, self._group, self._source, self._buckets, self._to = links, group, source, buckets, to
         largest = max(bucket.num_bytes for bucket in buckets)
-        needs_room = group.links.delta or not all(bucket.copies.is_one_run for bucket in buckets)
-        self._room = [torch.empty(largest if needs_room else 0, dtype=torch.uint8) for _ in range(2)]
+        needs_room = links.delta or not all(bucket.copies.is_one_run for bucket in buckets)
+        self._room = [links.memory.empty(largest if needs_room else 0) for _ in range(2)]
         self._headers = [torch.zeros(3, dtype=torch.int64) for _ in range(2)]
         self._bases: list[Bytes | None] = [None] * len(buckets)
         self._base = -1
@@ -269,10 +196,10 @@ class _Sender:
 
         Raises RuntimeError when the link breaks or a bucket takes too long.
         """
-        may_differ = self._group.links.delta and base == self._base >= 0
+        may_differ = self._links.delta and base == self._base >= 0
         self._base = -1  # until all of it has gone: then both ends have the same bases
         under_way: list[list[Any]] = [[], []]
-        timeout = self._group.links.timeout
+        timeout = self._links.timeout
         is_whole = True
         for number, bucket in enumerate(self._buckets):
             turn = number % 2
@@ -283,11 +210,11 @@ class _Sender:
             if data is None:
                 is_whole = False
                 break
-            if self._group.links.delta:
+            if self._links.delta:
                 data = self._delta(number, data, header, may_differ)
             under_way[turn] = [
-                self._group.send(header, self._to, _HEADER),
-                self._group.send(data, self._to, _PAYLOAD),
+                self._group.send(header, self._to, Tag.HEADER),
+                self._group.send(data, self._to, Tag.PAYLOAD),
             ]
         for work in [*under_way[len(self._buckets) % 2], *under_way[(len(self._buckets) + 1) % 2]]:
             work.wait(timeout)
@@ -300,7 +227,7 @@ class _Sender:
         whole = self._source.data(version, slot)
         if state is State.READY and whole is not None:
             data = self._packed(bucket, whole, turn)
-            checksum = checksum_of(data.numpy())
+            checksum = self._links.memory.checksum(data)
             header[0], header[1], header[2] = _WHOLE, bucket.num_bytes, np.uint64(checksum).astype(np.int64).item()
             # If it is here still, then what was hashed is nothing else; what is written later does not fit the hash.
             state = self._source.wait(version, slot, bucket.taken_from, 0.0)
@@ -311,7 +238,7 @@ class _Sender:
 
     def _awaited(self, version: int, slot: int, bucket: _Bucket) -> State:
         """What became of the bucket's bytes. While something arrives that may become them, the receiver waits too."""
-        beat_s = self._group.links.timeout.total_seconds() / _SIGNS_OF_WAITING
+        beat_s = self._links.timeout.total_seconds() / _SIGNS_OF_WAITING
         state = self._source.wait(version, slot, bucket.taken_from, 0.0)
         num_idle = 0
         while state is State.AWAITED and num_idle < _SIGNS_OF_WAITING:
@@ -323,14 +250,14 @@ class _Sender:
 
     def _say(self, kind: int) -> None:
         notice = torch.tensor([kind, 0, 0])
-        self._group.send(notice, self._to, _HEADER).wait(self._group.links.timeout)
+        self._group.send(notice, self._to, Tag.HEADER).wait(self._links.timeout)
 
-    def _packed(self, bucket: _Bucket, whole: Bytes, turn: int) -> torch.Tensor:
-        where = None if self._group.links.delta else bucket.slice_of(bucket.copies.source)
+    def _packed(self, bucket: _Bucket, whole: torch.Tensor, turn: int) -> torch.Tensor:
+        where = None if self._links.delta else bucket.slice_of(bucket.copies.source)
         if where is not None:
-            return torch.from_numpy(whole[where])
+            return whole[where]
         data = self._room[turn][: bucket.num_bytes]
-        run_copies(bucket.packing, whole, data.numpy())
+        self._links.memory.run_copies(bucket.packing, whole, data)
         return data
 
     def _delta(self, number: int, data: torch.Tensor, header: torch.Tensor, may_differ: bool) -> torch.Tensor:
@@ -339,7 +266,7 @@ class _Sender:
         if base is None:
             self._bases[number] = new.copy()
             return data
-        changes = _changes(base, new) if may_differ else None
+        changes = changes_of(base, new) if may_differ else None
         np.copyto(base, new)
         if changes is None:
             return data
@@ -347,34 +274,12 @@ class _Sender:
         return torch.from_numpy(changes)
 
 
-def _changes(base: Bytes, new: Bytes) -> Bytes | None:
-    """int32 places, then values, of the words that changed, and the odd byte at the end; None where that is no less."""
-    whole = len(new) // 2 * 2
-    is_new = base[:whole].view(_WORD) != new[:whole].view(_WORD)
-    count = int(np.count_nonzero(is_new))
-    if 6 * count + len(new) - whole >= len(new) or len(new) >= 1 << 32:
-        return None
-    places = np.flatnonzero(is_new).astype(np.uint32)
-    values = new[:whole].view(_WORD)[places]
-    return np.concatenate([places.view(np.uint8), values.view(np.uint8), new[whole:], np.zeros(1, np.uint8)])
-
-
-def _apply(base: Bytes, changes: Bytes) -> None:
-    odd = len(base) % 2
-    count = (len(changes) - 1 - odd) // 6
-    places, values = changes[: 4 * count].view(np.uint32), changes[4 * count : 6 * count].view(_WORD)
-    if count and places.max() >= len(base) // 2:
-        raise WeightSyncError("changes lie outside of their bucket", got=int(places.max()), allowed=len(base) // 2)
-    base[: len(base) - odd].view(_WORD)[places] = values
-    base[len(base) - odd :] = changes[6 * count : 6 * count + odd]
-
-
 class LinkReader:
     """Implements `reader.Fetch`: a receiver's end of a link. A thread makes it; the first transfer waits for that."""
 
     def __init__(self, links: Links, linked: WeightsLinked, rank: int, shelf: Shelf) -> None:
         self._links, self._linked, self._rank, self._shelf = links, linked, rank, shelf
-        self._group: _Group | None = None
+        self._group: LinkGroup | None = None
         self._error: Exception | None = None
         self._closing = threading.Event()
         self._is_made = threading.Event()
@@ -428,8 +333,10 @@ class LinkReader:
     def _make(self) -> None:
         started_s = time.monotonic()
         try:
-            self._group = _Group(self._links, self._linked, self._linked.sources + self._rank)
+            self._group = LinkGroup(self._links.ends, self._linked, self._linked.sources + self._rank)
             plan = self._group.agree(self._shelf.holding)
+            for source in plan.sources_of(self._rank):
+                self._group.connect(source)
             self._buckets = [
                 (
                     source,
@@ -438,7 +345,7 @@ class LinkReader:
                 for source in plan.sources_of(self._rank)
             ]
             sizes = [bucket.num_bytes for _, buckets in self._buckets for bucket in buckets]
-            self._room = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2)]
+            self._room = [self._links.memory.empty(max(sizes, default=0)) for _ in range(2)]
         except (RuntimeError, ChannelError, WeightSyncError) as error:
             self._closing.wait(max(0.0, _LEAST_RETRY_S - (time.monotonic() - started_s)))
             self._error = error
@@ -459,7 +366,7 @@ class LinkReader:
         assert group is not None, "made before"
         timeout = self._links.timeout
         request = torch.tensor([offer.version, offer.slot, base])
-        group.send(request, source, _REQUEST).wait(timeout)
+        group.send(request, source, Tag.REQUEST).wait(timeout)
         on_its_way: _OnItsWay | None = None
         for upcoming in self._announced(group, source, buckets, offer, shadow, is_first=not num_landed):
             if on_its_way is not None:
@@ -470,7 +377,7 @@ class LinkReader:
 
     def _announced(
         self,
-        group: _Group,
+        group: LinkGroup,
         source: int,
         buckets: list[_Bucket],
         offer: WeightsOffered,
@@ -482,10 +389,10 @@ class LinkReader:
         for number, bucket in enumerate(buckets):
             header = torch.zeros(3, dtype=torch.int64)
             # Such headers are not endless: see `_awaited`.
-            group.receive(header, source, _HEADER).wait(self._links.timeout)
+            group.receive(header, source, Tag.HEADER).wait(self._links.timeout)
             while header[0] == _AWAITED:
                 yield None
-                group.receive(header, source, _HEADER).wait(self._links.timeout)
+                group.receive(header, source, Tag.HEADER).wait(self._links.timeout)
             kind, count, checksum = header.tolist()
             if kind == _GONE and is_first and number == 0:
                 raise VersionGoneError(f"{self._name} no longer leads to version {offer.version}")
@@ -504,7 +411,7 @@ class LinkReader:
                 data = shadow.view(torch.uint8)[where]
             else:
                 data = self._room[number % 2][: bucket.num_bytes]
-            yield _OnItsWay(bucket, number, kind, checksum, data, group.receive(data, source, _PAYLOAD))
+            yield _OnItsWay(bucket, number, kind, checksum, data, group.receive(data, source, Tag.PAYLOAD))
 
     def _land(self, arriving: _OnItsWay, source: int, num_landed: int, shadow: torch.Tensor, version: int) -> None:
         """Wait for a bucket, check it, bring it to its place; `num_landed` buckets of other sources are there."""
@@ -514,12 +421,13 @@ class LinkReader:
         if arriving.kind == _DELTA:
             if key not in self._bases:
                 raise WeightSyncError("changes arrived to a version that is not here")
-            _apply(self._bases[key].numpy(), data.numpy())
+            apply_changes(self._bases[key].numpy(), data.numpy())
             data = self._bases[key]
-        if np.uint64(checksum_of(data.numpy())).astype(np.int64).item() != arriving.checksum:
+        memory = self._links.memory
+        if np.uint64(memory.checksum(data)).astype(np.int64).item() != arriving.checksum:
             raise WeightSyncError(f"version {version} is damaged: a bucket is not what its checksum says")
         if self._links.delta or bucket.slice_of(bucket.copies.target) is None:
-            run_copies(bucket.unpacking, data.numpy(), bytes_of(shadow))
+            memory.run_copies(bucket.unpacking, data, memory.bytes_of(shadow))
         self._shelf.landed(num_landed + arriving.number)
 
 
@@ -532,4 +440,4 @@ class _OnItsWay:
     kind: int
     checksum: int
     data: torch.Tensor
-    arrival: _Arrival
+    arrival: Any  # c10d's work

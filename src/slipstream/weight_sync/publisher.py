@@ -15,7 +15,6 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import Receiver, Sender, WeightsPacker
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Holding, Message, WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
-from slipstream.weight_sync.copying import Bytes, bytes_of, copy_bytes, pack_bytes
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.relay import SlotSource
 from slipstream.weight_sync.slots import Commit, Slots, Transport
@@ -114,7 +113,7 @@ class Publisher:
         self._ranks = range(reader_ranks)
         readers = [(replica, rank) for replica in range(num_readers) for rank in self._ranks]
         self._ledger = SlotLedger(num_slots + 1, readers)
-        self._live: Bytes | None = None
+        self._live: torch.Tensor | None = None
         self._packer: WeightsPacker | None = None
         self._slots: Slots | None = None
         self._segments: tuple[str, ...] = ()
@@ -138,7 +137,7 @@ class Publisher:
         if packer is not None:
             num_bytes, holding = packer.num_bytes, packer.holding
         elif flat is not None:
-            self._live = bytes_of(flat)
+            self._live = self._transport.memory.bytes_of(flat)
             num_bytes = len(self._live)
         else:
             raise WeightSyncError("a publisher needs flat weights or a packer")
@@ -253,12 +252,12 @@ class Publisher:
         """This rank's part of the live weights to its slot; returns the checksums of all ranks."""
         started_s = _CLOCK.now_s()
         slots.invalidate(slot)
-        target, checksums = slots.data(slot), slots.checksums(slot)
+        memory, target, checksums = self._transport.memory, slots.data(slot), slots.checksums(slot)
         if self._packer is not None:
-            checksum = pack_bytes(target, self._packer, checksums)
+            checksum = memory.pack(target, self._packer, checksums)
         else:
             assert self._live is not None, "open has seen to that"
-            checksum = copy_bytes(target, self._live, checksums)
+            checksum = memory.copy(target, self._live, checksums)
         slots.commit(slot, Commit(version, checksum))
         self.stats.staging_s = _CLOCK.now_s() - started_s
         return tuple(_STAGED.unpack(staged)[0] for staged in self._group.gather(_STAGED.pack(checksum)))

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import Holding, WeightsOffered
-from slipstream.weight_sync.copying import bytes_of, checksum_of, gather
+from slipstream.weight_sync.copying import checksum_of
 from slipstream.weight_sync.plan import Copies, make_plan
 from slipstream.weight_sync.slots import Slots, Transport
 
@@ -36,7 +36,8 @@ class SegmentReader:
 
     def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
         """Copy what this rank holds from the slots of all sources, block by block against their checksums."""
-        target = bytes_of(shadow)
+        memory = self._transport.memory
+        target = memory.bytes_of(shadow)
         sources = self._attach(offer, len(target))
         for source, checksum in zip(sources, offer.checksums, strict=True):
             commit = source.committed(offer.slot)
@@ -45,7 +46,7 @@ class SegmentReader:
             if commit.checksum != checksum or checksum_of(source.checksums(offer.slot)) != checksum:
                 raise WeightSyncError(f"version {offer.version} is damaged: its checksums are not those offered")
         for source, copies in self._copies:
-            gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
+            memory.gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
 
     def close(self) -> None:
         for sources in self._attached.values():

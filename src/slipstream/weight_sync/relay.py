@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from slipstream.core.types import Holding
-from slipstream.weight_sync.copying import Bytes, bytes_of
+from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.slots import Slots
 
 Extent = tuple[int, int]
@@ -60,7 +60,7 @@ class Source(Protocol):
         """Wait until the bytes of `extent` are there, or for `timeout_s`."""
         ...
 
-    def data(self, version: int, slot: int, /) -> Bytes | None:
+    def data(self, version: int, slot: int, /) -> torch.Tensor | None:
         """uint8 [num_bytes]; what is READY is valid for as long as `wait` says so again afterwards. None: GONE."""
         ...
 
@@ -81,7 +81,7 @@ class SlotSource:
         commit = self._slots.committed(slot) if 0 <= slot < self._slots.num_slots else None
         return State.READY if commit is not None and commit.version == version else State.GONE
 
-    def data(self, _version: int, slot: int) -> Bytes | None:
+    def data(self, _version: int, slot: int) -> torch.Tensor | None:
         return self._slots.data(slot) if 0 <= slot < self._slots.num_slots else None
 
 
@@ -130,10 +130,10 @@ class Shelf:
             self._changed.wait_for(lambda: self._state(version, extent) is not State.AWAITED, timeout_s)
             return self._state(version, extent)
 
-    def data(self, version: int, _slot: int) -> Bytes | None:
+    def data(self, version: int, _slot: int) -> torch.Tensor | None:
         with self._changed:
             buffer = self._buffer_of(version)
-            return None if buffer is None else bytes_of(buffer.flat)
+            return None if buffer is None else HOST.bytes_of(buffer.flat)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

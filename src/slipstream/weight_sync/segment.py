@@ -3,9 +3,11 @@
 Plain files instead of `multiprocessing.shared_memory`, whose Python 3.11 resource tracker unlinks the owner's segment
 when an attached process exits.
 
-    page 0     magic, number of slots, bytes per slot, bytes of the holding; then a record per slot: marker, version,
-               checksum
-    page 1 ..  the holding; the checksums of each slot's blocks; the slots: each of these starting on a page
+    page 0     magic, number of slots, bytes per slot, bytes of the holding, bytes of the handle; then a record per
+               slot: marker, version, checksum
+    page 1 ..  the holding and the handle; the checksums of each slot's blocks; the slots: each starting on a page
+
+A segment with a handle has no slots: their bytes lie where that leads (`cuda_ipc.py`).
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import Holding
-from slipstream.weight_sync.copying import Bytes, Checksums, num_blocks
+from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 from slipstream.weight_sync.slots import Commit
 
-_MAGIC = b"SLIPSEG2"
-_HEADER = struct.Struct("<8sQQQ")
+_MAGIC = b"SLIPSEG3"
+_HEADER = struct.Struct("<8sQQQQ")
 _RECORD = struct.Struct("<QqQ")
 _MARKER = struct.Struct("<Q")
 _COMMITTED = 0x434F4D4D49545445  # any number that is not zero by accident
@@ -52,20 +55,24 @@ class SegmentSlots:
             raise WeightSyncError(
                 "a weight segment cannot be mapped", got=error, hint="has its publisher ended?"
             ) from error
-        magic, self.num_slots, self.num_bytes, holding_bytes = _HEADER.unpack_from(self._map)
+        magic, self.num_slots, self.num_bytes, holding_bytes, handle_bytes = _HEADER.unpack_from(self._map)
         if magic == _MAGIC and self.num_slots <= _MAX_SLOTS:
-            self._places = _Places(self.num_bytes, self.num_slots, holding_bytes)
+            self._places = _Places(self.num_bytes, self.num_slots, holding_bytes, handle_bytes)
         if magic != _MAGIC or self.num_slots > _MAX_SLOTS or len(self._map) != self._places.size:
             raise WeightSyncError("this is not a weight segment", got=f"{path}, {len(self._map)} bytes")
         self.holding = None
         if holding_bytes:
             self.holding = decode_holding(self._map[_PAGE_BYTES : _PAGE_BYTES + holding_bytes])
-        self._unreserved = {self.num_slots - 1} if is_owner and self.num_slots > 1 else set()
+        start = _PAGE_BYTES + holding_bytes
+        self.handle = self._map[start : start + handle_bytes]
+        self._unreserved = {self.num_slots - 1} if is_owner and self.num_slots > 1 and not handle_bytes else set()
         if is_owner:
             atexit.register(self.close)
 
-    def data(self, slot: int) -> Bytes:
-        return np.frombuffer(self._map, np.uint8, self.num_bytes, self._places.data(slot))
+    def data(self, slot: int) -> torch.Tensor:
+        if self.handle:
+            raise WeightSyncError("the bytes of these versions lie on a GPU", hint="both ends must compute on GPUs")
+        return torch.from_numpy(np.frombuffer(self._map, np.uint8, self.num_bytes, self._places.data(slot)))
 
     def checksums(self, slot: int) -> Checksums:
         return np.frombuffer(self._map, np.uint64, num_blocks(self.num_bytes), self._places.checksums(slot))
@@ -107,19 +114,24 @@ class SegmentSlots:
 class SharedMemory:
     """Transport between processes of one machine. `run_id` names the files: letters, digits, '_' and '-'."""
 
+    memory: Memory = HOST
+
     def __init__(self, run_id: str, directories: tuple[Path, ...] | None = None) -> None:
         self._prefix = file_prefix(run_id)
         self._directories = directories if directories is not None else segment_directories()
 
-    def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> SegmentSlots:
+    def create(
+        self, num_bytes: int, num_slots: int, holding: Holding | None = None, handle: bytes = b""
+    ) -> SegmentSlots:
         """A new segment in the first directory with room; its space is reserved, so writing cannot fail later.
 
         But for the last of several slots, which few runs ever write: its space is reserved by its first `invalidate`.
+        With a `handle`, by which others find the bytes, there is no space for them here.
         """
         if not 1 <= num_slots <= _MAX_SLOTS:
             raise WeightSyncError("bad number of slots", got=num_slots, allowed=f"1..{_MAX_SLOTS}")
         encoded = b"" if holding is None else wire.encode(holding)
-        places = _Places(num_bytes, num_slots, len(encoded))
+        places = _Places(num_bytes, num_slots, len(encoded), len(handle))
         for directory in self._directories:
             path = directory / f"{self._prefix}{uuid.uuid4().hex[:12]}"
             try:
@@ -130,9 +142,9 @@ class SharedMemory:
                 path.unlink(missing_ok=True)
                 continue
             with open(path, "r+b") as file:
-                file.write(_HEADER.pack(_MAGIC, num_slots, num_bytes, len(encoded)))
+                file.write(_HEADER.pack(_MAGIC, num_slots, num_bytes, len(encoded), len(handle)))
                 file.seek(_PAGE_BYTES)
-                file.write(encoded)
+                file.write(encoded + handle)
             return SegmentSlots(path, is_owner=True)
         raise WeightSyncError(
             "no room for the weight segment",
@@ -203,13 +215,14 @@ class _Places(NamedTuple):
     num_bytes: int
     num_slots: int
     holding_bytes: int
+    handle_bytes: int
 
     def checksums(self, slot: int) -> int:
         blocks = _round_up(8 * num_blocks(self.num_bytes))
-        return _PAGE_BYTES + _round_up(self.holding_bytes) + slot * blocks
+        return _PAGE_BYTES + _round_up(self.holding_bytes + self.handle_bytes) + slot * blocks
 
     def data(self, slot: int) -> int:
-        return self.checksums(self.num_slots) + slot * _round_up(self.num_bytes)
+        return self.checksums(self.num_slots) + slot * (0 if self.handle_bytes else _round_up(self.num_bytes))
 
     @property
     def size(self) -> int:

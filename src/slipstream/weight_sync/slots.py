@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import Holding
-from slipstream.weight_sync.copying import Bytes, Checksums, num_blocks
+from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 
 
 class Commit(NamedTuple):
@@ -31,7 +32,7 @@ class Slots(Protocol):
     num_bytes: int
     holding: Holding | None
 
-    def data(self, slot: int) -> Bytes:
+    def data(self, slot: int) -> torch.Tensor:
         """uint8 [num_bytes]: a view of the slot."""
         ...
 
@@ -53,7 +54,12 @@ class Slots(Protocol):
 
 
 class Transport(Protocol):
-    """How slots are shared between a publisher and its subscribers."""
+    """How slots are shared between a publisher and its subscribers.
+
+    `memory`: where this end has its bytes, the publisher its slots and a subscriber the buffers it copies to.
+    """
+
+    memory: Memory
 
     def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> Slots: ...
 
@@ -63,13 +69,15 @@ class Transport(Protocol):
 class MemorySlots:
     """Plain memory of this process."""
 
-    def __init__(self, name: str, num_bytes: int, num_slots: int, holding: Holding | None = None) -> None:
+    def __init__(
+        self, name: str, num_bytes: int, num_slots: int, holding: Holding | None = None, memory: Memory = HOST
+    ) -> None:
         self.name, self.num_bytes, self.num_slots, self.holding = name, num_bytes, num_slots, holding
-        self._data = [np.zeros(num_bytes, np.uint8) for _ in range(num_slots)]
+        self._data = [memory.empty(num_bytes).zero_() for _ in range(num_slots)]
         self._checksums = [np.zeros(num_blocks(num_bytes), np.uint64) for _ in range(num_slots)]
         self._commits: list[Commit | None] = [None] * num_slots
 
-    def data(self, slot: int) -> Bytes:
+    def data(self, slot: int) -> torch.Tensor:
         return self._data[slot]
 
     def checksums(self, slot: int) -> Checksums:
@@ -91,11 +99,12 @@ class MemorySlots:
 class InProcess:
     """Transport between executors of one process, which share this object."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory = HOST) -> None:
+        self.memory = memory
         self._slots: dict[str, MemorySlots] = {}
 
     def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> MemorySlots:
-        slots = MemorySlots(f"memory-{len(self._slots)}", num_bytes, num_slots, holding)
+        slots = MemorySlots(f"memory-{len(self._slots)}", num_bytes, num_slots, holding, self.memory)
         self._slots[slots.name] = slots
         return slots
 

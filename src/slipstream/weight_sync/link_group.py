@@ -1,0 +1,118 @@
+"""The process group of a link between machines: gloo, and NCCL where both ends have their versions on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slipstream.core import wire
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import Holding, LinkMember, WeightsLinked
+from slipstream.weight_sync.copying import Memory
+from slipstream.weight_sync.device_memory import DeviceMemory
+from slipstream.weight_sync.nccl import Pair
+from slipstream.weight_sync.plan import Place, Plan, make_plan
+
+_c10d: Any = dist  # whose stubs leave out stores and backends
+
+
+class Tag(enum.IntEnum):
+    """What a message is."""
+
+    REQUEST = 0
+    HEADER = 1
+    PAYLOAD = 2
+    READY = 3  # to receive a payload over NCCL
+    CLOSING = 4  # never sent
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What all links of a process have in common: c10d's store, this process' address, what waits are bounded by, and
+    where its versions are."""
+
+    store: Any  # torch.distributed.Store
+    hostname: str
+    place: Place
+    timeout: timedelta
+    memory: Memory
+
+    @property
+    def has_pairs(self) -> bool:
+        """Of GPUs, for what is in buckets."""
+        return self.memory.device.type == "cuda"
+
+
+class LinkGroup:
+    """The process group of a link: sources, then the replica's ranks. What is in buckets lies in `memory`, all else on
+    the CPU. `send` and `receive` return c10d's work; waiting for that raises RuntimeError when the link has broken."""
+
+    def __init__(self, ends: Ends, linked: WeightsLinked, rank: int) -> None:
+        self.ends, self.rank = ends, rank
+        self.num_sources, self.size = linked.sources, linked.sources + linked.world
+        self.store = _c10d.PrefixStore(f"weights/{linked.replica}/{linked.epoch}", ends.store.clone())
+        self.store.set_timeout(ends.timeout)
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=ends.hostname)]
+        options._timeout = ends.timeout
+        self.gloo: Any = _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", self.store), rank, self.size, options)
+        self._pairs: dict[int, Pair] = {}
+
+    def agree(self, holding: Holding) -> Plan:
+        """The plan that all ranks of the link have made. Raises WeightSyncError when they differ."""
+        place = self.ends.place
+        member = LinkMember(holding=holding, host=place.host, device=place.device)
+        self.store.set(f"member/{self.rank}", wire.encode(member))
+        members = [wire.decode(self.store.get(f"member/{rank}"), (LinkMember,)) for rank in range(self.size)]
+        holdings = [m.holding for m in members if isinstance(m, LinkMember)]
+        places = [Place(m.host, m.device) for m in members if isinstance(m, LinkMember)]
+        plan = make_plan(
+            holdings[: self.num_sources],
+            holdings[self.num_sources :],
+            source_places=places[: self.num_sources],
+            destination_places=places[self.num_sources :],
+        )
+        self.store.set(f"plan/{self.rank}", f"{plan.hash:x}")
+        others = [self.store.get(f"plan/{rank}").decode() for rank in range(self.size)]
+        if others != [f"{plan.hash:x}"] * self.size:
+            raise WeightSyncError(
+                "the ends of a link have made different plans", got=others, hint="do both run the same version of this?"
+            )
+        return plan
+
+    def connect(self, peer: int) -> None:
+        """Before the first bucket: source and destination call it in the order in which they meet."""
+        if self.ends.has_pairs:
+            memory = self.ends.memory
+            assert isinstance(memory, DeviceMemory), "HostMemory is on no GPU"
+            source, destination = min(self.rank, peer), max(self.rank, peer)  # sources come first
+            store = _c10d.PrefixStore(f"nccl/{source}/{destination}", self.store)
+            self._pairs[peer] = Pair(store, memory, is_source=source == self.rank, timeout=self.ends.timeout)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> Any:
+        if tag != Tag.PAYLOAD or to not in self._pairs:
+            return self.gloo.send([tensor], to, tag)
+        self.gloo.recv([torch.zeros(1)], to, Tag.READY).wait(self.ends.timeout)
+        return self._pairs[to].send(tensor)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: Tag) -> Any:
+        if tag != Tag.PAYLOAD or source not in self._pairs:
+            return self.gloo.recv([tensor], source, tag)
+        work = self._pairs[source].receive(tensor)
+        self.gloo.send([torch.zeros(1)], source, Tag.READY).wait(self.ends.timeout)
+        return work
+
+    def close(self) -> None:
+        """End the link, and with it every wait for it, in other threads too. Idempotent."""
+        with contextlib.suppress(RuntimeError):
+            # gloo's `abort` ends no wait. But a wait that takes too long closes all of a group's connections.
+            peer = 0 if self.rank else 1
+            self.gloo.recv([torch.zeros(1)], peer, Tag.CLOSING).wait(timedelta(milliseconds=1))
+        for pair in list(self._pairs.values()):
+            pair.close()

@@ -1,0 +1,138 @@
+"""Links whose buckets have a way of their own, as between GPUs: gloo stands for NCCL, threads for ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import Holding, WeightsLinked, WeightsOffered
+from slipstream.weight_sync import link_group
+from slipstream.weight_sync.device_memory import DeviceMemory
+from slipstream.weight_sync.links import Links
+from slipstream.weight_sync.relay import Shelf, SlotSource
+from slipstream.weight_sync.slots import Commit, InProcess, Slots
+
+ROWS, COLUMNS = 60, 16
+LINKED = WeightsLinked(replica=0, world=2, sources=2, epoch=1)
+
+
+class GlooPair:
+    """Stands for `nccl.Pair`, and holds its callers to the rules that NCCL needs."""
+
+    users: ClassVar[defaultdict[tuple[int, str], set[str]]] = defaultdict(set)
+
+    def __init__(self, store: Any, memory: DeviceMemory, *, is_source: bool, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timeout
+        self.store, self.peer, self.sent = store, int(is_source), 0
+        self.group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 1 - self.peer, 2, options)
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        self.sent += 1
+        assert self.store.add("queued", 0) >= self.sent, "sent before the other end was ready"
+        self.users[id(self), "sends"].add(threading.current_thread().name)
+        return self.group.send([tensor], self.peer, 0)
+
+    def receive(self, tensor: torch.Tensor) -> Any:
+        work = self.group.recv([tensor], self.peer, 0)
+        self.store.add("queued", 1)
+        self.users[id(self), "receives"].add(threading.current_thread().name)
+        return work
+
+    def close(self) -> None: ...
+
+
+def holding(rows: tuple[int, int], columns: tuple[int, int]) -> Holding:
+    """A part of a matrix uint8 [ROWS, COLUMNS]."""
+    width = columns[1] - columns[0]
+    return Holding(
+        num_bytes=(rows[1] - rows[0]) * width,
+        names=("w",),
+        shapes=((ROWS, COLUMNS),),
+        types=("uint8",),
+        item_bytes=(1,),
+        tensor=np.zeros(1, np.int32),
+        start=np.array([[rows[0], columns[0]]]),
+        stop=np.array([[rows[1], columns[1]]]),
+        offset=np.zeros(1, np.int64),
+        strides=np.array([[width, 1]]),
+    )
+
+
+def weights(version: int) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(version)
+    return torch.randint(0, 256, (ROWS, COLUMNS), dtype=torch.uint8, generator=seed)
+
+
+def offer(version: int) -> WeightsOffered:
+    return WeightsOffered(
+        version=version,
+        slot=0,
+        segments=("", ""),
+        checksums=(0, 0),
+        probe_tokens=np.zeros(1, np.int32),
+        probe_logprobs=np.zeros(0, np.float32),
+    )
+
+
+@pytest.mark.timeout(60)
+def test_a_source_sends_to_receives_that_are_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows to columns and to whole rows: what is packed, and what travels as it lies."""
+    monkeypatch.setattr(link_group, "Pair", GlooPair)
+    monkeypatch.setattr(link_group.Ends, "has_pairs", True)
+    memory = DeviceMemory(torch.device("cpu"))
+    halves = [(0, 25), (25, ROWS)]
+    parts = [((0, ROWS), (0, 6)), ((10, 40), (0, COLUMNS))]
+
+    def new_links() -> Links:
+        store = dist.FileStore(str(tmp_path / "links"), -1)
+        return Links(store, memory=memory, bucket_bytes=100, timeout_s=10.0)
+
+    ends = [new_links() for _ in range(4)]
+    slots: list[Slots] = [
+        InProcess(memory).create(COLUMNS * (b - a), 1, holding((a, b), (0, COLUMNS))) for a, b in halves
+    ]
+    for rank, end in enumerate(ends[:2]):
+        end.serve(LINKED, SlotSource(slots[rank]), rank)
+    readers = [end.receive(LINKED, rank, Shelf(holding(*parts[rank]))) for rank, end in enumerate(ends[2:])]
+
+    def fetch(reader: Any, version: int, shadow: torch.Tensor) -> None:
+        try:
+            reader.fetch(offer(version), shadow)
+        except WeightSyncError as error:
+            failures.append(str(error))
+
+    failures: list[str] = []
+    for version in range(3):
+        for (first, last), each in zip(halves, slots, strict=True):
+            each.data(0).copy_(weights(version)[first:last].reshape(-1))
+            each.commit(0, Commit(version, 0))
+        shadows = [torch.zeros((b - a) * (d - c), dtype=torch.uint8) for (a, b), (c, d) in parts]
+        threads = [
+            threading.Thread(target=fetch, args=(reader, version, shadow), name=f"reader-{n}")
+            for n, (reader, shadow) in enumerate(zip(readers, shadows, strict=True))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert failures == []
+        for ((a, b), (c, d)), shadow in zip(parts, shadows, strict=True):
+            assert torch.equal(shadow, weights(version)[a:b, c:d].reshape(-1))
+    assert len(GlooPair.users) == 8
+    senders = [names for (_, what), names in GlooPair.users.items() if what == "sends"]
+    assert all(len(names) == 1 for names in senders), "one thread for a pair"
+    for reader in readers:
+        reader.close()
+    for end in ends:
+        end.close()
