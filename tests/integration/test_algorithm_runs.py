@@ -58,6 +58,7 @@ def test_resumed_with_critic_reference_and_adaptive_kl_equals_uninterrupted(crit
     assert len({line["kl_coef"] for line in ours}) == 4, "the coefficient adapts"
 
 
+@pytest.mark.slow
 def test_a_critic_run_is_the_same_to_the_bit_whatever_hosts_it(tiny, tmp_path):
     overrides = tiny | SYNC | ACTOR_CRITIC | {"steps": 2, "critic": {"model": "own"}}
     inline = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "inline", display=False)
@@ -71,6 +72,7 @@ def test_a_critic_run_is_the_same_to_the_bit_whatever_hosts_it(tiny, tmp_path):
     assert max(at_lag_0) <= 1e-4
 
 
+@pytest.mark.slow
 def test_an_asynchronous_critic_with_vtrace_keeps_the_bound(tiny, tmp_path):
     overrides = tiny | {
         "steps": 4,

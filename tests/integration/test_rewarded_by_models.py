@@ -67,6 +67,7 @@ def test_a_run_rewarded_by_a_model_alone(
     assert "rewards" not in accounting
 
 
+@pytest.mark.slow
 def test_a_function_measures_while_a_model_rewards(
     tiny: dict[str, Any], reward_model: tuple[Path, ScalarModel], tmp_path: Path
 ) -> None:

@@ -73,11 +73,11 @@ OTHER_PAIRS = [("dp2", "gpt2"), ("dp2", "gpt_neox_serial"), ("tp2", "gpt2_untied
     [
         ("dp4", "gpt_neox"),
         ("tp2", "qwen3"),
-        ("tp4", "mistral"),
         ("dp2_tp2", "llama_tied"),
         *(
             pytest.param(layout, case, marks=pytest.mark.slow)
             for layout, case in (
+                ("tp4", "mistral"),
                 ("dp2", "gpt2"),
                 ("dp2", "gpt_neox_serial"),
                 ("tp2", "gpt2_untied"),

@@ -183,7 +183,12 @@ LOSSES = {
 
 @pytest.mark.parametrize(
     ("loss", "world", "tensor_parallel"),
-    [*((loss, 2, 1) for loss in LOSSES), ("groups", 3, 1), ("samples", 4, 2), ("samples", 2, 2)],
+    [
+        *((loss, 2, 1) for loss in LOSSES),
+        ("groups", 3, 1),
+        ("samples", 2, 2),
+        pytest.param("samples", 4, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_over_ranks_is_that_of_one(monkeypatch, tmp_path, loss, world, tensor_parallel):
     config = run_config(steps=NUM_STEPS, loss=LOSSES[loss], warm_start={"steps": 10, "batch_size": 3})
