@@ -34,7 +34,7 @@ class Measured:
     payload_bytes: int
     trainer_idle: float
     generator_idle: float
-    copies_carried: float  # bytes that left the trainer's machine, over those of the versions that were published
+    copies_carried: float  # bytes that left the trainer's machine, over those of the versions that became live
 
     def __str__(self) -> str:
         return (
@@ -73,14 +73,15 @@ def measure(
     waits = account(trainer, *window)
     generator = account(read_timeline(timeline_path(run.out, "generator-0")), *window)
     length_s = window[1] - window[0]
-    synced = summary["weight_sync"]
+    swaps = [event["event"] for event in run.events() if event["event"]["type"] == "Swapped"]
+    payload_bytes = summary["weight_sync"]["bytes"] // max(1, summary["weight_sync"]["count"])
     return Measured(
         step_s=length_s / steps,
-        transfer_s=statistics.median(e["event"]["transfer_s"] for e in run.events() if e["event"]["type"] == "Swapped"),
-        payload_bytes=synced["bytes"] // max(1, synced["count"]),
+        transfer_s=statistics.median(swap["transfer_s"] for swap in swaps),
+        payload_bytes=payload_bytes,
         trainer_idle=sum(waits.get(state, 0.0) for state in TRAINER_WAITS) / length_s,
         generator_idle=generator.get("wait_trainer", 0.0) / length_s,
-        copies_carried=carried / max(1, synced["bytes"]),
+        copies_carried=carried / (payload_bytes * len({swap["version"] for swap in swaps})),
     )
 
 

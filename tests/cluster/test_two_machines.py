@@ -98,7 +98,10 @@ def healed(events: list[dict]) -> bool:
 
 
 def test_replicas_of_one_machine_get_a_version_over_the_cable_once(tmp_path):
-    assert 0.5 < measure(tmp_path / "run", 2, 15, None, num_replicas=3).copies_carried < 1.4
+    carried = measure(tmp_path / "run", 2, 15, None, num_replicas=3).copies_carried
+    assert 0.9 < carried < 1.9, (
+        "three, if each had its own from the trainer; and some are carried that nobody decodes with"
+    )
 
 
 def test_one_group_may_be_on_both_machines(tmp_path):
