@@ -36,7 +36,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(run_dir / "metrics.jsonl") if "reward_mean" in line]
 
 
-@pytest.mark.parametrize("critic", ["own", "head"])
+@pytest.mark.parametrize("critic", ["own", pytest.param("head", marks=pytest.mark.slow)])
 def test_resumed_with_critic_reference_and_adaptive_kl_equals_uninterrupted(critic, tiny, tmp_path):
     """Weights, coefficient and the reference after the warm start are those of the first attempt."""
     overrides = tiny | SYNC | ACTOR_CRITIC | {"critic": {"model": critic}}

@@ -30,6 +30,7 @@ def run_example(name: str, out: Path, overrides: dict[str, Any]) -> list[dict[st
     return [rollout for rollout in rollouts if rollout["step"] is not None]
 
 
+@pytest.mark.slow
 def test_a_judge_between_rewards_and_trainer(tiny: dict[str, Any], tmp_path: Path) -> None:
     """Everything trained on went through the judge, in a process of its own, and a verdict took its time."""
     rollouts = run_example("custom_pipeline.py", tmp_path / "run", tiny | {"steps": 3})

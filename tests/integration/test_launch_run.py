@@ -14,6 +14,7 @@ from launching import Launched
 from slipstream.core.recipes import config_toml, resolve
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_killed_generator_is_started_again_by_its_agent_and_joins_at_the_newest_version(tiny, tmp_path):
     recipe = tmp_path / "tiny.toml"

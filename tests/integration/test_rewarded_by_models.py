@@ -34,7 +34,7 @@ def rollouts_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["step"] is not None]
 
 
-@pytest.mark.parametrize("host", ["process", "inline"])
+@pytest.mark.parametrize("host", [pytest.param("process", marks=pytest.mark.slow), "inline"])
 def test_a_run_rewarded_by_a_model_alone(
     host: str, tiny: dict[str, Any], reward_model: tuple[Path, ScalarModel], tmp_path: Path
 ) -> None:

@@ -172,6 +172,7 @@ def test_nothing_outlives_a_killed_run(tmp_path: Path) -> None:
     await_ends(children)
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_killed_is_named(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tmp_path / "rows.jsonl", sft={"steps": ENDLESS})
     process = start(recipe, tmp_path / "run")

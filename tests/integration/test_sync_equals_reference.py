@@ -118,23 +118,14 @@ def sync_tables() -> dict[str, Any]:
     return {"max_staleness": 0, "weight_update": "between_batches"}
 
 
-def test_inline_process_and_reference_give_the_same_weights(tiny, sync_tables, tmp_path):
+def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(tiny, sync_tables, tmp_path):
+    """Which replica samples a group, and beside whom, changes nothing: noise is keyed by the ordinal."""
     overrides = tiny | sync_tables
     reference_run(resolve("quickstart", overrides), tmp_path / "reference")
     in_line = overrides | {"host": "inline"}
     inline = slipstream.run("quickstart", overrides=in_line, out=tmp_path / "inline", display=False)
     assert_equal(inline.out / "model", tmp_path / "reference")
-    process = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "process", display=False)
+    two = overrides | {"generator": tiny["generator"] | {"replicas": 2, "num_slots": 8}}
+    process = slipstream.run("quickstart", overrides=two, out=tmp_path / "process", display=False)
     assert_equal(process.out / "model", tmp_path / "reference")
     assert process.summary["staleness"]["max"] == 0
-
-
-def test_two_replicas_with_reordered_arrivals_give_the_same_weights(tiny, sync_tables, tmp_path):
-    """Which replica samples a group, and beside whom, changes nothing: noise is keyed by the ordinal."""
-    overrides = tiny | sync_tables
-    one = slipstream.run("quickstart", overrides=overrides | {"host": "inline"}, out=tmp_path / "one", display=False)
-    generator = tiny["generator"] | {"replicas": 2, "num_slots": 8}
-    two = slipstream.run(
-        "quickstart", overrides=overrides | {"generator": generator}, out=tmp_path / "two", display=False
-    )
-    assert_equal(one.out / "model", two.out / "model")

@@ -27,6 +27,7 @@ from slipstream.models.shards import load_shard, local_shards, local_tensor
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 from slipstream.weight_sync.links import Links
+from slipstream.weight_sync.plan import Place
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Transport
@@ -48,6 +49,7 @@ class Trainer:
     replicate: bool = False
     is_linked: bool = False
     delta: bool = False
+    is_far: bool = False  # the generators are on another machine
     timeout_s: float = 20.0
     bucket_bytes: int = 3000
     on_device: bool = False
@@ -70,12 +72,13 @@ def specs(trainer: Trainer, generators: list[tuple[int, int]]) -> list[ChannelSp
     return found
 
 
-def links_of(trainer: Trainer) -> Links | None:
+def links_of(trainer: Trainer, host: str = "near") -> Links | None:
     if not trainer.is_linked:
         return None
     store = dist.FileStore(f"{trainer.folder}/links", -1)
     return Links(
         store,
+        place=Place(host),
         timeout_s=trainer.timeout_s,
         bucket_bytes=trainer.bucket_bytes,
         delta=trainer.delta,

@@ -172,7 +172,7 @@ def cases(draw: st.DrawFn) -> jobs.Case:
     return jobs.Case(mode, tuple(messages), staged, late, seconds_per_step=0.5)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_whatever_arrives_when(ranks: RankPool, policy: str, world: int) -> None:
     @settings(
         max_examples=10 if world == 2 else 4,

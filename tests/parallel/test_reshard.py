@@ -94,7 +94,7 @@ class GeneratorRank:
             replica=replica,
             rank=rank,
             world=world,
-            links=links_of(trainer),
+            links=links_of(trainer, "far" if trainer.is_far else "near"),
         )
         self.probed = -1.0
         self.subscriber.open(self.weights, self._probe, 1e9, is_threaded=True)
@@ -185,6 +185,22 @@ def test_two_ranks_of_fsdp_to_a_pair_and_to_two_single_replicas(
     config = CONFIGS["llama"]
     deliver(ranks, config, [2], precision, data_parallel=2, is_linked=is_linked)
     deliver(ranks, config, [1, 1], precision, data_parallel=2, is_linked=is_linked)
+
+
+def test_a_pair_hands_its_parts_on_to_another_pair(ranks: RankPool) -> None:
+    """Llama's two key-value heads are one for each rank; what all ranks hold comes from either."""
+    with running(ranks, CONFIGS["llama"], [2, 2], "int8", data_parallel=2, is_linked=True, is_far=True) as (
+        generators,
+        test,
+        _,
+    ):
+        for version in range(3):
+            publish(test, version)
+            take(generators, version)
+            for generator in generators:
+                generator.check(version)
+        links = [generator.subscriber._fetch._linked for generator in generators]
+        assert sorted({(linked.replica, linked.parent) for linked in links}) in ([(0, -1), (1, 0)], [(0, 1), (1, -1)])
 
 
 @pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])

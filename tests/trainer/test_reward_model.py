@@ -74,7 +74,7 @@ def alone(model, prompt, completion):
     return model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))
 
 
-@pytest.mark.parametrize(("candidates", "steps"), [(2, 60), (4, 80)])
+@pytest.mark.parametrize(("candidates", "steps"), [(2, 60), pytest.param(4, 80, marks=pytest.mark.slow)])
 def test_it_learns_a_planted_preference(candidates, steps):
     model, flat = tiny()
     config = RewardModelConfig(

@@ -149,6 +149,9 @@ class LinkServer:
         except (RuntimeError, ChannelError, WeightSyncError) as error:
             self._report(error)
             return
+        if self._is_closed:  # while it was made: `close` has found no group
+            self._group.close()
+            return
         for destination in range(plan.num_destinations):
             copies = plan.copies.get((self._rank, destination))
             if copies is not None:
