@@ -109,10 +109,9 @@ def compare_relays(folder: Path, steps: int, num_replicas: int) -> dict[str, Mea
     mbit_per_s = free.payload_bytes * 8 / 1e6 / free.step_s
     print(f"no limit: {free}\n{num_replicas} replicas; limit {mbit_per_s:.1f} Mbit/s", flush=True)
     found = {}
-    for relays in ("false", "true"):
-        options = ("--generator.relays", relays)
-        found[relays] = measure(folder / relays, 2, steps, mbit_per_s, *options, num_replicas=num_replicas)
-        print(f"relays = {relays:5}: {found[relays]}", flush=True)
+    for option in ("--generator.no-relays", "--generator.relays"):
+        found[option] = measure(folder / option.strip("-"), 2, steps, mbit_per_s, option, num_replicas=num_replicas)
+        print(f"{option:23} {found[option]}", flush=True)
     return found
 
 
