@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
-from slipstream.core.types import Holding
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import Holding, WeightsLinked, WeightsOffered
 from slipstream.weight_sync.links import LinkReader, Links
 from slipstream.weight_sync.plan import Place
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.relay import SlotSource, State
+from slipstream.weight_sync.relay import Shelf, SlotSource, State
 from slipstream.weight_sync.slots import InProcess
 from slipstream.weight_sync.subscriber import Subscriber
 
@@ -193,14 +195,13 @@ def test_a_bucket_is_handed_on_before_the_next_has_come(tmp_path: Path, monkeypa
         rig.take(1)
 
 
-def test_who_is_fed_waits_while_something_comes(tmp_path: Path) -> None:
-    """The source's own source takes longer than a timeout, and nobody is at fault."""
-    with running(tmp_path, "bb", timeout_s=2.0) as rig:
+def test_who_is_fed_waits_for_what_its_source_has_not_begun(tmp_path: Path) -> None:
+    with running(tmp_path, "bb") as rig:
         rig.publish(0)
         rig.take(0)
         first, second = rig.replicas
         rig.publish(1)
-        # The first replica does not look for offers; the second asks it for what it does not have.
+        # The first replica does not look for offers yet; the second asks it for what it does not have.
         rig.until(lambda: second.subscriber._staging is not None, [second])
         rig.take(1, [first])
         rig.take(1, [second])
@@ -295,3 +296,49 @@ def test_one_that_cannot_keep_up_is_fed_by_the_trainer(tmp_path: Path, monkeypat
         assert second.subscriber.stats.num_failed_transfers == 1
         rig.publish(4)
         rig.take(4)
+
+
+TIMEOUT_S = 2.0
+
+
+def test_silence_is_a_fault_and_slowness_is_none(tmp_path: Path) -> None:
+    """A source that gets pieces for longer than a timeout is waited for; one that gets nothing for so long is not."""
+    store = dist.FileStore(str(tmp_path / "links"), -1)
+    ends = [Links(store, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES) for _ in range(2)]
+    linked = WeightsLinked(replica=1, world=1, sources=1, epoch=1, parent=0)
+    source, extents = Shelf(holding()), [(first, first + 4000) for first in range(0, NUM_BYTES, 4000)]
+    ends[0].serve(linked, source, 0)
+    reader = ends[1].receive(linked, 0, Shelf(holding()))
+
+    def offer(version: int) -> WeightsOffered:
+        return WeightsOffered(
+            version=version,
+            slot=0,
+            segments=(),
+            checksums=(),
+            probe_tokens=TOKENS,
+            probe_logprobs=np.zeros(3, np.float32),
+        )
+
+    def land() -> None:
+        source.begin(1, weights_of(1), extents)
+        for index in range(len(extents)):
+            time.sleep(TIMEOUT_S / 5)
+            source.landed(index)
+
+    slow = threading.Thread(target=land)
+    shadow = torch.zeros(NUM_BYTES // 4)
+    try:
+        slow.start()
+        started_s = time.monotonic()
+        reader.fetch(offer(1), shadow)
+        assert time.monotonic() - started_s > 1.5 * TIMEOUT_S
+        assert torch.equal(shadow, weights_of(1))
+        slow.join(DEADLINE_S)
+        with pytest.raises(WeightSyncError, match="does not arrive there"):
+            reader.fetch(offer(2), shadow)
+        assert time.monotonic() - started_s < DEADLINE_S
+    finally:
+        reader.close()
+        for end in ends:
+            end.close()

@@ -236,7 +236,8 @@ class GeneratorConfig(Section):
     relays: bool = Field(
         True,
         description="Between machines, a replica may get versions from another that hands them on, where the network "
-        "would carry the same version twice into or out of a machine; false: each gets its own from the trainer.",
+        "would carry the same version twice into or out of a machine. false, and where versions stay on GPUs: each "
+        "gets its own from the trainer.",
     )
     probe_tolerance: PositiveFloat | None = Field(
         None,

@@ -37,7 +37,8 @@ from slipstream.weight_sync.copying import HOST, Bytes, Memory
 from slipstream.weight_sync.delta import apply_changes, changes_of
 from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag
 from slipstream.weight_sync.plan import BUCKET_BYTES, Array, Copies, Place
-from slipstream.weight_sync.relay import Extent, Shelf, Source, State, give_way
+from slipstream.weight_sync.relay import Extent, Shelf, Source, State
+from slipstream.weight_sync.threads import give_way
 
 _LOG = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)  # gloo has no endless wait; a receiver asks when it likes, and `close` ends the wait

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -24,17 +22,6 @@ from slipstream.weight_sync.slots import Slots
 
 Extent = tuple[int, int]
 """(first byte, one past the last)"""
-
-STAGING_NICENESS = 10
-"""Of threads that move versions beside decoding, in Linux's units: a tenth of a core where decoding wants all of them,
-else what is idle."""
-
-
-def give_way() -> None:
-    """Called by a thread that works beside decoding."""
-    torch.set_num_threads(1)  # of this thread; the others keep theirs
-    if sys.platform == "linux":  # where threads have priorities of their own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
 
 
 class State(enum.Enum):
@@ -53,7 +40,7 @@ class Source(Protocol):
 
     @property
     def num_arrivals(self) -> int:
-        """Grows whenever something that may have been awaited has arrived."""
+        """Grows with every piece that lands: whoever waits sees that the source is getting something."""
         ...
 
     def wait(self, version: int, slot: int, extent: Extent, timeout_s: float, /) -> State:
@@ -119,6 +106,7 @@ class Shelf:
         """What lies in extent `index` of the version begun last is written and verified."""
         with self._changing():
             self._buffers[-1].is_awaited[index] = False
+            self.num_arrivals += 1
 
     def fail(self) -> None:
         """The version begun last will not become whole; it may be begun again."""
@@ -139,7 +127,6 @@ class Shelf:
     def _changing(self) -> Iterator[None]:
         with self._changed:
             yield
-            self.num_arrivals += 1
             self._changed.notify_all()
 
     def _buffer_of(self, version: int) -> _Buffer | None:

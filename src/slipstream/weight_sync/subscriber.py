@@ -17,8 +17,9 @@ from slipstream.core.links import WakeUp
 from slipstream.core.types import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.weight_sync.links import LinkReader, Links, VersionGoneError
 from slipstream.weight_sync.reader import Fetch, SegmentReader
-from slipstream.weight_sync.relay import Shelf, give_way
+from slipstream.weight_sync.relay import Shelf
 from slipstream.weight_sync.slots import Transport
+from slipstream.weight_sync.threads import give_way
 
 Probe = Callable[[np.ndarray], np.ndarray]
 

@@ -1,10 +1,11 @@
 """Who feeds whom: each replica gets versions from the trainer, or from another replica that hands on what it gets.
 
-A network carries a version from one machine to another; what it can send at a time is what `num_sources` replicas on
-other machines cost a trainer on several, and the limit wherever many want the same. So a replica is fed by one that is
-on its machine, if there is one: nothing crosses the network. Else by whoever's machine has the fewest copies to send,
-the trainer before others. Then no machine sends more than one copy of a version, nor receives more than one, as in a
-broadcast through all of them; but each replica still has a link of its own, which may break alone.
+A trainer that feeds every replica itself sends each version as often as there are replicas on other machines, and its
+network is the first thing to be full. So a replica is fed by one on its own machine, if there is one: nothing crosses
+the network. Else by whoever's machine has the fewest copies to send, the trainer before others. Then no machine sends
+or receives more than one copy of a version, as in a broadcast through all of them; but each replica still has a link of
+its own, which may break alone. (A replica whose link to its feeder broke avoids that one until it has been away: then
+there may be more copies.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class _Fed:
 
 
 class FeedingTree:
-    """Replicas that are linked now. `source_hosts`: the machines of the trainer's ranks; `relays`: whether any may."""
+    """The replicas that are linked now, and who feeds each of them.
+
+    `source_hosts`: the machines of the trainer's ranks; without `relays` the trainer feeds all.
+    """
 
     def __init__(self, source_hosts: Collection[str], *, relays: bool = True) -> None:
         self._source_hosts, self._relays = frozenset(source_hosts), relays
