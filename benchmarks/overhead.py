@@ -38,18 +38,16 @@ def read_run(run_dir: Path) -> None:
     start_s, end_s = trains[0].start_ns / 1e9, trains[-1].end_ns / 1e9
     path_s = end_s - start_s
     states = account(read_timeline(timeline_path(run_dir, "trainer")), start_s, end_s)
-    work_s = sum(states.get(state, 0.0) for state in WORK)
-    data_s = sum(states.get(state, 0.0) for state in DATA)
-    rest = {state: seconds for state, seconds in states.items() if state not in (*WORK, *DATA)}
     print(f"trainer's critical path: {path_s:.2f} s, {len(trains)} slices of training")
-    for name, seconds in (
-        ("work", work_s),
-        ("waiting for data", data_s),
-        ("scheduling and channels", sum(rest.values())),
-    ):
-        print(f"  {name:<24} {seconds:8.3f} s  {seconds / path_s:6.2%}")
-    for state, seconds in sorted(rest.items(), key=lambda item: -item[1]):
-        print(f"    {state:<22} {seconds:8.3f} s  {seconds / path_s:6.2%}")
+    parts = {
+        "work": {state: seconds for state, seconds in states.items() if state in WORK},
+        "waiting for data": {state: seconds for state, seconds in states.items() if state in DATA},
+        "scheduling and channels": {state: seconds for state, seconds in states.items() if state not in (*WORK, *DATA)},
+    }
+    for name, part in parts.items():
+        print(f"  {name:<24} {sum(part.values()):8.3f} s  {sum(part.values()) / path_s:6.2%}")
+        for state, seconds in sorted(part.items(), key=lambda item: -item[1]):
+            print(f"    {state:<22} {seconds:8.3f} s  {seconds / path_s:6.2%}")
     print(f"processor, {num_cores()} cores, over the same time:")
     total_s = 0.0
     for path in process_files(run_dir):

@@ -13,6 +13,7 @@ A segment with a handle has no slots: their bytes lie where that leads (`cuda_ip
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import mmap
 import os
@@ -40,6 +41,7 @@ _MARKER = struct.Struct("<Q")
 _COMMITTED = 0x434F4D4D49545445  # any number that is not zero by accident
 _PAGE_BYTES = 4096
 _MAX_SLOTS = 64
+_MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
 
 
 class SegmentSlots:
@@ -68,6 +70,8 @@ class SegmentSlots:
         self._unreserved = {self.num_slots - 1} if is_owner and self.num_slots > 1 and not handle_bytes else set()
         if is_owner:
             atexit.register(self.close)
+            if not handle_bytes:
+                self._populate(0, self._places.data(max(self.num_slots - 1, 1)))
 
     def data(self, slot: int) -> torch.Tensor:
         if self.handle:
@@ -96,6 +100,11 @@ class SegmentSlots:
             self._owner_pid = None
             Path(self.name).unlink(missing_ok=True)
             atexit.unregister(self.close)
+
+    def _populate(self, start: int, stop: int) -> None:
+        """Map the pages now: the first version in a slot would wait for each of them."""
+        with contextlib.suppress(OSError):  # Linux before 5.14
+            self._map.madvise(_MADV_POPULATE_WRITE, start, stop - start)
 
     def _reserve(self, slot: int) -> None:
         try:
