@@ -159,7 +159,8 @@ def launch_command(argv: Sequence[str]) -> int:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
     if options.controller is None:
         raise ConfigError("a group joins a controller", allowed="--controller HOST:PORT, or the file with that")
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Job)}
+    flags = vars(options) | as_overrides(options.overrides)  # of the run's fields a group takes --max-restarts
+    given = {field.name: flags.get(field.name) for field in dataclasses.fields(Job)}
     join(Job(**{name: value for name, value in given.items() if value is not None}))
     return EXIT_DONE
 
@@ -275,7 +276,6 @@ def _launch_options(shown: Mapping[str, Any]) -> Any:
         ("nnodes", "Group: machines that it is on. Default: 1.", int, False),
         ("node_rank", "Group: which of them this is. Default: 0.", int, False),
         ("rendezvous", "Group on several machines: HOST:PORT on machine 0, where they meet.", str, False),
-        ("max_restarts", "Group: how often its agent starts it again. Default: 3.", int, False),
         ("threads", "Group: compute threads per process. Default: the machine's cores, divided.", int, False),
         ("slurm", "Folder for the files of SLURM jobs; nothing is started.", Path, False),
         ("kubernetes", "Folder for Kubernetes manifests; nothing is started.", Path, False),

@@ -118,8 +118,14 @@ class RunConfig(Section):
     deadline_s: PositiveFloat = Field(120.0, description="Longest wait for any peer, in seconds, before the run fails.")
     lease_s: PositiveFloat = Field(
         30.0,
-        description="A generator on another machine that is silent for so many seconds is shut out: its unfinished "
-        "groups go elsewhere, and it may join again.",
+        description="A process that is silent for so many seconds is taken for lost: it is shut out, and one of the "
+        "controller's own is killed.",
+    )
+    max_restarts: NonNegative = Field(
+        3,
+        description="How often each executor is started again when its process is lost: generators and rewards alone, "
+        "while the run goes on; trainer, reference and reward models with the whole run, from the last checkpoint. "
+        "Of a group on another machine its agent is told (`slipstream launch --group`).",
     )
     stages: list[Stage] = Field(
         default_factory=lambda: list(JUST_RL),

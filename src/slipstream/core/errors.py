@@ -10,7 +10,8 @@ SlipstreamError
     ChannelTimeout     a wait on a channel passed its deadline
     ChannelClosed      the other side is gone
   WeightSyncError      a version could not be staged, verified or committed
-  ExecutorDied         a process of the run ended or reported an error
+  ExecutorDied         a process of the run reported an error, or was lost more often than `max_restarts` allows
+    ExecutorLost         a process was lost without which this attempt cannot go on; the next one may succeed
   RankError            ranks that run one model together lost each other, or no longer do the same
   NonFiniteError       NaN or inf in a loss or gradient; weights were not changed
   CheckpointError      a checkpoint is missing, torn or of another model
@@ -74,7 +75,20 @@ class WeightSyncError(SlipstreamError):
 
 
 class ExecutorDied(SlipstreamError):
-    """A process of the run ended or reported an error."""
+    """A process of the run reported an error, or was lost more often than `max_restarts` allows."""
+
+
+class ExecutorLost(ExecutorDied):
+    """A process was killed, ended without a word or fell silent, and this attempt cannot go on without it.
+
+    No error of its own: the run may go on from its last checkpoint. `executor` is the name of the group that lost it.
+    """
+
+    def __init__(
+        self, what: str, *, executor: str, got: object = None, allowed: object = None, hint: str | None = None
+    ) -> None:
+        super().__init__(what, got=got, allowed=allowed, hint=hint)
+        self.executor = executor
 
 
 class RankError(SlipstreamError):
