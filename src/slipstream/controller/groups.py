@@ -28,7 +28,7 @@ def join_on_one_machine(node: Node, rank: int, transport_dir: Path, *, timeout_s
 
     Waits for the others, at most `timeout_s`, as every collective of the group does.
     """
-    if not _needs_group(node):
+    if not node.needs_group:
         return RankGroup.alone()
     if LOOPBACK_DEVICE in {name for _, name in socket.if_nameindex()}:
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE  # whatever the machine calls itself
@@ -41,7 +41,7 @@ def join_under_torchrun(node: Node, address: str, *, timeout_s: float) -> RankGr
 
     They talk over the interface that has `address`, whatever the machine calls itself; GLOO_SOCKET_IFNAME overrules it.
     """
-    if not _needs_group(node):
+    if not node.needs_group:
         return RankGroup.alone()
     interface = interface_of(address)
     if interface is not None:
@@ -61,10 +61,6 @@ def interface_of(address: str) -> str | None:
                 if found[20:24] == wanted:  # struct ifreq: 16 bytes of name, then a sockaddr_in
                     return name
     return None
-
-
-def _needs_group(node: Node) -> bool:
-    return node.ranks > 1 or node.device.startswith("cuda")
 
 
 def _join(node: Node, rank: int, *, timeout_s: float, store: Store | None = None) -> RankGroup:

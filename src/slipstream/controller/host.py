@@ -18,11 +18,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.controller.cluster import MeetingPlace
-from slipstream.controller.groups import join_on_one_machine
-from slipstream.controller.meeting import attend
 from slipstream.controller.pipeline import (
     CONTROLLER,
     MEMBERSHIP,
@@ -30,13 +27,12 @@ from slipstream.controller.pipeline import (
     decode_channel,
     decode_node,
     encode_node,
+    has_weights,
     replica_of,
-    weight_readers,
 )
 from slipstream.controller.placement import thread_environment
-from slipstream.controller.weights import memory_of, transport_over
 from slipstream.core.addresses import StoreAddresses
-from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, connect_by_book, wait
+from slipstream.core.channel import ChannelSpec, Ports, connect, connect_by_book, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelError, ExecutorDied
 from slipstream.core.executor import Context
@@ -44,13 +40,15 @@ from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
+from slipstream.core.scratch import file_prefix
 from slipstream.core.types import Counters, Failed, Left, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
-from slipstream.weight_sync.copying import HOST
-from slipstream.weight_sync.links import Links
-from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.segment import file_prefix
-from slipstream.weight_sync.subscriber import Subscriber
+
+if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
+    from slipstream.controller.cluster import MeetingPlace
+    from slipstream.weight_sync.links import Links
+    from slipstream.weight_sync.publisher import Publisher
+    from slipstream.weight_sync.subscriber import Subscriber
 
 CHECK_TETHER_EVERY_S = 0.5
 COUNTERS_EVERY_S = 1.0
@@ -81,7 +79,12 @@ class Host:
         self.ports = ports
         self.executor = node.build()
         self.timeline = Timeline(self.name, timeline_path(run_dir, self.name), clock)
-        publisher, subscriber = _weights_ends(node, ports, channels, run_id, group, links)
+        publisher: Publisher | None = None
+        subscriber: Subscriber | None = None
+        if has_weights(node.name, channels):
+            from slipstream.controller.weights import weights_ends
+
+            publisher, subscriber = weights_ends(node, ports, channels, run_id, group, links)
         self.counted_s = clock.now_s()
         self.while_idle = ExitStack()
         self.ends = ExitStack()
@@ -164,47 +167,6 @@ class Host:
             self.executor.close()
 
 
-def _weights_ends(
-    node: Node,
-    ports: Ports,
-    channels: tuple[ChannelSpec, ...],
-    run_id: str,
-    group: RankGroup,
-    links: Links | None,
-) -> tuple[Publisher | None, Subscriber | None]:
-    """This rank's ends of the WEIGHTS channels: those that give versions have no other part in them, and vice versa.
-
-    All ranks of a publishing group have one, of which rank 0's has the ports.
-    """
-    readers = weight_readers(channels)
-    if f"{node.name}.weights" in {channel.source for channel in channels if channel.kind is Kind.WEIGHTS}:
-        memory = memory_of(node, group)
-        publisher = Publisher(
-            ports.outputs.get("weights"),
-            ports.inputs.get("weights-released"),
-            transport_over(memory, run_id),
-            num_readers=len(readers),
-            reader_ranks=max(readers.values()),
-            num_slots=2 if memory is HOST else 1,  # where memory is dear, and versions are on their way for less long
-            group=group,
-            links=links,
-            relay=ports.outputs.get("relay"),
-        )
-        return publisher, None
-    if node.name in readers:
-        subscriber = Subscriber(
-            ports.inputs["weights"],
-            ports.outputs["weights-released"],
-            transport_over(memory_of(node, group), run_id),
-            replica=list(readers).index(node.name),
-            rank=group.rank,
-            world=group.world,
-            links=links,
-        )
-        return None, subscriber
-    return None, None
-
-
 # In a process of its own
 
 
@@ -259,7 +221,7 @@ def main(spec_path: str) -> int:
     host: Host | None = None
     try:
         node = decode_node(spec["node"])
-        group = join_on_one_machine(node, spec["rank"], transport_dir, timeout_s=spec["deadline_s"])
+        group = _join(node, spec["rank"], transport_dir, timeout_s=spec["deadline_s"])
         host = Host(node, ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"], group=group)
         host.timeline.backdate("start_up", spec["started_s"])
         host.init()
@@ -272,10 +234,20 @@ def main(spec_path: str) -> int:
         ports.close()
 
 
+def _join(node: Node, rank: int, transport_dir: Path, *, timeout_s: float) -> RankGroup:
+    if not node.needs_group:
+        return RankGroup.alone()
+    from slipstream.controller.groups import join_on_one_machine
+
+    return join_on_one_machine(node, rank, transport_dir, timeout_s=timeout_s)
+
+
 def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, spec: Mapping[str, Any]) -> Ports:
     """On one machine ports meet in `transport_dir`; where groups are on others, through the controller's store too."""
     if spec["store"] is None:
         return connect(channels, name, transport_dir, spec["incarnation"])
+    from slipstream.controller.meeting import attend
+
     book = StoreAddresses(
         channels,
         attend(spec["store"], timeout_s=spec["deadline_s"]),

@@ -71,6 +71,11 @@ class Node:
         """The names of its processes, by rank."""
         return tuple(rank_name(self.name, rank) for rank in range(self.ranks))
 
+    @property
+    def needs_group(self) -> bool:
+        """Whether its processes have a `torch.distributed` group."""
+        return self.ranks > 1 or self.device.startswith("cuda")
+
     def build(self) -> Executor:
         return self.factory(**self.kwargs)
 
@@ -286,6 +291,12 @@ def replica_of(executor: str) -> int | None:
     """3 of 'generator-3' or 'generator-3@1'; None for what is no generator."""
     prefix, _, number = split_rank_name(executor)[0].partition("-")
     return int(number) if prefix == "generator" and number.isdigit() else None
+
+
+def has_weights(name: str, channels: Sequence[ChannelSpec]) -> bool:
+    """Whether executor `name` gives or takes versions."""
+    ends = [port for c in channels if c.kind is Kind.WEIGHTS for port in (c.source, c.target)]
+    return name in {split_rank_name(port.split(".")[0])[0] for port in ends}
 
 
 def weight_readers(channels: Sequence[ChannelSpec]) -> dict[str, int]:

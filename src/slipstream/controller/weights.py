@@ -1,18 +1,63 @@
-"""Where the versions of a run lie: in host memory, or on the GPUs that trainer and generators compute on."""
+"""The ends of WEIGHTS channels, and where versions lie: in host memory, or on the GPUs of trainer and generators."""
 
 from __future__ import annotations
 
 import torch
 
-from slipstream.controller.pipeline import Node, replica_of
+from slipstream.controller.pipeline import Node, replica_of, weight_readers
+from slipstream.core.channel import ChannelSpec, Kind, Ports
 from slipstream.core.config import RunConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.generator.device import replica_device
 from slipstream.weight_sync.copying import HOST, Memory
 from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory
+from slipstream.weight_sync.links import Links
+from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Transport
+from slipstream.weight_sync.subscriber import Subscriber
+
+
+def weights_ends(
+    node: Node,
+    ports: Ports,
+    channels: tuple[ChannelSpec, ...],
+    run_id: str,
+    group: RankGroup,
+    links: Links | None,
+) -> tuple[Publisher | None, Subscriber | None]:
+    """This rank's ends of the WEIGHTS channels: those that give versions have no other part in them, and vice versa.
+
+    All ranks of a publishing group have one, of which rank 0's has the ports.
+    """
+    readers = weight_readers(channels)
+    if f"{node.name}.weights" in {channel.source for channel in channels if channel.kind is Kind.WEIGHTS}:
+        memory = memory_of(node, group)
+        publisher = Publisher(
+            ports.outputs.get("weights"),
+            ports.inputs.get("weights-released"),
+            transport_over(memory, run_id),
+            num_readers=len(readers),
+            reader_ranks=max(readers.values()),
+            num_slots=2 if memory is HOST else 1,  # where memory is dear, and versions are on their way for less long
+            group=group,
+            links=links,
+            relay=ports.outputs.get("relay"),
+        )
+        return publisher, None
+    if node.name in readers:
+        subscriber = Subscriber(
+            ports.inputs["weights"],
+            ports.outputs["weights-released"],
+            transport_over(memory_of(node, group), run_id),
+            replica=list(readers).index(node.name),
+            rank=group.rank,
+            world=group.world,
+            links=links,
+        )
+        return None, subscriber
+    return None, None
 
 
 def memory_of(node: Node, group: RankGroup) -> Memory:

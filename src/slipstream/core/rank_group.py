@@ -1,16 +1,17 @@
 """The ranks of one executor group, as one of them sees the others.
 
-A group's collectives stay inside of it: groups meet in channels only.
+A group's collectives stay inside of it: groups meet in channels only. torch is imported where the first one is made: a
+process without tensors, that of the rewards, starts a second sooner without it.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
 
 from slipstream.core.errors import ConfigError, RankError
 
@@ -35,6 +36,8 @@ class RankGroup:
     @classmethod
     def over(cls, pg: dist.ProcessGroup) -> RankGroup:
         """This process's rank of `pg`."""
+        import torch.distributed as dist
+
         return cls(dist.get_rank(pg), dist.get_world_size(pg), pg)
 
     @property
@@ -43,16 +46,18 @@ class RankGroup:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks of `values` (same shape and type everywhere), as a new tensor; the same on every rank."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduced(values, "SUM")
 
     def max(self, values: Tensor) -> Tensor:
         """The largest of each element over ranks, as a new tensor."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduced(values, "MAX")
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, by rank, on every rank."""
         if self.pg is None:
             return [payload]
+        import torch
+
         sizes = self._run_gather(torch.tensor([len(payload)], dtype=torch.int64))
         longest = int(max(size.item() for size in sizes))
         sent = torch.zeros(max(longest, 1), dtype=torch.uint8)
@@ -64,6 +69,9 @@ class RankGroup:
         """The `payload` of rank `source`, on every rank; what the others hand in is not looked at."""
         if self.pg is None:
             return payload
+        import torch
+        import torch.distributed as dist
+
         size = torch.tensor([len(payload)], dtype=torch.int64)
         self._run(dist.broadcast, size, group_src=source)
         content = torch.zeros(int(size), dtype=torch.uint8)
@@ -86,6 +94,8 @@ class RankGroup:
             )
         if self.pg is None:
             return self, self
+        import torch.distributed as dist
+
         everyone = dist.get_process_group_ranks(self.pg)
         backend, timeout = dist.get_backend(self.pg), timedelta(seconds=timeout_s)
         rows = [everyone[start : start + tensor_parallel] for start in range(0, self.world, tensor_parallel)]
@@ -98,14 +108,19 @@ class RankGroup:
                     mine.append(RankGroup.over(pg) if len(members) > 1 else RankGroup.alone())
         return mine[0], mine[1]
 
-    def _reduced(self, values: Tensor, operation: Any) -> Tensor:
+    def _reduced(self, values: Tensor, operation: str) -> Tensor:
         if self.pg is None:
             return values.clone()
+        import torch.distributed as dist
+
         reduced = values.detach().clone().contiguous()
-        self._run(dist.all_reduce, reduced, operation)
+        self._run(dist.all_reduce, reduced, getattr(dist.ReduceOp, operation))
         return reduced
 
     def _run_gather(self, values: Tensor) -> list[Tensor]:
+        import torch
+        import torch.distributed as dist
+
         parts = [torch.empty_like(values) for _ in range(self.world)]
         self._run(dist.all_gather, parts, values)
         return parts
@@ -120,6 +135,8 @@ class RankGroup:
 
 def lost_rank(group: dist.ProcessGroup, error: RuntimeError) -> RankError:
     """What a failed collective of `group` means."""
+    import torch.distributed as dist
+
     return RankError(
         "a collective of the ranks that run one model failed",
         got=f"{str(error).splitlines()[0]} (seen by rank {dist.get_rank(group)} of {dist.get_world_size(group)})",

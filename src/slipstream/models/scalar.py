@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from slipstream.core.errors import ConfigError
 from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf
@@ -200,6 +199,10 @@ def save_scalar_model(
     find that token as the last one that is not padding, so a padding token that also ends sequences is left out of
     config.json: transformers then refuses to batch, where it would have scored the wrong token.
     """
+    from transformers.models.auto.modeling_auto import (  # a third of a second, which no start of a process should pay
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = config_to_hf(model.config)

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import mmap
 import os
-import re
 import shutil
 import struct
 import tempfile
@@ -30,6 +29,7 @@ import torch
 
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.scratch import file_prefix
 from slipstream.core.types import Holding
 from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 from slipstream.weight_sync.slots import Commit
@@ -184,13 +184,6 @@ def segment_directories() -> tuple[Path, ...]:
     """Where segments may lie: memory first, then the temporary directory."""
     shared = Path("/dev/shm")
     return tuple(dict.fromkeys([*([shared] if shared.is_dir() else []), Path(tempfile.gettempdir())]))
-
-
-def file_prefix(run_id: str) -> str:
-    """What the names of a run's files outside its folder begin with."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", run_id):
-        raise WeightSyncError("a run id names files", got=repr(run_id), allowed="1..100 letters, digits, '_' and '-'")
-    return f"slipstream.{run_id}."
 
 
 def decode_holding(encoded: bytes) -> Holding:
