@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import WeightSyncError
 
 
 def file_prefix(run_id: str) -> str:
     """What the names of a run's files outside its folder begin with; what begins so is removed when the run ends."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", run_id):
-        raise ConfigError("a run id names files", got=repr(run_id), allowed="1..100 letters, digits, '_' and '-'")
+        raise WeightSyncError("a run id names files", got=repr(run_id), allowed="1..100 letters, digits, '_' and '-'")
     return f"slipstream.{run_id}."
