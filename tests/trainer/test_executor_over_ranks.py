@@ -169,6 +169,8 @@ def run(monkeypatch, run_dir, config, world, tensor_parallel=1):
             commands[0].put(Waiting(reason="straggler"))
             commands[0].put(Skip(ordinals=(skipped,)))
             commands[0].put(TrainStep(step=step, ordinals=tuple(trained)))
+            while not any(isinstance(event, StepDone) and event.step == step for event in events.messages):
+                trainer.step()  # nothing is sampled from a version before there is one
         commands[0].put(Stop())
 
     return results(on_ranks(world, job, tensor_parallel=tensor_parallel))

@@ -13,6 +13,7 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "deadline"]
 Purpose = Literal["train", "eval"]
+SkipCause = Literal["no_signal", "failed", "stale"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -91,11 +92,13 @@ class Completion(Message):
 
     @property
     def min_version(self) -> int:
-        return min(span.version for s in self.segments for span in s.version_spans)
+        """Of the sampled tokens; -1 where there are none."""
+        return min((span.version for s in self.segments for span in s.version_spans), default=-1)
 
     @property
     def max_version(self) -> int:
-        return max(span.version for s in self.segments for span in s.version_spans)
+        """Of the sampled tokens; -1 where there are none."""
+        return max((span.version for s in self.segments for span in s.version_spans), default=-1)
 
 
 class Rollout(Message):
@@ -200,9 +203,10 @@ class TrainStep(Message):
 
 
 class Skip(Message):
-    """Drop these groups: they carry no learning signal, or all their completions failed."""
+    """Drop these groups: without learning signal, with failed completions only, or discarded for their age."""
 
     ordinals: tuple[int, ...]
+    cause: SkipCause = "no_signal"
 
 
 class Waiting(Message):
@@ -212,16 +216,19 @@ class Waiting(Message):
 
 
 class Checkpoint(Message):
-    """Save policy, optimizer and random state of `step` under `path`; answer with `CheckpointSaved`.
+    """Save policy, optimizer and random state of `step` under `path`; the trainer answers with `CheckpointSaved`.
 
-    `schedule` is the schedule's state at the same instant (JSON types) and `num_events` what it had been told by then,
-    in lines of `events.jsonl`; both are saved with them: one consistent cut.
+    `schedule` is the schedule's state at the same instant (JSON types), `num_events` what it had been told by then, in
+    lines of `events.jsonl`, and `run` what the run had come to; all are saved with them: one consistent cut, called
+    `cut`. Generators save what they have of the groups that the cut owes (`core/saved.py`), under the same name.
     """
 
     step: int
     path: str
     schedule: dict[str, Any]
     num_events: int
+    cut: str = ""
+    run: dict[str, float] = {}
 
 
 class Export(Message):
@@ -277,7 +284,7 @@ class Ready(Message):
 
 
 class CompletionFinished(Message):
-    """A completion left the generator (it may not be scored yet)."""
+    """A completion left the generator (it may not be scored yet). Of its tokens, a resume brought back `num_restored`."""
 
     ordinal: int
     sample: int
@@ -285,10 +292,15 @@ class CompletionFinished(Message):
     num_tokens: int
     min_version: int
     max_version: int
+    num_restored: int = 0
 
 
 class GroupScored(Message):
-    """All G rollouts of a group lie in the trainer's buffer. `has_signal` is False when all its rewards are equal."""
+    """All G rollouts of a group lie in the trainer's buffer. `has_signal` is False when all its rewards are equal.
+
+    Of its `num_failed` failed rollouts, `num_poisoned` have completions that cannot be (`core/vetting.py`); `failure`
+    is the first one's.
+    """
 
     ordinal: int
     has_signal: bool
@@ -296,6 +308,8 @@ class GroupScored(Message):
     num_failed: int
     min_version: int
     max_version: int
+    num_poisoned: int = 0
+    failure: str | None = None
 
 
 class StepDone(Message):

@@ -9,6 +9,7 @@ from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop
+from slipstream.core.vetting import POISONED, Limits, completion_fault, without_tokens
 from slipstream.rewards.checks import check_isolation, setup_of
 from slipstream.rewards.functions import combined_reward, term_names
 from slipstream.rewards.inline import CallableScorer
@@ -129,8 +130,11 @@ class Rewards(Executor):
             if completion is None:
                 break
             assert isinstance(completion, Completion)
-            self._submit(pool, completion)
             num_taken += 1
+            if (fault := completion_fault(completion, Limits())) is None:
+                self._submit(pool, completion)
+            else:  # there is nothing to score
+                self._emit(without_tokens(completion), Scored(job_id=-1, parts=[], failure=POISONED + fault))
         return num_taken
 
     def _submit(self, pool: _Pool, completion: Completion) -> None:

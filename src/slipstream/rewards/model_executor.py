@@ -12,6 +12,7 @@ from slipstream.core.config import RewardsConfig, RewardTerm
 from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching
 from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout
+from slipstream.core.vetting import Limits, vetted
 from slipstream.rewards.model_scorer import ModelScorer
 
 _COUNTERS_EVERY_S = 1.0
@@ -57,6 +58,11 @@ class RewardModels(Executor):
             max_tokens=self._max_tokens,
             rank=context.group.rank,
         )
+        self._limits = Limits(
+            vocab_size=self._scorer.vocab_size,
+            max_positions=self._max_tokens,
+            failure_reward=self._config.failure_reward,
+        )
         context.spans.set_idle_state("wait_completions")
         context.outputs["events"].put(Ready(executor=context.name))
 
@@ -91,7 +97,7 @@ class RewardModels(Executor):
             if isinstance(message, Completion):
                 message = Rollout(completion=message, reward=0.0)
             assert isinstance(message, Rollout)
-            batch.append(message)
+            batch.append(vetted(message, self._limits))
         return batch
 
     def _emit(self, rollout: Rollout) -> None:

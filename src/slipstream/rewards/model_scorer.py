@@ -57,6 +57,11 @@ class ModelScorer:
                     allowed=f"at least {max_tokens} (prompts.max_prompt_tokens + generator.max_new_tokens)",
                 )
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below it are read by all models."""
+        return min(model.config.vocab_size for _, model in self._models)
+
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts with every part and their reward; one whose sum is not finite has failed."""
         sound = [rollout for rollout in rollouts if rollout.failure is None]

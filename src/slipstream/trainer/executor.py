@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -23,6 +24,7 @@ from slipstream.core.types import (
     Arrived,
     Checkpoint,
     CheckpointSaved,
+    Counters,
     Export,
     Exported,
     Group,
@@ -42,6 +44,7 @@ from slipstream.core.types import (
     WarmStart,
     WeightsLinked,
 )
+from slipstream.core.vetting import Limits, is_of_run, vetted
 from slipstream.models.transformer import Transformer
 from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
 from slipstream.trainer.critic import ValueFunction
@@ -49,10 +52,12 @@ from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.policy import Policy, WholePolicy
 from slipstream.trainer.reference import follows_warm_start, reference_path
 from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
-from slipstream.trainer.step import Auxiliary, needed_columns, train_on_batch
+from slipstream.trainer.step import Auxiliary, brings_reference, needed_columns, train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
 
 PROBE_TOKENS = 32
+
+log = logging.getLogger(__name__)
 
 
 def new_policy(config: RunConfig, ranks: RankGroup, data_ranks: RankGroup, tensor_ranks: RankGroup) -> Policy:
@@ -109,6 +114,13 @@ class Trainer(Executor):
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
         self.policy.offer_to(self.publisher)
+        self.limits = Limits.of(
+            config,
+            vocab_size=self.policy.model.config.vocab_size,
+            max_positions=self.policy.model.config.max_positions,
+            brings_reference=brings_reference(config),
+        )
+        self.num_refused = 0
         generator = np.random.default_rng(config.seed)
         model = self.policy.model.config
         num_tokens = min(PROBE_TOKENS, model.max_positions)
@@ -229,8 +241,12 @@ class Trainer(Executor):
             while (message := self.context.inputs["rollouts"].get_nowait()) is not None:
                 has_news = True
                 assert isinstance(message, Rollout)
-                if self.rollouts.add(message):
-                    heads.append(head_of(message, self.config))
+                if not is_of_run(message, samples_per_group=self.config.samples_per_group):
+                    self._refuse(message)
+                    continue
+                rollout = vetted(message, self.limits, newest_version=self.version)
+                if self.rollouts.add(rollout):
+                    heads.append(head_of(rollout, self.config))
         if not self.ranks.is_leader:
             if heads:
                 self.context.outputs["arrived"].put(Arrived(heads=tuple(heads)))
@@ -245,15 +261,26 @@ class Trainer(Executor):
                 self._tell(self._scored(ScoredGroup(head.ordinal, self.heads.group(head.ordinal))))
         return has_news
 
+    def _refuse(self, rollout: Rollout) -> None:
+        """One that names no place of any group: whose it was meant to be cannot be told, so it is only counted."""
+        self.num_refused += 1
+        log.warning("a rollout of no group was dropped: ordinal %d, sample %d", rollout.ordinal, rollout.sample)
+        values = {"refused_rollouts": float(self.num_refused)}
+        self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
+
     def _scored(self, group: ScoredGroup) -> GroupScored:
         rewards = [effective_reward(head, self.config) for head in group.heads]
+        failures = [head.failure for head in group.heads if head.failure is not None]
+        sampled = [head for head in group.heads if head.num_sampled]  # poisoned ones have no version
         return GroupScored(
             ordinal=group.ordinal,
             has_signal=has_signal(group, self.config),
             mean_reward=sum(rewards) / len(rewards),
-            num_failed=sum(head.failure is not None for head in group.heads),
-            min_version=min(head.min_version for head in group.heads),
-            max_version=max(head.max_version for head in group.heads),
+            num_failed=len(failures),
+            min_version=min((head.min_version for head in sampled), default=0),
+            max_version=max((head.max_version for head in sampled), default=0),
+            num_poisoned=len(group.heads) - len(sampled),
+            failure=next(iter(failures), None),
         )
 
     def _relayed(self, message: Message) -> Message:

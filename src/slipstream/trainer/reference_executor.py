@@ -14,6 +14,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching, PackedMicrobatch
 from slipstream.core.types import Ready, Rollout
+from slipstream.core.vetting import Limits, vetted
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.transformer import Transformer
@@ -63,6 +64,7 @@ class ReferencePolicy(Executor):
         if self._model is None:
             with self._context.spans.span("start_up"):
                 self._model = self._load()
+        batch = [vetted(rollout, limits_of(self._model, self._config)) for rollout in batch]
         with self._context.spans.span("reference"):
             measured = reference_logprobs(self._model, batch, config=self._config, batching=self._batching)
         for rollout in measured:
@@ -93,9 +95,19 @@ class ReferencePolicy(Executor):
             if rollout is None:
                 break
             assert isinstance(rollout, Rollout)
+            rollout = vetted(rollout, Limits())  # what has no shape has no length
             batch.append(rollout)
             num_tokens += len(rollout.completion.prompt.tokens) + rollout.completion.num_tokens
         return batch
+
+
+def limits_of(model: Transformer, config: RunConfig) -> Limits:
+    """What a reference has to know of a rollout before it reads its tokens."""
+    return Limits(
+        vocab_size=model.config.vocab_size,
+        max_positions=model.config.max_positions,
+        failure_reward=config.rewards.failure_reward,
+    )
 
 
 def reference_logprobs(

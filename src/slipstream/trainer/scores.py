@@ -97,8 +97,11 @@ def effective_reward(head: RolloutHead, config: RunConfig) -> float:
 
 
 def has_signal(group: ScoredGroup, config: RunConfig) -> bool:
-    """False when every rollout of `group` would get the advantage 0, or a pair of them be ranked by chance."""
+    """False when every rollout of `group` would get the advantage 0, or a pair of them be ranked by chance, or when all
+    have failed and so nothing is known of any."""
     loss = config.loss
+    if all(head.failure is not None for head in group.heads):
+        return False
     rewards = [effective_reward(head, config) for head in group.heads]
     if _is_of_pairs(config):
         return _differ(rewards)
@@ -187,9 +190,11 @@ def selected(group: ScoredGroup, config: RunConfig) -> list[RolloutHead]:
     heads, _ = split_baseline(group, config)
     if config.loss.select == "all":
         return list(heads)
-    ranked = sorted(heads, key=lambda head: -effective_reward(head, config))
+    ranked = sorted((head for head in heads if head.num_sampled), key=lambda head: -effective_reward(head, config))
     if config.loss.select == "best":
         return ranked[:1]
+    if len(ranked) < 2:  # the others are poisoned
+        return []
     best, worst = ranked[0], ranked[-1]
     is_tie = not _differ([effective_reward(best, config), effective_reward(worst, config)])
     return [] if is_tie and _is_of_pairs(config) else [best, worst]

@@ -258,6 +258,11 @@ def needed_columns(config: RunConfig) -> tuple[str, ...]:
     return tuple(name for name, needed in is_needed.items() if needed)
 
 
+def brings_reference(config: RunConfig) -> bool:
+    """Whether rollouts come with the reference's logprobs, measured by an executor of its own."""
+    return config.kl.executor == "own" and "reference_logprobs" in needed_columns(config)
+
+
 class _Update:
     """One step's way from microbatches to gradients, of the policy and of the critic beside it."""
 
@@ -274,7 +279,7 @@ class _Update:
         self.model, self.optimizer, self.config, self.loss = model, optimizer, config, loss
         self.auxiliary, self.ranks = auxiliary, ranks
         self.columns = needed_columns(config)
-        self.brings_reference = "reference_logprobs" in self.columns and config.kl.executor == "own"
+        self.brings_reference = brings_reference(config)
         self.atom_size = 2 if loss.atom == "pair" else 1
         self.kl_coef = config.kl.coef if auxiliary.kl_coef is None else auxiliary.kl_coef
         self.kl_in_loss = self.kl_coef if config.kl.place == "loss" else 0.0

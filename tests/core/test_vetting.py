@@ -1,0 +1,256 @@
+"""What cannot be is found, by a table of single changes to a sound rollout; what can be is passed on as it is."""
+
+import math
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from slipstream.core import wire
+from slipstream.core.types import Completion, Prompt, Rollout, Segment, VersionSpan
+from slipstream.core.vetting import (
+    MAX_REWARD,
+    POISONED,
+    Limits,
+    completion_fault,
+    emptied,
+    is_of_run,
+    vetted,
+)
+
+VOCAB = 50
+LIMITS = Limits(
+    vocab_size=VOCAB, max_new_tokens=12, max_positions=20, keeps_sets=False, num_trained=4, failure_reward=-3.0
+)
+NEWEST = 7
+
+
+def ints(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def floats(*values):
+    return np.array(values, dtype=np.float32)
+
+
+def spans(*pairs):
+    return tuple(VersionSpan(start=start, version=version) for start, version in pairs)
+
+
+def sound(*, kept=False):
+    """Six sampled tokens in two segments around two given ones, of versions 5, 6 and 7."""
+    first = Segment(tokens=ints(4, 9, 1), behaviour_logprobs=floats(-1, -0.5, 0), version_spans=spans((0, 5), (2, 6)))
+    last = Segment(tokens=ints(3, 49, 0), behaviour_logprobs=floats(-9, -2, -3), version_spans=spans((0, 6), (1, 7)))
+    if kept:
+        first = msgspec.structs.replace(first, kept_tokens=ints(4, 9, 30, 0, 1), kept_counts=ints(1, 2, 2))
+        last = msgspec.structs.replace(last, kept_tokens=ints(3, 49, 0, 1, 2), kept_counts=ints(1, 1, 3))
+    completion = Completion(
+        ordinal=11,
+        sample=2,
+        prompt=Prompt(prompt_id="p", text="what?", tokens=ints(1, 2, 3), task="t"),
+        segments=(first, Segment(tokens=ints(7, 7)), last),
+        text="said",
+        finish_reason="stop",
+        replica=1,
+        started_s=1.0,
+        finished_s=2.0,
+    )
+    return Rollout(completion=completion, reward=0.5, reward_parts={"a": 0.5, "b": None}, scored_s=3.0)
+
+
+def with_segment(rollout, index, **changes):
+    segments = list(rollout.completion.segments)
+    segments[index] = msgspec.structs.replace(segments[index], **changes)
+    return with_completion(rollout, segments=tuple(segments))
+
+
+def with_completion(rollout, **changes):
+    return msgspec.structs.replace(rollout, completion=msgspec.structs.replace(rollout.completion, **changes))
+
+
+def with_prompt(rollout, **changes):
+    return with_completion(rollout, prompt=msgspec.structs.replace(rollout.completion.prompt, **changes))
+
+
+LONG = Segment(
+    tokens=np.zeros(13, dtype=np.int32), behaviour_logprobs=-np.ones(13, np.float32), version_spans=spans((0, 5))
+)
+
+POISON = {
+    "nan logprob": (lambda r: with_segment(r, 0, behaviour_logprobs=floats(-1, math.nan, -1)), "nan at token 1 of 3"),
+    "inf logprob": (lambda r: with_segment(r, 2, behaviour_logprobs=floats(math.inf, -1, -1)), "inf at token 0"),
+    "-inf logprob": (lambda r: with_segment(r, 0, behaviour_logprobs=floats(-1, -1, -math.inf)), "-inf at token 2"),
+    "probability above 1": (lambda r: with_segment(r, 0, behaviour_logprobs=floats(-1, 0.1, -1)), "0.1"),
+    "too few logprobs": (lambda r: with_segment(r, 0, behaviour_logprobs=floats(-1, -1)), "for 3 tokens"),
+    "logprobs of two dimensions": (
+        lambda r: with_segment(r, 0, behaviour_logprobs=-np.ones((3, 1), np.float32)),
+        "shape",
+    ),
+    "logprobs that are integers": (lambda r: with_segment(r, 0, behaviour_logprobs=ints(-1, -1, -1)), "int32"),
+    "token beyond the vocabulary": (lambda r: with_segment(r, 2, tokens=ints(3, VOCAB, 0)), f"token id {VOCAB} at 1"),
+    "negative token": (lambda r: with_segment(r, 0, tokens=ints(4, 9, -1)), "token id -1 at 2"),
+    "given token beyond the vocabulary": (lambda r: with_segment(r, 1, tokens=ints(7, 10**6)), "token id 1000000"),
+    "tokens that are numbers": (lambda r: with_segment(r, 0, tokens=floats(1, 2, 3)), "float32"),
+    "tokens without a shape": (lambda r: with_segment(r, 0, tokens=np.array(3, dtype=np.int32)), "shape []"),
+    "no segment": (lambda r: with_completion(r, segments=()), "no token was sampled"),
+    "an empty completion": (
+        lambda r: with_completion(r, segments=(Segment(tokens=ints(), behaviour_logprobs=floats()),)),
+        "no token was sampled",
+    ),
+    "only given tokens": (lambda r: with_completion(r, segments=(Segment(tokens=ints(1, 2)),)), "no token was sampled"),
+    "longer than asked for": (lambda r: with_completion(r, segments=(LONG,)), "13 sampled tokens, at most 12"),
+    "longer than the model reads": (lambda r: with_prompt(r, tokens=np.ones(13, np.int32)), "21 tokens"),
+    "empty prompt": (lambda r: with_prompt(r, tokens=ints()), "prompt has no token"),
+    "prompt beyond the vocabulary": (lambda r: with_prompt(r, tokens=ints(VOCAB)), f"prompt has token id {VOCAB}"),
+    "no versions": (lambda r: with_segment(r, 0, version_spans=()), "version spans"),
+    "versions from the second token on": (lambda r: with_segment(r, 0, version_spans=spans((1, 5))), "start at [1]"),
+    "a version behind the end": (lambda r: with_segment(r, 0, version_spans=spans((0, 5), (3, 6))), "[0, 3] of 3"),
+    "spans out of order": (lambda r: with_segment(r, 0, version_spans=spans((0, 5), (2, 6), (1, 6))), "[0, 2, 1]"),
+    "falling versions": (lambda r: with_segment(r, 0, version_spans=spans((0, 6), (2, 5))), "[6, 5] that fall"),
+    "falling over segments": (lambda r: with_segment(r, 2, version_spans=spans((0, 5))), "[5] that fall"),
+    "a negative version": (lambda r: with_segment(r, 0, version_spans=spans((0, -1))), "[-1] that fall"),
+    "a version from the future": (lambda r: with_segment(r, 2, version_spans=spans((0, 8))), "8 from the future"),
+    "versions of given tokens": (lambda r: with_segment(r, 1, version_spans=spans((0, 6))), "given"),
+    "kept sets that nobody asked for": (
+        lambda r: with_segment(r, 0, kept_tokens=ints(4, 9, 1), kept_counts=ints(1, 1, 1)),
+        "nobody asked for",
+    ),
+    "times that are no numbers": (lambda r: with_completion(r, started_s=math.nan), "started at nan"),
+    "a reference logprob that is nan": (
+        lambda r: msgspec.structs.replace(r, reference_logprobs=floats(-1, -1, math.nan, -1, -1, -1)),
+        "reference logprob nan at token 2 of 6",
+    ),
+    "too few reference logprobs": (
+        lambda r: msgspec.structs.replace(r, reference_logprobs=floats(-1)),
+        "for 6 sampled tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_what_cannot_be_is_poisoned(name):
+    change, words = POISON[name]
+    found = vetted(change(sound()), LIMITS, newest_version=NEWEST)
+    assert found.failure.startswith(POISONED)
+    assert words in found.failure
+    assert (found.reward, found.reward_parts) == (-3.0, {})
+    assert (found.ordinal, found.sample, found.completion.text) == (11, 2, "said")
+    assert found.completion.num_tokens == 0
+    assert wire.encode(vetted(found, LIMITS, newest_version=NEWEST)) == wire.encode(found)
+    again = wire.decode(wire.encode(found))
+    assert vetted(again, Limits(failure_reward=-3.0)).failure == found.failure
+
+
+def test_what_is_sound_stays_as_it_is():
+    rollout = sound()
+    assert vetted(rollout, LIMITS, newest_version=NEWEST) is rollout
+    failed = msgspec.structs.replace(rollout, failure="timed out", reward=-3.0, reward_parts={})
+    assert vetted(failed, LIMITS, newest_version=NEWEST) is failed
+    with_sets = sound(kept=True)
+    assert vetted(with_sets, limits_with(keeps_sets=True), newest_version=NEWEST) is with_sets
+    assert completion_fault(rollout.completion, Limits()) is None  # who knows no limits minds none
+
+
+def limits_with(**changes):
+    return Limits(**{**vars(LIMITS), **changes})
+
+
+KEPT = {
+    "none": (lambda r: sound(), "no kept sets"),
+    "not all": (lambda r: with_segment(r, 2, kept_tokens=None, kept_counts=None), "1 of 2 segments"),
+    "no counts": (lambda r: with_segment(r, 0, kept_counts=None), "wrong shape"),
+    "empty set": (lambda r: with_segment(r, 0, kept_counts=ints(0, 3, 2)), "empty kept set"),
+    "wrong sizes": (lambda r: with_segment(r, 0, kept_counts=ints(1, 2, 3)), "do not fit"),
+    "a token not of its set": (
+        lambda r: with_segment(r, 0, kept_tokens=ints(4, 8, 30, 0, 1)),
+        "not drawn from its set",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_sets_fit_their_tokens(name):
+    change, words = KEPT[name]
+    found = vetted(change(sound(kept=True)), limits_with(keeps_sets=True), newest_version=NEWEST)
+    assert words in found.failure
+    baseline = with_completion(sound(), sample=4)  # ReMax's: greedy, so drawn from no set
+    assert vetted(baseline, limits_with(keeps_sets=True), newest_version=NEWEST).failure is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2 * MAX_REWARD, -2 * MAX_REWARD])
+@pytest.mark.parametrize("where", ["reward", "part"])
+def test_a_reward_that_is_no_number_fails_its_rollout_alone(value, where):
+    rollout = sound()
+    changes = {"reward": value} if where == "reward" else {"reward_parts": {"a": value}}
+    found = vetted(msgspec.structs.replace(rollout, **changes), LIMITS, newest_version=NEWEST)
+    assert str(value) in found.failure
+    assert not found.failure.startswith(POISONED)
+    assert (found.reward, found.reward_parts) == (-3.0, {})
+    assert found.completion is rollout.completion
+
+
+def test_a_reference_that_was_to_come_is_missed():
+    limits = limits_with(brings_reference=True)
+    assert "without the reference's" in vetted(sound(), limits, newest_version=NEWEST).failure
+    measured = msgspec.structs.replace(sound(), reference_logprobs=-np.ones(6, np.float32))
+    assert vetted(measured, limits, newest_version=NEWEST) is measured
+    assert len(emptied(sound(), "x", failure_reward=0.0).reference_logprobs) == 0
+
+
+@pytest.mark.parametrize(
+    ("ordinal", "sample", "known"), [(11, 0, True), (11, 3, True), (11, 4, False), (11, -1, False), (-1, 0, False)]
+)
+def test_a_place_that_no_group_has(ordinal, sample, known):
+    assert is_of_run(with_completion(sound(), ordinal=ordinal, sample=sample), samples_per_group=4) is known
+
+
+def test_random_damage_never_raises_and_never_passes_numbers_that_are_none():
+    """Any bytes for any array: the verdict is a rollout, and what passes has only finite logprobs and known tokens."""
+    rng = np.random.default_rng(0)
+
+    def damaged(array):
+        kind = rng.integers(6)
+        if kind == 0:
+            return array[: rng.integers(0, len(array) + 1)]
+        if kind == 1:
+            return array.astype(rng.choice(["i1", "i8", "f2", "f8", "u4", "b1"]))
+        if kind == 2:
+            return array.reshape(1, -1)
+        copy = array.copy()
+        if len(copy):
+            raw = copy.view(np.uint8)
+            raw[rng.integers(len(raw))] = rng.integers(256)
+        return copy
+
+    num_passed = 0
+    for _ in range(3000):
+        rollout = sound()
+        index = int(rng.choice([0, 2]))
+        name = str(rng.choice(["tokens", "behaviour_logprobs"]))
+        rollout = with_segment(rollout, index, **{name: damaged(vars_of(rollout.completion.segments[index])[name])})
+        found = vetted(rollout, LIMITS, newest_version=NEWEST)
+        if found.failure is None:
+            num_passed += 1
+            for segment in found.completion.segments:
+                assert segment.tokens.ndim == 1
+                assert ((segment.tokens >= 0) & (segment.tokens < VOCAB)).all()
+                if segment.behaviour_logprobs is not None:
+                    assert np.isfinite(segment.behaviour_logprobs).all()
+                    assert len(segment.behaviour_logprobs) == len(segment.tokens)
+    assert 100 < num_passed < 2900
+
+
+def vars_of(struct):
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+def test_it_is_cheap():
+    rollout = sound()
+    best_s = math.inf
+    for _ in range(5):
+        started_s = time.perf_counter()
+        for _ in range(100):
+            vetted(rollout, LIMITS, newest_version=NEWEST)
+        best_s = min(best_s, (time.perf_counter() - started_s) / 100)
+    assert best_s < 1e-3  # 15 microseconds on one core of a server
