@@ -18,9 +18,10 @@ import pytest
 from slipstream.controller import executors
 from slipstream.controller.cluster import Cluster, RemoteGroups
 from slipstream.controller.controller import Controller, Work
+from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.meeting import Listen, attend, read_spec
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
-from slipstream.controller.schedule import Schedule, ScheduleConfig
+from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import SilentObserver
 from slipstream.core.addresses import StoreAddresses, grant_incarnation

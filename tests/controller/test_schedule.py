@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.controller.schedule import Schedule, ScheduleConfig
+from slipstream.controller.machine import ScheduleConfig
+from slipstream.controller.schedule import Schedule
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.types import (
     CompletionFinished,

@@ -17,11 +17,13 @@ def test_events_come_back_as_the_messages_they_were(tmp_path: Path):
     recorder = EventRecorder(path, clock)
     assert recorder.record(SWAPPED, [TrainStep(step=0, ordinals=(0, 1))]) == 0
     clock.advance(1.0)
-    assert recorder.record_batch([(DONE, []), (SWAPPED, [])]) == 2
+    assert recorder.record(DONE, []) == 1
+    assert recorder.record(SWAPPED, [], error="no signal") == 2
     recorder.sync()
     recorder.close()
     lines = list(read_events(path))
     assert [(line.seq, line.time_s) for line in lines] == [(0, 2.0), (1, 3.0), (2, 3.0)]
+    assert [line.error for line in lines] == [None, None, "no signal"]
     event = Swapped | StepDone | GroupScored
     assert [msgspec.convert(line.event, event) for line in lines] == [SWAPPED, DONE, SWAPPED]
     assert msgspec.convert(lines[0].commands[0], TrainStep) == TrainStep(step=0, ordinals=(0, 1))

@@ -14,9 +14,10 @@ from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
+from slipstream.controller.machine import ScheduleConfig, SchedulingPolicy, Snapshot
 from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import check_remote, computing_groups, num_cores, place
-from slipstream.controller.schedule import Schedule, ScheduleConfig, Snapshot
+from slipstream.controller.policies import make_policy
 from slipstream.core.channel import ChannelSpec
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
@@ -189,6 +190,7 @@ def make_generator(config: RunConfig, replica: int = 0) -> Generator:
 def make_trainer(config: RunConfig, resume: str | None = None) -> Trainer:
     """The trainer executor, with the group buffers and collation beside it."""
     in_flight = (config.max_staleness + 1) * config.groups_per_step + config.reorder_window
+    in_flight += config.schedule.queue_groups or 0
     new_buffer = partial(GroupBuffer, config.samples_per_group, max_groups=16 * in_flight + 1024)
     return Trainer(config=config, new_buffer=new_buffer, batching=collate, resume=resume)
 
@@ -338,7 +340,7 @@ def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], ro
         yield from scatter(f"{port}/{executor}", source, targets, route, deadline_s=config.deadline_s)
 
 
-def build_schedule(config: RunConfig, snapshot: Snapshot | None = None) -> Schedule:
+def build_schedule(config: RunConfig, snapshot: Snapshot | None = None) -> SchedulingPolicy:
     """The schedule of a run, from its start or from a checkpoint's snapshot."""
     group = config.samples_per_group
     schedule_config = ScheduleConfig(
@@ -349,10 +351,13 @@ def build_schedule(config: RunConfig, snapshot: Snapshot | None = None) -> Sched
         steps=config.steps,
         # One group in reserve keeps the slots full while an admission is on its way.
         capacity=max(config.generator.num_slots, group) + group,
+        publish_every=config.publish_every,
         skip_no_signal=config.loss.skip_no_signal,
         max_dropped_in_a_row=DROPPED_PER_GROUP * config.groups_per_step,
+        staleness_threshold=config.schedule.staleness_threshold or 0.0,
+        queue_groups=config.schedule.queue_groups or 0,
     )
-    return Schedule(schedule_config) if snapshot is None else Schedule.restore(schedule_config, snapshot)
+    return make_policy(config.schedule.policy, schedule_config, snapshot)
 
 
 def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[Work, PromptSet]:

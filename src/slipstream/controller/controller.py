@@ -25,8 +25,8 @@ from slipstream.controller.cluster import Cluster
 from slipstream.controller.evaluations import GREEDY, SAMPLED, Evaluations, Request
 from slipstream.controller.executors import Executors
 from slipstream.controller.ledger import Ledger
+from slipstream.controller.machine import Command, Event, SchedulingPolicy, Snapshot
 from slipstream.controller.pipeline import CONTROLLER, Pipeline
-from slipstream.controller.schedule import Command, Event, Schedule, Snapshot
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import Observer
 from slipstream.core.channel import make_transport_dir
@@ -81,7 +81,7 @@ class Controller:
         self,
         config: RunConfig,
         pipeline: Pipeline,
-        schedule: Schedule,
+        schedule: SchedulingPolicy,
         work: Work,
         *,
         run_dir: Path,
@@ -116,6 +116,7 @@ class Controller:
 
     def run(self) -> Tally:
         """Launch, train, end. Raises ExecutorDied or SlipstreamError; whatever happens, no process survives it."""
+        self.events.record(self.schedule.began(), [])
         transport_dir = make_transport_dir()
         run_id = transport_dir.name
         try:
@@ -259,12 +260,16 @@ class Controller:
 
     def _decide(self, event: Event) -> None:
         """Let the schedule decide; carry it out; tell the trainer what it is waiting for when that changed."""
-        commands = self.schedule.apply(event)
+        try:
+            commands = self.schedule.apply(event)
+        except SlipstreamError as error:  # the run ends; a replay of its events should end the same way
+            self.events.record(event, [], error=error.what)
+            raise
         self.events.record(event, commands)
         if isinstance(event, StepDone):
             self._after_step()  # a checkpoint comes before the next step: it has the weights between the two
         for command in commands:
-            self._carry_out(command, event)
+            self._carry_out(command)
         reason = self.schedule.waits_for()
         if reason != self.waiting_reason:
             self.waiting_reason = reason
@@ -275,7 +280,7 @@ class Controller:
             self.evaluation_due = None
             self._evaluate(with_samples=False)
 
-    def _carry_out(self, command: Command, event: Event) -> None:
+    def _carry_out(self, command: Command) -> None:
         match command:
             case StartGroup():
                 self.tally.started(self.clock.now_s())
@@ -290,10 +295,9 @@ class Controller:
             case TrainStep():
                 self.executors.send("trainer", command)
             case Skip():
-                assert isinstance(event, GroupScored)
-                has_failed = event.num_failed >= self.config.samples_per_group
+                self.tally.skipped(command)
                 for ordinal in command.ordinals:
-                    self.ledger.dropped(ordinal, has_failed=has_failed)
+                    self.ledger.dropped(ordinal, has_failed=command.cause == "failed")
                 self.executors.send("trainer", command)
 
     def _stepped(self, message: StepDone) -> None:

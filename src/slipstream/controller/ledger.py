@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.controller.schedule import Snapshot
+from slipstream.controller.machine import Snapshot
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 
 State = Literal["admitted", "trained", "skipped", "failed"]

@@ -85,7 +85,7 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
     others = sum(groups for _, groups, _, device in beside if device == "cpu")
     each = max(1, free // (others + 1))
     trainer = max(1, free - each * others)
-    if config.max_staleness == 0:
+    if config.max_staleness == 0 and config.schedule.policy == "oldest_first":  # nobody else takes turns
         trainer, each = cores, max(1, cores // replicas)
     placed = {"trainer": Threads(together=trainer, alone=cores)}
     for name, groups, _, device in beside:

@@ -1,258 +1,86 @@
-"""The schedule: which group starts where and when, and which groups each step trains. Pure: events in, commands out.
+"""The schedule: which group starts where and when, and which groups each step trains. Two rules, and why they hold.
 
-No clock, no I/O, no tensors: the controller feeds it real events, tests random ones, and a recorded log replays a run.
+Notation
+--------
+P groups per step, k = `max_staleness`, W = `reorder_window`, m = `publish_every`, G completions per group. Groups are
+numbered by *ordinal* o in admission order. Step n trains P groups, starts from policy version n and makes version n +
+1; multiples of m are published. A group is *dropped* when it is scored without signal or with failures only; dropped
+groups take no seat in a step. When o is admitted, d groups below o are known to be dropped, and the *place* of o is o -
+d. A group is *unfinished* from its admission until it is scored, also while it waits to be readmitted.
 
-The bound
----------
-Notation: P groups per step, k = `max_staleness`, W = `reorder_window`, groups numbered by *ordinal* o in admission
-order. Step n trains P groups and starts from policy version n. Let d be the number of groups below o that are known to
-be dropped (without signal, or failed) when o is admitted; dropped groups take no place in a step, so the *place* of o
-is o - d: at most o - d undropped groups have lower ordinals.
-
-    Training rule:   a group is trained in a step no later than every undropped group with an ordinal >= o + W
-                     (equivalently: while o is unfinished, nothing with an ordinal >= o + W is trained).
+    Training rule:   a step takes the P oldest scored groups; while o is unfinished, none with an ordinal >= o + W.
     Admission rule:  o may start on a replica that holds version v  iff  floor((o - d + W - 1) / P) - v <= k.
 
-*Safe.* When o is trained in step n, the groups trained in earlier steps are n P many. By the training rule each has an
-ordinal < o + W, is not o, and is undropped; at most o - d have ordinals below o (later drops only
-lower that)
-and at most W - 1 lie in (o, o + W). Hence n P <= o - d + W - 1, so n <= floor((o - d + W - 1) / P). All tokens of o
-come from versions >= v, because a replica's version never falls. So staleness n - v <= k.
+Safe
+----
+*No token is trained more than k steps after the version that sampled it, for every W >= 1.* Let o be trained in step n.
+The earlier steps trained n P groups. None of these is o, none is dropped, and none has an ordinal o' >= o + W: while o
+was unfinished the rule forbids it, and afterwards o, being older, is taken before or with o'. So at most o - d of them
+lie below o: there are o ordinals there, and the d dropped ones are not trained, whatever becomes of the others. At most
+W - 1 lie above, in (o, o + W). Hence n P <= o - d + W - 1, and n <= floor((o - d + W - 1) / P).
 
-*Live* iff 1 <= W <= (k - m + 1) P + 1, where versions are published every m steps. Suppose everything admitted is
-finished and the trainer, after n steps, cannot form a batch. Then at most P - 1 undropped groups wait, so
-o - d <= n P + P - 1. The replicas hold the newest published version, v >= n - (m - 1). The next ordinal
-is admissible, as floor((n P + P - 1 + W - 1) / P) - v <= n + floor((P + W - 2) / P) - n + m - 1 <= k. For a larger W
-the same state admits nothing and trains nothing: a deadlock.
+Let v be the version of the replica at the admission of the copy of o that a token is from. A replica's version never
+falls while it lives, so the token is of version v or later, and n - v <= k by the admission rule. Nothing here asks
+whether o was admitted once: when a replica is lost and o starts again elsewhere, each copy passed the rule with the v
+and d of its own admission, and the count above holds for each such d, as drops are never taken back. So it does not
+matter which copy is scored, or how samples of several copies mix. What the schedule believes of a replica lags behind
+the truth, in the safe direction: a command travels while the version rises. After a restore what came behind the
+snapshot has not happened, its drops included; finished groups that are restored with it are of those that were scored
+before it (`Snapshot.scored`), hence admitted by the rule with drops that it knows.
 
-`tests/controller/test_schedule.py` drives this with random interleavings, failures, windows and replicas.
+*In order, and soon.* o is trained at most k steps after the step that was next when o was admitted, since v was not
+above that one: no ordinal starves. At most W - 1 younger groups overtake it.
+
+Live
+----
+*With 1 <= W <= (k - m + 1) P + 1 and a capacity of at least G completions per replica, something can always happen
+until the run is done,* provided that losses are finitely many, that a lost replica comes back or another one lives, and
+that a published version reaches every living replica in the end. Suppose the run is not done after n steps, and nothing
+is sampled, scored, trained or on its way. So all in flight is scored, every replica is empty and holds the newest
+published version v >= n - (m - 1), and the trainer, though free, forms no batch. Let o be the next group to admit: the
+oldest one to be readmitted, or a new one. All groups below o are settled: trained, dropped or ready. At most P - 1 of
+them are ready, because P ready ones below o make a batch that the training rule allows. Hence o - d <= n P + P - 1, and
+
+    floor((o - d + W - 1) / P) - v  <=  n + floor((P + W - 2) / P) - (n - m + 1)  <=  k
+
+by the condition on W. An empty replica has room for G, and the place o - d is below the run's `steps` P places, so o is
+admitted: somebody has work after all. As each group is sampled and scored once per loss at most and each step trained
+once, the run ends. (A reward that never gives signal ends it with an error, `max_dropped_in_a_row`.)
+
+*For a larger W every run of m or more steps deadlocks.* At version 0 the places 0 .. (k + 1) P - W are open: at most m
+P - 1 undropped groups. They make at most m - 1 steps, and version m, which alone would open more, is never published.
+
+*Nothing finished is discarded.* Only places below `steps` P are admitted, so at most `steps` P undropped groups ever
+are, and a run that is done has trained them all, each once: a group leaves `ready` for one step only.
+
+`tests/controller/test_schedule.py` drives this with random interleavings, and `controller/model_check.py` goes through
+all interleavings of small instances.
 """
 
 from __future__ import annotations
 
-import bisect
-from dataclasses import dataclass
-from typing import Literal
-
-import msgspec
-
-from slipstream.core.errors import SlipstreamError
-from slipstream.core.types import (
-    CompletionFinished,
-    GroupScored,
-    ReplicaLost,
-    Skip,
-    StartGroup,
-    StepDone,
-    Stop,
-    Swapped,
-    TrainStep,
-)
-
-Event = Swapped | CompletionFinished | GroupScored | StepDone | ReplicaLost | Stop
-Command = StartGroup | TrainStep | Skip
-WaitReason = Literal["generation", "rewards", "straggler", "nothing"]
+from slipstream.controller.machine import SchedulingPolicy
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """The dials. `capacity`: unfinished completions a replica may hold, that is its slots and one group in reserve."""
+class Schedule(SchedulingPolicy):
+    """Oldest first, admitted so that the bound holds for every token."""
 
-    groups_per_step: int
-    completions_per_group: int
-    max_staleness: int
-    reorder_window: int
-    steps: int
-    capacity: int
-    skip_no_signal: bool = True
-    max_dropped_in_a_row: int = 1000
-
-
-class InFlight(msgspec.Struct):
-    """A group that was admitted and is not scored yet."""
-
-    replica: int
-    unfinished: int
-
-
-class Snapshot(msgspec.Struct):
-    """Everything the schedule knows, in JSON types."""
-
-    next_ordinal: int
-    steps_done: int
-    dropped: list[int]
-    dropped_in_a_row: int
-    num_failed: int
-    readmit: list[int]
-
-
-class Schedule:
-    """The state machine. Feed events to `apply`; carry out the commands it returns, in order."""
-
-    def __init__(self, config: ScheduleConfig) -> None:
-        self.config = config
-        self.next_ordinal = 0
-        self.steps_done = 0
-        self.dropped: list[int] = []  # ascending
-        self.num_failed = 0
-        self.dropped_in_a_row = 0
-        self.versions: dict[int, int] = {}  # replica -> version it samples from
-        self.in_flight: dict[int, InFlight] = {}  # admitted, not scored
-        self.ready: set[int] = set()  # scored, with signal, not yet handed to the trainer
-        self.training: tuple[int, ...] = ()
-        self.is_stopping = False  # the run is being interrupted: learn what happens, start nothing
-        self.readmit: list[int] = []  # admitted once, lost with their replica; regenerated before anything new
-
-    # What others ask
+    name = "oldest_first"
 
     @property
-    def is_finished(self) -> bool:
-        return self.steps_done >= self.config.steps
+    def staleness_bound(self) -> int:
+        return self.config.max_staleness
 
-    @property
-    def num_trained(self) -> int:
-        return self.steps_done * self.config.groups_per_step
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.in_flight) + len(self.ready) + len(self.training) + len(self.readmit)
-
-    def waits_for(self) -> WaitReason:
-        """What the trainer lacks: sampled groups, their scores, or one old group that holds up finished ones."""
-        if self.training or self.is_finished:
-            return "nothing"
-        oldest = min(self.in_flight, default=None)
-        if oldest is not None and self.in_flight[oldest].unfinished == 0:
-            return "rewards"
-        return "straggler" if len(self.ready) >= self.config.groups_per_step else "generation"
-
-    # The machine
-
-    def apply(self, event: Event) -> list[Command]:
-        """Take one event; return what is to be done now, in order."""
-        commands: list[Command] = []
-        match event:
-            case Swapped():
-                self.versions[event.replica] = max(event.version, self.versions.get(event.replica, 0))
-            case CompletionFinished():
-                group = self.in_flight.get(
-                    event.ordinal
-                )  # its score may overtake it: they travel on different channels
-                if group is not None and group.replica == event.replica:
-                    group.unfinished -= 1
-            case GroupScored():
-                commands += self._scored(event)
-            case StepDone():
-                assert self.training
-                assert event.step == self.steps_done, f"step {event.step} was not being trained"
-                self.steps_done += 1
-                self.training = ()
-            case ReplicaLost():
-                self._lose(event.replica)
-            case Stop():
-                self.is_stopping = True
-        if not self.is_stopping:
-            commands += self._train()
-            commands += self._admit()
-        return commands
-
-    def _scored(self, event: GroupScored) -> list[Command]:
-        if self.in_flight.pop(event.ordinal, None) is None:  # its replica was lost with the completions on their way
-            self.readmit.remove(event.ordinal)
-        has_failed = event.num_failed >= self.config.completions_per_group
-        if event.has_signal or not (self.config.skip_no_signal or has_failed):
-            self.ready.add(event.ordinal)
-            self.dropped_in_a_row = 0
-            return []
-        bisect.insort(self.dropped, event.ordinal)
-        self.num_failed += has_failed
-        self.dropped_in_a_row += 1
-        if self.dropped_in_a_row > self.config.max_dropped_in_a_row:
-            raise SlipstreamError(
-                "the reward gives no signal: every completion of a group gets the same reward",
-                got=f"{self.dropped_in_a_row} such groups in a row, the last with mean reward {event.mean_reward:.3g}",
-                allowed=f"at most {self.config.max_dropped_in_a_row}",
-                hint="look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per "
-                "group help; loss.skip_no_signal = false trains on them anyway",
-            )
-        return [Skip(ordinals=(event.ordinal,))]
-
-    def _lose(self, replica: int) -> None:
-        """All that is not scored is to be regenerated: what the replica said it had finished may be lost on its way.
-
-        If it is not, the group is scored before its second copy is; whatever comes of that is a duplicate.
-        """
-        self.versions.pop(replica, None)
-        lost = [o for o, group in self.in_flight.items() if group.replica == replica]
-        for ordinal in lost:
-            del self.in_flight[ordinal]
-        self.readmit = sorted(self.readmit + lost)
-
-    def _train(self) -> list[Command]:
-        """The oldest P ready groups, if nothing unfinished is W or more ordinals older than one of them."""
-        if self.training or self.is_finished or len(self.ready) < self.config.groups_per_step:
-            return []
-        batch = sorted(self.ready)[: self.config.groups_per_step]
-        oldest_unfinished = min([*self.in_flight, *self.readmit], default=None)
-        if oldest_unfinished is not None and batch[-1] >= oldest_unfinished + self.config.reorder_window:
-            return []
-        self.ready.difference_update(batch)
-        self.training = tuple(batch)
-        return [TrainStep(step=self.steps_done, ordinals=self.training)]
-
-    def _admit(self) -> list[Command]:
-        """Start groups while the bound, the run's length and a replica's capacity allow; the freest replica first."""
-        commands: list[Command] = []
-        load = dict.fromkeys(self.versions, 0)
-        for group in self.in_flight.values():
-            load[group.replica] = load.get(group.replica, 0) + group.unfinished
-        while self.versions and not self.is_finished:
-            ordinal = self.readmit[0] if self.readmit else self.next_ordinal
-            place = ordinal - bisect.bisect_left(self.dropped, ordinal)
-            if not self.readmit and place >= self.config.steps * self.config.groups_per_step:
-                break
-            replica = min(self.versions, key=lambda r: (load[r], -self.versions[r], r))
-            if load[replica] + self.config.completions_per_group > self.config.capacity:
-                break
-            if not self.is_admissible(place, self.versions[replica]):
-                replica = max(self.versions, key=lambda r: (self.versions[r], -load[r], -r))
-                is_full = load[replica] + self.config.completions_per_group > self.config.capacity
-                if is_full or not self.is_admissible(place, self.versions[replica]):
-                    break
-            if self.readmit:
-                self.readmit.pop(0)
-            else:
-                self.next_ordinal += 1
-            self.in_flight[ordinal] = InFlight(replica=replica, unfinished=self.config.completions_per_group)
-            load[replica] += self.config.completions_per_group
-            commands.append(StartGroup(ordinal=ordinal, replica=replica))
-        return commands
+    def _may_start(self, ordinal: int, version: int, /) -> bool:
+        """The admission rule of the module's docstring, within the run's length."""
+        place = self.place(ordinal)
+        return place < self.config.steps * self.config.groups_per_step and self.is_admissible(place, version)
 
     def is_admissible(self, place: int, version: int) -> bool:
-        """The admission rule of the module's docstring."""
+        """The admission rule alone: the last step that could train `place` is at most k above `version`."""
         last_step = (place + self.config.reorder_window - 1) // self.config.groups_per_step
         return last_step - version <= self.config.max_staleness
 
-    # Saving
-
-    def snapshot(self) -> Snapshot:
-        """State after the last step that is done. What was not trained by then is regenerated after `restore`."""
-        return Snapshot(
-            next_ordinal=self.next_ordinal,
-            steps_done=self.steps_done,
-            dropped=list(self.dropped),
-            dropped_in_a_row=self.dropped_in_a_row,
-            num_failed=self.num_failed,
-            readmit=sorted([*self.readmit, *self.in_flight, *self.ready, *self.training]),
-        )
-
-    @classmethod
-    def restore(cls, config: ScheduleConfig, snapshot: Snapshot) -> Schedule:
-        schedule = cls(config)
-        schedule.next_ordinal = snapshot.next_ordinal
-        schedule.steps_done = snapshot.steps_done
-        schedule.dropped = list(snapshot.dropped)
-        schedule.dropped_in_a_row = snapshot.dropped_in_a_row
-        schedule.num_failed = snapshot.num_failed
-        schedule.readmit = list(snapshot.readmit)
-        return schedule
+    def _next_batch(self) -> list[int] | None:
+        """The training rule."""
+        return self._oldest_batch(self.config.reorder_window)

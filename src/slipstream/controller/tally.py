@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from slipstream.core.config import RunConfig
-from slipstream.core.types import Counters, EvalScored, Published, StepDone, Swapped
+from slipstream.core.types import Counters, EvalScored, Published, Skip, SkipCause, StepDone, Swapped
 from slipstream.observe import summary as s
 from slipstream.observe.timeline import account_file, process_files
 
@@ -50,6 +50,7 @@ class Tally:
     publishes_skipped: int = 0
     payload_bytes: int = 0
     prompts: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[SkipCause] = field(default_factory=Counter)  # groups since the last step, by cause
 
     # Fed by the controller
 
@@ -71,6 +72,10 @@ class Tally:
         if executor in self.counters:
             self.counters[f"{executor} until {len(self.counters)}"] = self.counters.pop(executor)
 
+    def skipped(self, command: Skip) -> None:
+        """Groups that no step will train, by cause; the next step's metrics tell of them."""
+        self.dropped[command.cause] += len(command.ordinals)
+
     def counted(self, message: Counters, now_s: float) -> None:
         self.counters.setdefault(message.executor, {}).update(message.values)
         if "generated_tokens" in message.values:
@@ -84,6 +89,8 @@ class Tally:
         self.trained_completions += self.config.completions_per_step
         self._consume(metrics)
         metrics["reward"] = metrics["reward_mean"]
+        metrics |= {f"dropped/{cause}": float(self.dropped[cause]) for cause in get_args(SkipCause)}
+        self.dropped.clear()
         assert self.last_step_s is not None
         metrics["step_s"] = now_s - self.last_step_s
         self.last_step_s = now_s
@@ -179,7 +186,7 @@ class Tally:
             staleness=s.Staleness(
                 max=max(self.staleness, default=0),
                 mean=self.staleness_mean,
-                bound=self.config.max_staleness,
+                bound=self.config.staleness_bound,
                 histogram=dict(sorted(self.staleness.items())),
                 updates_max=self.staleness_updates_max,
             ),

@@ -72,7 +72,7 @@ class ConsoleObserver:
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.config = config
-        self.display = Display(config_summary(config), steps=config.steps, max_staleness=config.max_staleness)
+        self.display = Display(config_summary(config), steps=config.steps, max_staleness=config.staleness_bound)
 
     def started(self, report: PromptReport) -> None:
         self.display.note(

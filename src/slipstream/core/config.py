@@ -12,7 +12,9 @@ from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import (
+    BY_VERSION,
     GROUP_RELATIVE,
+    HARD_BOUND,
     MAX_KEPT,
     MIN_WHITENED,
     VLLM_MIN_TEMPERATURE,
@@ -35,6 +37,7 @@ from slipstream.core.sections import (
     RewardModelTerm,
     RewardsConfig,
     RewardTerm,
+    SchedulingConfig,
     Section,
     SftConfig,
     TaskConfig,
@@ -66,6 +69,7 @@ __all__ = [
     "RewardTerm",
     "RewardsConfig",
     "RunConfig",
+    "SchedulingConfig",
     "Section",
     "SftConfig",
     "Stage",
@@ -132,6 +136,9 @@ class RunConfig(Section):
         description="What a run goes through, in this order: sft, preferences, reward_model, rl, evaluate. "
         "'stage:sft' and 'stage:reward_model' stand for their checkpoints wherever one is named.",
     )
+    schedule: SchedulingConfig = Field(
+        default_factory=SchedulingConfig, description="Which groups start, and which a step trains."
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="The policy.")
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="Where questions come from.")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="Sampling and decoding.")
@@ -169,6 +176,11 @@ class RunConfig(Section):
         return is_on_gpu and self.generator.engine == "native" and not self.generator.delta and self.host == "process"
 
     @property
+    def staleness_bound(self) -> int | None:
+        """The most steps a consumed token may be old; None under a scheduling policy that promises no bound."""
+        return self.max_staleness if self.schedule.policy in HARD_BOUND else None
+
+    @property
     def updates_per_step(self) -> int:
         return self.trainer.minibatches * self.trainer.epochs
 
@@ -187,7 +199,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
-        if self.publish_every > self.max_staleness + 1:
+        self._check_schedule()
+        if self.schedule.policy in BY_VERSION and self.publish_every > self.max_staleness + 1:
             raise ConfigError(
                 "publish_every leaves generators no version fresh enough to sample from",
                 got=f"publish_every = {self.publish_every}, max_staleness = {self.max_staleness}",
@@ -195,7 +208,7 @@ class RunConfig(Section):
                 hint="raise max_staleness or publish more often",
             )
         limit = (self.max_staleness - self.publish_every + 1) * self.groups_per_step + 1
-        if self.reorder_window > limit:
+        if self.schedule.policy == "oldest_first" and self.reorder_window > limit:
             raise ConfigError(
                 "reorder_window is too wide: generators and trainer would wait for each other forever",
                 got=f"reorder_window = {self.reorder_window}",
@@ -264,6 +277,36 @@ class RunConfig(Section):
         self._check_ranks()
         self._check_stages()
         return self
+
+    def _check_schedule(self) -> None:
+        """The parameters of the scheduling policy that was chosen, and none of the others'."""
+        schedule = self.schedule
+        for name, policy in (("staleness_threshold", "sample_budget"), ("queue_groups", "finish_order")):
+            value = vars(schedule)[name]
+            if (value is not None) != (schedule.policy == policy):
+                raise ConfigError(
+                    f"schedule.{name} belongs to the policy '{policy}'",
+                    got=f"schedule.{name} = {value} with schedule.policy = '{schedule.policy}'",
+                    allowed=f"schedule.{name} with schedule.policy = '{policy}', or neither",
+                )
+        if schedule.queue_groups is not None and schedule.queue_groups < self.groups_per_step:
+            raise ConfigError(
+                "the queue of finished groups does not hold a batch: the trainer would wait for it forever",
+                got=f"schedule.queue_groups = {schedule.queue_groups}, groups_per_step = {self.groups_per_step}",
+                allowed="schedule.queue_groups >= groups_per_step",
+            )
+        if schedule.policy != "oldest_first" and self.reorder_window != 1:
+            raise ConfigError(
+                "only the policy 'oldest_first' has a window",
+                got=f"reorder_window = {self.reorder_window} with schedule.policy = '{schedule.policy}'",
+                allowed="reorder_window = 1",
+            )
+        if schedule.policy == "one_step" and (self.max_staleness, self.publish_every) != (1, 1):
+            raise ConfigError(
+                "the policy 'one_step' is one step stale, and takes every version",
+                got=f"max_staleness = {self.max_staleness}, publish_every = {self.publish_every}",
+                allowed="max_staleness = 1 and publish_every = 1",
+            )
 
     def _check_ranks(self) -> None:
         trainer, generator = self.trainer, self.generator

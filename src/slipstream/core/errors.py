@@ -5,6 +5,7 @@ SlipstreamError
   ShapeError           tensors do not fit together
   MissingInputError    a loss needs something that its batch does not carry
     MissingLogprobsError  log-probabilities of an anchor
+  ScheduleError        the schedule was told what cannot have happened: a bug, or a log that was edited
   StalenessError       the staleness bound was broken: a bug in the schedule, never the user's
   ChannelError
     ChannelTimeout     a wait on a channel passed its deadline
@@ -52,6 +53,10 @@ class MissingInputError(SlipstreamError, ValueError):
 
 class MissingLogprobsError(MissingInputError):
     """A loss needs log-probabilities that the batch does not carry."""
+
+
+class ScheduleError(SlipstreamError):
+    """The schedule was told of an event that cannot have happened."""
 
 
 class StalenessError(SlipstreamError):

@@ -29,6 +29,35 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
 
 
+PolicyName = Literal["oldest_first", "drop_stale", "areal", "one_step", "sample_budget", "finish_order"]
+"""Scheduling policies (`controller/schedule.py`, `controller/policies.py`)."""
+HARD_BOUND: tuple[PolicyName, ...] = ("oldest_first", "drop_stale", "one_step")
+"""Those under which no token is staler than `max_staleness`."""
+BY_VERSION: tuple[PolicyName, ...] = (*HARD_BOUND, "areal")
+"""Those that admit or discard by `max_staleness`, and so need versions that are fresh enough."""
+
+
+class SchedulingConfig(Section):
+    """Which groups start, and which a step trains. The default is ours; the others are there to be compared with."""
+
+    policy: PolicyName = Field(
+        "oldest_first",
+        description="`oldest_first` (bounded, discards nothing), or a peer's: `drop_stale`, `areal`, `one_step`, "
+        "`sample_budget`, `finish_order` (docs/staleness.md). `areal` takes max_staleness for its admission and "
+        "promises no bound; the last two do not look at it.",
+    )
+    staleness_threshold: NonNegativeFloat | None = Field(
+        None,
+        description="`sample_budget` only, and needed there: between two published versions "
+        "(1 + staleness_threshold) publish_every P groups are generated at most.",
+    )
+    queue_groups: Positive | None = Field(
+        None,
+        description="`finish_order` only, and needed there: so many finished groups may wait for the trainer before "
+        "no new one starts. At least groups_per_step.",
+    )
+
+
 class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint (`path`) or a fresh, randomly initialised model of a `family`."""
 

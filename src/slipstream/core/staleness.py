@@ -31,13 +31,19 @@ def staleness_of(versions: np.ndarray, *, step: int) -> np.ndarray:
     return (step - versions[versions >= 0]).astype(np.int32)
 
 
-def check_bound(staleness: np.ndarray, *, max_staleness: int, step: int) -> None:
-    """Raise StalenessError if any token is staler than the bound (or comes from the future): a bug in the schedule."""
-    if staleness.size and (staleness.max() > max_staleness or staleness.min() < 0):
+def check_bound(staleness: np.ndarray, *, max_staleness: int | None, step: int) -> None:
+    """Raise StalenessError if any token is staler than the bound (or comes from the future): a bug in the schedule.
+
+    `max_staleness` is None under a scheduling policy without a bound.
+    """
+    if not staleness.size:
+        return
+    is_too_old = max_staleness is not None and staleness.max() > max_staleness
+    if is_too_old or staleness.min() < 0:
         raise StalenessError(
             f"step {step} consumed tokens outside the staleness bound",
             got=f"staleness {int(staleness.min())}..{int(staleness.max())} steps",
-            allowed=f"0..{max_staleness}",
+            allowed="0 or more" if max_staleness is None else f"0..{max_staleness}",
             hint="this is a bug in the schedule; keep events.jsonl and report it",
         )
 

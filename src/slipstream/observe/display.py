@@ -48,19 +48,24 @@ def config_summary(config: RunConfig) -> dict[str, str]:
         "model": model,
         "task": tasks,
         "batch": f"{config.groups_per_step} prompts x {config.completions_per_group} completions",
-        "mode": f"{config.weight_update}, staleness <= {config.max_staleness}",
+        "mode": f"{config.weight_update}, {_promise(config)}",
     }
 
 
+def _promise(config: RunConfig) -> str:
+    bound = config.staleness_bound
+    return f"{config.schedule.policy}, no bound" if bound is None else f"staleness <= {bound}"
+
+
 class Display:
-    """Shows a run. `steps` is how many there will be, `max_staleness` the bound, `summary` the headline."""
+    """Shows a run. `steps` is how many there will be, `max_staleness` the bound if any, `summary` the headline."""
 
     def __init__(
         self,
         summary: Mapping[str, str],
         *,
         steps: int,
-        max_staleness: int,
+        max_staleness: int | None,
         console: Console | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -73,7 +78,8 @@ class Display:
             and self._console.encoding.startswith("utf")
         )
         self._headline = summary
-        self._steps, self._max_staleness = steps, max_staleness
+        self._steps = steps
+        self._bound = "none" if max_staleness is None else str(max_staleness)
         self._live: Live | None = None
         self._start_s = self._drawn_s = self._clock.now_s()
         self._first_step_s: float | None = None
@@ -178,7 +184,7 @@ class Display:
             f"generated {throughput.generated_tokens_per_s:,.0f} tokens/s  "
             f"trained {throughput.trained_tokens_per_s:,.0f} tokens/s"
         )
-        self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {staleness.bound} (steps)")
+        self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
         for name, path in files.items():
@@ -245,7 +251,7 @@ class Display:
         if self._evaluations:
             parts.append(f"held-out {self._evaluations[-1][1]:.3f}")
         if m.get("staleness_mean") is not None:
-            parts.append(f"staleness {m['staleness_mean']:.2f} (max {m['staleness_max']:.0f}/{self._max_staleness})")
+            parts.append(f"staleness {m['staleness_mean']:.2f} (max {m['staleness_max']:.0f}, bound {self._bound})")
         parts += [
             f"{word} {m[name]:,.0f} tokens/s"
             for word, name in (("generated", "generated_tokens_per_s"), ("trained", "trained_tokens_per_s"))
@@ -288,7 +294,7 @@ class Display:
                 Text(f"generated {m['generated_tokens_per_s']:,.0f}   trained {m['trained_tokens_per_s']:,.0f}"),
             )
         if m.get("staleness_mean") is not None:
-            ages = f"mean {m['staleness_mean']:.2f}   max {m['staleness_max']:.0f}   bound {self._max_staleness}"
+            ages = f"mean {m['staleness_mean']:.2f}   max {m['staleness_max']:.0f}   bound {self._bound}"
             grid.add_row("staleness", Text(ages))
         if self._replicas:
             held = "   ".join(f"generator {replica}: {version}" for replica, version in sorted(self._replicas.items()))

@@ -19,13 +19,15 @@ Outcome = Literal["trained", "skipped", "failed"]
 class EventLine(msgspec.Struct, frozen=True):
     """The schedule was given `event` and answered with `commands`, both as JSON with their `type`.
 
-    `msgspec.convert(line.event, SomeUnion)` gives the message back, so that a recorded log replays a run.
+    The first line's event is `ScheduleBegan`, as is the first one after a resume: `controller/replay.py` replays the
+    run from them. `error`: what ended the run instead of an answer.
     """
 
     seq: int
     time_s: float
     event: dict[str, Any]
     commands: list[dict[str, Any]]
+    error: str | None = None
 
 
 class EventRecorder:
@@ -41,19 +43,11 @@ class EventRecorder:
         """Lines written, over resumes too."""
         return self._seq
 
-    def record(self, event: Message, commands: Iterable[Message]) -> int:
-        """Write one decision; returns its sequence number."""
-        return self.record_batch([(event, commands)])
-
-    def record_batch(self, decisions: Iterable[tuple[Message, Iterable[Message]]]) -> int:
-        """Write decisions taken together in one system call; returns the last sequence number."""
-        now_s = self._now_s()
-        lines = [
-            {"seq": seq, "time_s": now_s, "event": event, "commands": list(commands)}
-            for seq, (event, commands) in enumerate(decisions, start=self._seq)
-        ]
-        self._writer.write(*lines)
-        self._seq += len(lines)
+    def record(self, event: msgspec.Struct, commands: Iterable[Message], *, error: str | None = None) -> int:
+        """Write one decision, or the `error` that was raised instead; returns its sequence number."""
+        line = {"seq": self._seq, "time_s": self._now_s(), "event": event, "commands": list(commands)}
+        self._writer.write(line if error is None else line | {"error": error})
+        self._seq += 1
         return self._seq - 1
 
     def sync(self) -> None:

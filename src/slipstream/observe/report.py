@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.display import duration, printable
 from slipstream.observe.evaluation import evaluation_rows
 from slipstream.observe.hardware import Hardware
@@ -213,7 +214,10 @@ def _tiles(run: Run) -> str:
             (f"{_accuracy(s.eval.before)} → {_accuracy(s.eval.after)}", "held-out accuracy, greedy"),
             (f"{s.throughput.generated_tokens_per_s:,.0f}", "generated tokens/s"),
             (f"{s.throughput.trained_tokens_per_s:,.0f}", "trained tokens/s"),
-            (f"{s.staleness.mean:.2f} / {s.staleness.max}", f"staleness, mean / max (bound {s.staleness.bound})"),
+            (
+                f"{s.staleness.mean:.2f} / {s.staleness.max}",
+                f"staleness, mean / max (bound {_or_none(s.staleness.bound)})",
+            ),
             (f"{s.weight_sync.count}", f"weight swaps, {_pause(s.weight_sync.pause_s_p50)}"),
         ]
     elif run.metrics:
@@ -294,8 +298,14 @@ def _staleness_curve(metrics: list[Metrics]) -> str:
     )
 
 
+def _or_none(bound: int | None) -> str:
+    return "none" if bound is None else str(bound)
+
+
 def _bound(run: Run) -> str:
-    bound = run.summary.staleness.bound if run.summary else run.config.get("max_staleness")
+    policy = run.config.get("schedule", {}).get("policy", HARD_BOUND[0])
+    promised = run.config.get("max_staleness") if policy in HARD_BOUND else None
+    bound = run.summary.staleness.bound if run.summary else promised
     return "Share of tokens by age." if bound is None else f"Share of tokens by age; the bound is {bound}."
 
 

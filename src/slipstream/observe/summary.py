@@ -43,11 +43,14 @@ class Throughput(msgspec.Struct, frozen=True):
 
 
 class Staleness(msgspec.Struct, frozen=True):
-    """Of consumed tokens. `histogram` maps staleness in steps to tokens; `updates_max` is in optimizer updates."""
+    """Of consumed tokens. `histogram` maps staleness in steps to tokens; `updates_max` is in optimizer updates.
+
+    `bound` is what the scheduling policy promises of `max`, None where that is nothing.
+    """
 
     max: int
     mean: float
-    bound: int
+    bound: int | None
     histogram: dict[int, int]
     updates_max: int
 
@@ -134,7 +137,7 @@ def violations(summary: Summary) -> list[str]:
             found.append(f"accounting: {process} sums to {total_s:.6f} s, but wall_s is {summary.wall_s:.6f}")
         if (least := min(states.values(), default=0.0)) < -ACCOUNTING_TOLERANCE_S:
             found.append(f"accounting: {process} has a state of {least:.6f} s")
-    if staleness.max > staleness.bound:
+    if staleness.bound is not None and staleness.max > staleness.bound:
         found.append(f"staleness: max {staleness.max} is above its bound {staleness.bound}")
     if staleness.histogram and max(staleness.histogram) != staleness.max:
         found.append(f"staleness: max {staleness.max}, but the histogram ends at {max(staleness.histogram)}")

@@ -52,7 +52,7 @@ def watch(config: RunConfig, stage: str, *, display: bool) -> Display | Quiet:
     """The terminal, or nobody; a context manager."""
     if not display:
         return Quiet()
-    return Display({"stage": stage, "recipe": config.recipe}, steps=1, max_staleness=config.max_staleness)
+    return Display({"stage": stage, "recipe": config.recipe}, steps=1, max_staleness=config.staleness_bound)
 
 
 def record_path(run_dir: Path, stage: str) -> Path:

@@ -256,7 +256,7 @@ def _reward_metrics(heads: Sequence[RolloutHead], config: RunConfig) -> dict[str
 
 
 def _lags(completions: Iterable[Completion], config: RunConfig, *, step: int, ranks: RankGroup) -> np.ndarray:
-    """int64 [max_staleness + 1]: how many of the sampled tokens of all ranks are stale by 0, 1, ... steps.
+    """int64 [oldest + 1]: how many of the sampled tokens of all ranks are stale by 0, 1, ... steps.
 
     StalenessError, on every rank alike, when one of them is outside the bound.
     """
@@ -264,8 +264,8 @@ def _lags(completions: Iterable[Completion], config: RunConfig, *, step: int, ra
     found = np.concatenate([none, *(staleness_of(token_versions(one.segments), step=step) for one in completions)])
     ends = [int(found.max()), -int(found.min())] if found.size else [0, 0]  # 0 is inside every bound
     oldest_and_newest = ranks.max(torch.tensor(ends)).numpy() * np.array([1, -1])
-    check_bound(oldest_and_newest, max_staleness=config.max_staleness, step=step)
-    lags: np.ndarray = ranks.sum(torch.from_numpy(np.bincount(found, minlength=config.max_staleness + 1))).numpy()
+    check_bound(oldest_and_newest, max_staleness=config.staleness_bound, step=step)
+    lags: np.ndarray = ranks.sum(torch.from_numpy(np.bincount(found, minlength=int(oldest_and_newest[0]) + 1))).numpy()
     return lags
 
 

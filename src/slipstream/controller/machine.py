@@ -1,0 +1,323 @@
+"""What every scheduling policy shares: the states of a group, the events that move it, and a snapshot of it all.
+
+    admitted -> sampling -> scored -+-> ready -> training -> trained
+        ^           |               |     |
+        |           v               |     +-> skipped  (stale, by policies that discard)
+        +------- readmit            +-> skipped  (no signal)
+                                    +-> failed   (all its completions failed in scoring)
+
+Pure: events in, commands out. No clock, no I/O, no tensors: the controller feeds it real events, tests random ones, and
+a recorded log replays a run. A policy adds two decisions: which group may start on which version, and which scored
+groups the next step trains. Ours is `controller/schedule.py`; those of others are in `controller/policies.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+import msgspec
+
+from slipstream.core.errors import ScheduleError, SlipstreamError
+from slipstream.core.types import (
+    CompletionFinished,
+    GroupScored,
+    ReplicaLost,
+    Skip,
+    StartGroup,
+    StepDone,
+    Stop,
+    Swapped,
+    TrainStep,
+)
+
+Event = Swapped | CompletionFinished | GroupScored | StepDone | ReplicaLost | Stop
+Command = StartGroup | TrainStep | Skip
+WaitReason = Literal["generation", "rewards", "straggler", "nothing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The dials. `capacity`: unfinished completions a replica may hold, that is its slots and one group in reserve.
+
+    `staleness_threshold` and `queue_groups` are those of `SampleBudget` and `FinishOrder` (`controller/policies.py`).
+    """
+
+    groups_per_step: int
+    completions_per_group: int
+    max_staleness: int
+    reorder_window: int
+    steps: int
+    capacity: int
+    publish_every: int = 1
+    skip_no_signal: bool = True
+    max_dropped_in_a_row: int = 1000
+    staleness_threshold: float = 0.0
+    queue_groups: int = 0
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """A group that was admitted and is not scored yet: where it is sampled, and how many completions are to come."""
+
+    replica: int
+    unfinished: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything that outlives the process, in JSON types."""
+
+    next_ordinal: int
+    steps_done: int
+    dropped: list[int]
+    dropped_in_a_row: int
+    num_failed: int
+    readmit: list[int]  # admitted, not trained: regenerated first
+    scored: list[int] = []  # those of them that lie beside the trainer: they may be restored with it
+
+
+class ScheduleBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first line of `events.jsonl`, and of what a resume appends: with it the file replays by itself.
+
+    `snapshot` is that of the checkpoint the run was resumed from.
+    """
+
+    policy: str
+    config: ScheduleConfig
+    snapshot: Snapshot | None = None
+
+
+class SchedulingPolicy(ABC):
+    """The state machine. Feed events to `apply`; carry out the commands it returns, in order."""
+
+    name: ClassVar[str]
+    """What `schedule.policy` calls it."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self.config = config
+        self.next_ordinal = 0
+        self.steps_done = 0
+        self.dropped: list[int] = []  # ascending: without signal, failed or stale; they are never trained
+        self.num_failed = 0
+        self.dropped_in_a_row = 0
+        self.versions: dict[int, int] = {}  # replica -> version it samples from
+        self.in_flight: dict[int, InFlight] = {}  # admitted, not scored
+        self.ready: dict[int, int] = {}  # scored, not yet handed to the trainer -> oldest version; in finish order
+        self.training: tuple[int, ...] = ()
+        self.is_stopping = False  # the run is being interrupted: learn what happens, start nothing
+        self.readmit: list[int] = []  # admitted once, lost with their replica; regenerated before anything new
+
+    # What a policy decides
+
+    @property
+    @abstractmethod
+    def staleness_bound(self) -> int | None:
+        """The most steps that a consumed token may be old, if the policy promises any."""
+
+    @abstractmethod
+    def _may_start(self, ordinal: int, version: int, /) -> bool:
+        """Whether group `ordinal` may start on a replica that holds `version`, as far as capacity allows.
+
+        It is the next new one, or below `next_ordinal`: one that was admitted before and lost.
+        """
+
+    @abstractmethod
+    def _next_batch(self) -> Collection[int] | None:
+        """The P ready groups of the next step; asked while the trainer is free and at least P are ready."""
+
+    def _stale(self) -> list[int]:
+        """The ready groups to discard before the next step is put together."""
+        return []
+
+    # What others ask
+
+    @property
+    def is_finished(self) -> bool:
+        return self.steps_done >= self.config.steps
+
+    @property
+    def num_handed(self) -> int:
+        """Groups trained or in training."""
+        return self.steps_done * self.config.groups_per_step + len(self.training)
+
+    @property
+    def num_undropped(self) -> int:
+        """Groups ever admitted, less those known to be dropped."""
+        return self.next_ordinal - len(self.dropped)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.in_flight) + len(self.ready) + len(self.training) + len(self.readmit)
+
+    def place(self, ordinal: int) -> int:
+        """The most undropped groups that may lie below `ordinal`, as far as drops are known."""
+        return ordinal - bisect.bisect_left(self.dropped, ordinal)
+
+    def waits_for(self) -> WaitReason:
+        """What the trainer lacks: sampled groups, their scores, or one old group that holds up finished ones."""
+        if self.training or self.is_finished:
+            return "nothing"
+        oldest = min(self.in_flight, default=None)
+        if oldest is not None and self.in_flight[oldest].unfinished == 0:
+            return "rewards"
+        return "straggler" if len(self.ready) >= self.config.groups_per_step else "generation"
+
+    # The machine
+
+    def apply(self, event: Event) -> list[Command]:
+        """Take one event; return what is to be done now, in order. ScheduleError for one that cannot have happened."""
+        commands: list[Command] = []
+        match event:
+            case Swapped():
+                self.versions[event.replica] = max(event.version, self.versions.get(event.replica, 0))
+            case CompletionFinished():
+                self._finished(event)
+            case GroupScored():
+                commands += self._scored(event)
+            case StepDone():
+                if not self.training or event.step != self.steps_done:
+                    now = f"step {self.steps_done}" if self.training else "nothing"
+                    raise ScheduleError(
+                        "a step was done that was not begun", got=f"step {event.step}", allowed=f"{now} is in training"
+                    )
+                self.steps_done += 1
+                self.training = ()
+            case ReplicaLost():
+                self._lose(event.replica)
+            case Stop():
+                self.is_stopping = True
+        if not self.is_stopping:
+            commands += self._discard()
+            commands += self._train()
+            commands += self._admit()
+        return commands
+
+    def _finished(self, event: CompletionFinished) -> None:
+        """One completion fewer to come, where that is news: its score may have overtaken it on another channel."""
+        group = self.in_flight.get(event.ordinal)
+        if group is not None and group.replica == event.replica and group.unfinished > 0:
+            self.in_flight[event.ordinal] = InFlight(group.replica, group.unfinished - 1)
+
+    def _scored(self, event: GroupScored) -> list[Command]:
+        """The group is ready, or dropped. It may be one to be readmitted: whose replica was lost, or of a checkpoint.
+
+        If its second copy is being sampled already, that is forgotten here: whatever comes of it is a duplicate.
+        """
+        if event.ordinal in self.in_flight:
+            del self.in_flight[event.ordinal]
+        elif event.ordinal in self.readmit:
+            self.readmit.remove(event.ordinal)
+        else:
+            raise ScheduleError("a group was scored that nobody waits for", got=f"group {event.ordinal}")
+        has_failed = event.num_failed >= self.config.completions_per_group
+        if event.has_signal or not (self.config.skip_no_signal or has_failed):
+            self.ready[event.ordinal] = event.min_version
+            self.dropped_in_a_row = 0
+            return []
+        bisect.insort(self.dropped, event.ordinal)
+        self.num_failed += has_failed
+        self.dropped_in_a_row += 1
+        if self.dropped_in_a_row > self.config.max_dropped_in_a_row:
+            raise SlipstreamError(
+                "the reward gives no signal: every completion of a group gets the same reward",
+                got=f"{self.dropped_in_a_row} such groups in a row, the last with mean reward {event.mean_reward:.3g}",
+                allowed=f"at most {self.config.max_dropped_in_a_row}",
+                hint="look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per "
+                "group help; loss.skip_no_signal = false trains on them anyway",
+            )
+        return [Skip(ordinals=(event.ordinal,), cause="failed" if has_failed else "no_signal")]
+
+    def _lose(self, replica: int) -> None:
+        """All that is not scored is to be regenerated: what the replica said it had finished may be lost on its way.
+
+        If it is not, the group is scored before its second copy is; whatever comes of that is a duplicate.
+        """
+        self.versions.pop(replica, None)
+        lost = [o for o, group in self.in_flight.items() if group.replica == replica]
+        for ordinal in lost:
+            del self.in_flight[ordinal]
+        self.readmit = sorted(self.readmit + lost)
+
+    def _discard(self) -> list[Command]:
+        stale = [] if self.training or self.is_finished else self._stale()
+        for ordinal in stale:
+            del self.ready[ordinal]
+            bisect.insort(self.dropped, ordinal)
+        return [Skip(ordinals=tuple(sorted(stale)), cause="stale")] if stale else []
+
+    def _train(self) -> list[Command]:
+        if self.training or self.is_finished or len(self.ready) < self.config.groups_per_step:
+            return []
+        batch = self._next_batch()
+        if batch is None:
+            return []
+        for ordinal in batch:
+            del self.ready[ordinal]
+        self.training = tuple(sorted(batch))
+        return [TrainStep(step=self.steps_done, ordinals=self.training)]
+
+    def _oldest_batch(self, window: int | None = None) -> list[int] | None:
+        """The oldest P ready groups; with a `window`, if nothing unfinished is so many or more ordinals older."""
+        batch = sorted(self.ready)[: self.config.groups_per_step]
+        oldest_unfinished = min([*self.in_flight, *self.readmit], default=None)
+        if window is None or oldest_unfinished is None or batch[-1] < oldest_unfinished + window:
+            return batch
+        return None
+
+    def _admit(self) -> list[Command]:
+        """Start groups in order, each on the least loaded replica that has room and is fresh enough for it."""
+        commands: list[Command] = []
+        size = self.config.completions_per_group
+        load = dict.fromkeys(self.versions, 0)
+        for group in self.in_flight.values():
+            load[group.replica] += group.unfinished
+        while not self.is_finished:
+            ordinal = self.readmit[0] if self.readmit else self.next_ordinal
+            able = [
+                (load[replica], -version, replica)
+                for replica, version in self.versions.items()
+                if load[replica] + size <= self.config.capacity and self._may_start(ordinal, version)
+            ]
+            if not able:
+                break
+            _, _, replica = min(able)
+            if self.readmit:
+                self.readmit.pop(0)
+            else:
+                self.next_ordinal += 1
+            self.in_flight[ordinal] = InFlight(replica, size)
+            load[replica] += size
+            commands.append(StartGroup(ordinal=ordinal, replica=replica))
+        return commands
+
+    # Saving
+
+    def began(self) -> ScheduleBegan:
+        """What a log of this schedule's decisions begins with: asked before the first event."""
+        is_restored = self.next_ordinal > 0
+        return ScheduleBegan(policy=self.name, config=self.config, snapshot=self.snapshot() if is_restored else None)
+
+    def snapshot(self) -> Snapshot:
+        """State after the last step that is done. What was not trained by then is regenerated after `restore`."""
+        return Snapshot(
+            next_ordinal=self.next_ordinal,
+            steps_done=self.steps_done,
+            dropped=list(self.dropped),
+            dropped_in_a_row=self.dropped_in_a_row,
+            num_failed=self.num_failed,
+            readmit=sorted([*self.readmit, *self.in_flight, *self.ready, *self.training]),
+            scored=sorted([*self.ready, *self.training]),
+        )
+
+    @classmethod
+    def restore(cls, config: ScheduleConfig, snapshot: Snapshot) -> Self:
+        schedule = cls(config)
+        schedule.next_ordinal = snapshot.next_ordinal
+        schedule.steps_done = snapshot.steps_done
+        schedule.dropped = list(snapshot.dropped)
+        schedule.dropped_in_a_row = snapshot.dropped_in_a_row
+        schedule.num_failed = snapshot.num_failed
+        schedule.readmit = list(snapshot.readmit)
+        return schedule
