@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -31,7 +32,7 @@ def _network() -> float:
     try:
         socket.create_connection(("127.0.0.1", int(os.environ.get("PORT", "9"))), timeout=0.2)
     except OSError as error:
-        return 0.0 if "unreachable" in str(error).lower() else -1.0
+        return 0.0 if "unreachable" in str(error).lower() or error.errno == errno.EPERM else -1.0
     return 1.0
 
 

@@ -115,17 +115,22 @@ def test_forked_children_that_left_their_session_die_with_the_worker(make_pool: 
 
 def test_nothing_is_written_outside_the_scratch_folder(pool: ScoringPool, tmp_path: Path) -> None:
     needs("files")
-    open_folder = Path("/tmp") / f"slipstream-test-{os.getpid()}"
-    open_folder.mkdir(mode=0o777)
-    open_folder.chmod(0o777)
-    marker = open_folder / "marker"
+    open_folder = Path(f"/slipstream-test-{os.getpid()}")
+    hidden_folder = Path("/tmp") / open_folder.name
     try:
-        done = run_jobs(pool, [job(0, f"write {marker}"), job(1, "scratch")])
+        for folder in (open_folder, hidden_folder):
+            folder.mkdir()
+            folder.chmod(0o777)
+        attacks = [f"write {open_folder}/marker", f"write {hidden_folder}/marker", "write /tmp/marker", "scratch"]
+        done = run_jobs(pool, [job(i, attack) for i, attack in enumerate(attacks)])
         assert "Read-only" in (done[0].failure or "")
-        assert done[1].parts == [4.0]
-        assert not marker.exists()
+        assert "No such file" in (done[1].failure or "")
+        assert "Read-only" in (done[2].failure or "")
+        assert done[3].parts == [4.0]
+        assert not list(open_folder.iterdir()) + list(hidden_folder.iterdir())
     finally:
         open_folder.rmdir()
+        hidden_folder.rmdir()
 
 
 def test_secrets_network_descriptors_and_processes_are_out_of_reach(pool: ScoringPool) -> None:

@@ -79,7 +79,12 @@ class Rewards(Executor):
         else:
             setup = setup_of(self._config, self._tasks)
             self._names, self._terms = term_names(setup.terms), self._config.terms
-            self._pool = ScoringPool(setup, num_workers=self._config.num_workers, clock=context.clock)
+            self._pool = ScoringPool(
+                setup,
+                num_workers=self._config.num_workers,
+                clock=context.clock,
+                private=[str(context.run_dir)],
+            )
             self._pool.wait_ready()
             check_isolation(setup, self._pool.isolation, trust_verifier=self._config.trust_verifier)
         context.spans.set_idle_state("wait_completions")

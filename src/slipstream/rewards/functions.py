@@ -10,21 +10,23 @@ import asyncio
 import importlib
 import inspect
 import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import regex  # like `re`, with a deadline
+
 from slipstream.core.config import RewardModelTerm, RewardTerm
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.rewards.code import Programs, Scorer, code_reward
 from slipstream.rewards.protocol import Job, Task, Term
 
-Scorer = Callable[[Job], float | None]
-
-# Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9).
+# Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9), or
+# start it as a program.
 UNSAFE_VERIFIERS: dict[str, str] = {
     "binary_matrix": "eval",
     "countdown": "sympy.parse_expr",
@@ -36,33 +38,52 @@ UNSAFE_VERIFIERS: dict[str, str] = {
     "spiral_matrix": "eval",
     "string_insertion": "eval",
     "math": "sympy.parse_expr",  # the built-in function, through math_verify
+    "code": "Python",
 }
 
 _TUPLE_FIELDS = {"arc_agi": ("input", "output"), "rearc": ("input", "output")}  # compared as tuples; JSON has lists
 
 
-def _extracted(text: str, pattern: re.Pattern[str] | None) -> str | None:
-    """The stripped text, or what the last match of `pattern` holds in its first group (else the whole match)."""
-    if pattern is None:
-        return text.strip()
-    match = None
-    for match in pattern.finditer(text):  # noqa: B007 - the last one counts
-        pass
-    if match is None:
-        return None
-    return str(match.group(1) if pattern.groups else match.group()).strip()
+_PATTERN_SHARE = 0.5  # of a job's deadline, for one pattern: it fails its completion before the worker is killed for it
 
 
-def _pattern(pattern: str | None, function: str) -> re.Pattern[str] | None:
+@dataclass(frozen=True)
+class _Pattern:
+    """A pattern of the configuration, which meets text of a model: TimeoutError when it searches for too long."""
+
+    compiled: regex.Pattern[str]
+    timeout_s: float
+
+    def is_in(self, text: str, *, as_whole: bool) -> bool:
+        find = self.compiled.fullmatch if as_whole else self.compiled.search
+        return find(text, timeout=self.timeout_s) is not None
+
+    def last(self, text: str) -> str | None:
+        """What the last match holds in its first group, else the whole match."""
+        match = None
+        for match in self.compiled.finditer(text, timeout=self.timeout_s):  # noqa: B007 - the last one counts
+            pass
+        return None if match is None else match.group(1 if self.compiled.groups else 0)
+
+
+def _extracted(text: str, pattern: _Pattern | None) -> str | None:
+    """The stripped text, or what `pattern` finds in it last."""
+    found = text if pattern is None else pattern.last(text)
+    return None if found is None else found.strip()
+
+
+def _pattern(pattern: str | None, function: str, timeout_s: float) -> _Pattern | None:
     if pattern is None:
         return None
     try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
+        return _Pattern(regex.compile(pattern, regex.DOTALL), _PATTERN_SHARE * timeout_s)
+    except regex.error as error:
         raise ConfigError(f"the pattern of reward '{function}' is malformed: {error}", got=repr(pattern)) from error
 
 
-def task_reward(*, tasks: Mapping[str, Task], answer_pattern: str | None = None, binary: bool = False) -> Scorer:
+def task_reward(
+    *, tasks: Mapping[str, Task], answer_pattern: str | None = None, binary: bool = False, timeout_s: float
+) -> Scorer:
     """The verifier of the prompt's own reasoning-gym task, in [0, 1].
 
     `answer_pattern` extracts the answer (last match, first group; no match scores 0); `binary` gives 1 for a fully
@@ -70,7 +91,7 @@ def task_reward(*, tasks: Mapping[str, Task], answer_pattern: str | None = None,
     """
     import reasoning_gym
 
-    pattern = _pattern(answer_pattern, "task")
+    pattern = _pattern(answer_pattern, "task", timeout_s)
     if not tasks:
         raise ConfigError("reward 'task' needs reasoning-gym tasks", got="prompts from a dataset")
     datasets = {
@@ -97,12 +118,14 @@ def exact_match(
     reference_pattern: str | None = None,
     ignore: str = "",
     ignore_case: bool = False,
+    timeout_s: float,
 ) -> Scorer:
     """1 when the extracted answer equals the extracted reference, surrounding whitespace apart; None without one.
 
     `ignore` lists characters that count in neither: "," for numbers like 1,000.
     """
-    pattern, of_reference = _pattern(answer_pattern, "exact_match"), _pattern(reference_pattern, "exact_match")
+    pattern = _pattern(answer_pattern, "exact_match", timeout_s)
+    of_reference = _pattern(reference_pattern, "exact_match", timeout_s)
     dropped = str.maketrans("", "", ignore)
 
     def score(job: Job) -> float | None:
@@ -139,12 +162,11 @@ def math_equivalence(*, strict: bool = True) -> Scorer:
     return score
 
 
-def regex_match(*, pattern: str, full: bool = False) -> Scorer:
+def regex_match(*, pattern: str, full: bool = False, timeout_s: float) -> Scorer:
     """1 when `pattern` is found in the completion (`full`: matches all of it). Dot matches newlines."""
-    compiled = _pattern(pattern, "regex")
-    assert compiled is not None
-    matcher = compiled.fullmatch if full else compiled.search
-    return lambda job: float(matcher(job.completion) is not None)
+    wanted = _pattern(pattern, "regex", timeout_s)
+    assert wanted is not None
+    return lambda job: float(wanted.is_in(job.completion, as_whole=full))
 
 
 def word_overlap(*, column: str = "answer", characters: bool = False) -> Scorer:
@@ -207,7 +229,10 @@ BUILTINS: dict[str, Callable[..., Scorer]] = {
     "math": math_equivalence,
     "regex": regex_match,
     "length": length_shaping,
+    "code": code_reward,
 }
+
+_PROVIDED = {"tasks", "programs", "timeout_s"}  # parameters that the worker fills in, not the configuration
 
 
 def check_term(term: Term) -> None:
@@ -229,7 +254,8 @@ def check_term(term: Term) -> None:
             allowed=", ".join(BUILTINS) + ", 'module:function' or 'file.py:function'",
             hint=did_you_mean(term.function, BUILTINS),
         )
-    allowed = inspect.signature(BUILTINS[term.function]).parameters.keys() - {"tasks"}
+    parameters = inspect.signature(BUILTINS[term.function]).parameters
+    allowed = parameters.keys() - _PROVIDED
     for name in term.params:
         if name not in allowed:
             raise ConfigError(
@@ -237,25 +263,31 @@ def check_term(term: Term) -> None:
                 allowed=", ".join(sorted(allowed)),
                 hint=did_you_mean(name, allowed),
             )
-    required = {
-        name
-        for name, parameter in inspect.signature(BUILTINS[term.function]).parameters.items()
-        if parameter.default is parameter.empty
-    }
-    if missing := required - {"tasks"} - term.params.keys():
+    required = {name for name in allowed if parameters[name].default is inspect.Parameter.empty}
+    if missing := required - term.params.keys():
         raise ConfigError(f"reward '{term.function}' needs the parameter '{missing.pop()}'")
     if term.function not in ("task", "math"):  # those import; the others check the values of their parameters
-        BUILTINS[term.function](**term.params)
+        BUILTINS[term.function](**term.params, **_provided(term, {}, None, 1.0))
 
 
-def build_scorer(term: Term, tasks: Mapping[str, Task]) -> Scorer:
-    """The scorer of `term`; imports only what it needs. ConfigError on wrong names or parameters."""
+def _provided(term: Term, tasks: Mapping[str, Task], programs: Programs | None, timeout_s: float) -> dict[str, Any]:
+    provided = {"tasks": tasks, "programs": programs, "timeout_s": timeout_s}
+    parameters = inspect.signature(BUILTINS[term.function]).parameters
+    return {name: value for name, value in provided.items() if name in parameters}
+
+
+def build_scorer(
+    term: Term, tasks: Mapping[str, Task], *, programs: Programs | None = None, timeout_s: float = 1.0
+) -> Scorer:
+    """The scorer of `term`; imports only what it needs. ConfigError on wrong names or parameters.
+
+    `programs` starts what 'code' runs, within the deadline `timeout_s` of a job.
+    """
     if ":" in term.function:
         function = _import_function(term)
         return lambda job: call_function(function, job)
     check_term(term)
-    extra = {"tasks": tasks} if term.function == "task" else {}
-    return BUILTINS[term.function](**term.params, **extra)
+    return BUILTINS[term.function](**term.params, **_provided(term, tasks, programs, timeout_s))
 
 
 def call_function(function: Callable[..., Any], job: Job) -> float | None:

@@ -1,11 +1,12 @@
 """Barriers around a worker process, each applied where the platform permits it and reported by name.
 
-    network     a network namespace without interfaces
+    network     a network namespace without interfaces, or no system calls for sockets
     processes   a process namespace: every descendant dies with its first process, whatever session it is in
     files       a mount namespace: everything read-only but a scratch tmpfs, /proc shows only the worker
     user        another user id (as root), or a user namespace without capabilities
     privileges  no_new_privs: set-uid programs give nothing
     limits      address space, CPU time, file size, open files, processes, core dumps
+    syscalls    a filter of system calls (`seccomp.py`)
 
 Linux only; elsewhere `limits` is all there is. Nothing here imports more than the standard library.
 """
@@ -20,27 +21,37 @@ import signal
 import stat
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-BARRIERS = ("network", "processes", "files", "user", "privileges", "limits")
+from slipstream.rewards import seccomp
+
+BARRIERS = ("network", "processes", "files", "user", "privileges", "limits", "syscalls")
 REQUIRED_FOR_UNSAFE = frozenset({"network", "processes", "user", "privileges", "limits"})
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the call's number is the same everywhere
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
 _MNT_DETACH = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 
-_FIRST_WORKER_UID = 2_000_000_000  # far from accounts; one per worker, so that process limits count its processes only
+# Far from accounts; of its own per worker, so that process limits count its processes only, and for its programs.
+_FIRST_WORKER_UID, _FIRST_PROGRAM_UID = 2_000_000_000, 2_100_000_000
 _NOBODY = 65534
 _MAX_PROCESSES = 64
 _MAX_OPEN_FILES = 256
 _MAX_FILE_BYTES = 16 << 20
 _SCRATCH_BYTES = 64 << 20
+
+# Where users and daemons leave what is for themselves: files, sockets of agents, terminals, weights on their way.
+_SHARED_FOLDERS = ("/tmp", "/var/tmp", "/run", "/dev/shm", "/dev/pts", "/dev/mqueue")
+_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
+_DEVICES = ("null", "zero", "urandom", "random")
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Namespaces:
     is_separate: bool = False
     is_user_namespace: bool = False
     worker_uid: int | None = None  # to switch to, as root
+    program_uid: int | None = None  # the same for programs that the worker lets run
 
 
 def _libc() -> ctypes.CDLL:
@@ -68,7 +80,11 @@ def enter_namespaces() -> Namespaces:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     flags = _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC
     if os.geteuid() == 0:
-        return Namespaces(is_separate=_succeeds(libc.unshare(flags)), worker_uid=_FIRST_WORKER_UID + os.getpid())
+        return Namespaces(
+            is_separate=_succeeds(libc.unshare(flags)),
+            worker_uid=_FIRST_WORKER_UID + os.getpid(),
+            program_uid=_FIRST_PROGRAM_UID + os.getpid(),
+        )
     uid, gid = os.geteuid(), os.getegid()
     if not _succeeds(libc.unshare(flags | _CLONE_NEWUSER)):
         return Namespaces()
@@ -78,12 +94,12 @@ def enter_namespaces() -> Namespaces:
     return Namespaces(is_separate=True, is_user_namespace=True)
 
 
-def confine_files(scratch: str, needed: Iterable[str], *, home: str, is_other_user: bool) -> bool:
+def confine_files(scratch: str, needed: Iterable[str], *, private: Iterable[str], is_other_user: bool) -> bool:
     """Enter a mount namespace with all read-only but a tmpfs at `scratch`. False where that is not permitted.
 
-    `home`, the account's home, and folders that another user cannot enter, become empty except for what lies in
-    `needed` folders (the interpreter's, and those modules are imported from). A needed folder that is itself closed to
-    others is of no use to another user, so it does not count.
+    `private` folders, the account's home, folders shared by all, and those that another user cannot enter, become empty
+    except for what lies in `needed` folders (the interpreter's, and those modules are imported from). A needed folder
+    that is itself closed to others is of no use to another user, so it does not count.
     """
     libc = _libc()
     if not _succeeds(libc.unshare(_CLONE_NEWNS)) or not _succeeds(
@@ -95,22 +111,29 @@ def confine_files(scratch: str, needed: Iterable[str], *, home: str, is_other_us
         libc.mount(b"tmpfs", b"/proc", b"tmpfs", guarded, None)
     folders = [path for path in needed if os.path.isdir(path)]
     kept = {os.path.realpath(path) for path in folders if _is_open(Path(path)) or not is_other_user}
-    _hide(libc, scratch, kept, home=home)
+    _hide(libc, scratch, kept, private=private)
     os.makedirs(scratch, exist_ok=True)
-    attributes = struct.pack("<QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
+    return _make_read_only(libc, "/") and _mount_scratch(libc, scratch)
+
+
+def _make_read_only(libc: ctypes.CDLL, root: str) -> bool:
+    """Let nothing below `root` be written, and no set-uid program there give anything."""
+    attributes = struct.pack("<QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
-    if not _succeeds(libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, size)):
-        return False
+    return _succeeds(libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes, size))
+
+
+def _mount_scratch(libc: ctypes.CDLL, folder: str) -> bool:
     options = f"size={_SCRATCH_BYTES},nr_inodes=4096,mode=1777".encode()
-    return _succeeds(libc.mount(b"tmpfs", os.fsencode(scratch), b"tmpfs", _MS_NOSUID | _MS_NODEV, options))
+    return _succeeds(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options))
 
 
-def _hide(libc: ctypes.CDLL, stash: str, needed: set[str], *, home: str) -> None:
+def _hide(libc: ctypes.CDLL, stash: str, needed: set[str], *, private: Iterable[str]) -> None:
     """Cover private folders with empty ones and put the `needed` folders below them back in their places."""
     closed = {folder for path in needed if (folder := _private_ancestor(path)) is not None}
-    named = {os.path.realpath(path) for path in (home, os.path.expanduser(f"~{_account()}"))}
-    homes = {path for path in named if path != "/" and os.path.isdir(path)}
-    private = _outermost((closed | homes) - needed)  # what is needed as a whole cannot be hidden
+    named = {os.path.realpath(path) for path in (*private, *_SHARED_FOLDERS, os.path.expanduser(f"~{_account()}"))}
+    existing = {path for path in named if path != "/" and os.path.isdir(path)}
+    private = _outermost((closed | existing) - needed)  # what is needed as a whole cannot be hidden
     libc.mount(b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
     kept = _outermost(path for path in needed if any(_is_below(path, folder) for folder in private))
     for i, path in enumerate(kept):
@@ -125,6 +148,88 @@ def _hide(libc: ctypes.CDLL, stash: str, needed: set[str], *, home: str) -> None
         libc.mount(str(i).encode(), os.fsencode(path), None, _MS_BIND | _MS_REC, None)
     libc.umount2(b".", _MNT_DETACH)
     os.chdir("/")
+
+
+def enter_bare_root(stash: str, needed: Iterable[str]) -> bool:
+    """Enter a mount namespace with the `needed` folders, the C library's, four devices and an empty /tmp: nothing else.
+
+    All of it read-only. `stash` is an empty folder that is used on the way. False where that is not permitted.
+    """
+    libc = _libc()
+    if not _succeeds(libc.unshare(_CLONE_NEWNS)) or not _succeeds(
+        libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    ):
+        return False
+    libc.mount(b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
+    libraries = list(filter(os.path.exists, _LIBRARIES))
+    for link in filter(os.path.islink, libraries):
+        os.symlink(os.readlink(link), stash + link)
+    folders = {os.path.realpath(path) for path in needed} | {path for path in libraries if not os.path.islink(path)}
+    for path in _outermost(folders):
+        os.makedirs(stash + path, exist_ok=True)
+        libc.mount(os.fsencode(path), os.fsencode(stash + path), None, _MS_BIND | _MS_REC, None)
+    os.mkdir(stash + "/dev")
+    for name in _DEVICES:
+        Path(stash, "dev", name).touch()
+        libc.mount(f"/dev/{name}".encode(), os.fsencode(f"{stash}/dev/{name}"), None, _MS_BIND, None)
+    os.mkdir(stash + "/tmp")
+    if not _make_read_only(libc, stash):
+        return False
+    os.chdir(stash)
+    is_entered = _succeeds(libc.syscall(seccomp.number("pivot_root"), b".", b"."))
+    libc.umount2(b".", _MNT_DETACH)  # the former root, which lies over the new one now
+    os.chdir("/")
+    return is_entered
+
+
+def begin_process_namespace() -> bool:
+    """Make the next child the first process of a namespace of its own; `end_process_namespace` takes it back."""
+    return sys.platform.startswith("linux") and _succeeds(_libc().unshare(_CLONE_NEWPID))
+
+
+def end_process_namespace(own: int) -> None:
+    """Children belong to this process' own namespace again: `own` is a descriptor of /proc/self/ns/pid."""
+    _libc().setns(own, _CLONE_NEWPID)
+
+
+def leave_all_others(scratch: str | None) -> bool:
+    """In a new process: a network, IPC and mount namespace of its own, with a tmpfs at `scratch` if given."""
+    libc = _libc()
+    if not _succeeds(libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWNET)):
+        return False
+    return scratch is None or _mount_scratch(libc, scratch)
+
+
+def keep_capabilities() -> None:
+    """Let the program that this process becomes have its capabilities, also where its user is not root."""
+    libc = _libc()
+    header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
+    data = ctypes.create_string_buffer(24)
+    if not _succeeds(libc.capget(header, data)):
+        return
+    low, high = struct.unpack("<III", data.raw[:12])[1], struct.unpack("<III", data.raw[12:])[1]
+    libc.capset(header, struct.pack("<6I", low, low, low, high, high, high))
+    for capability in range(64):
+        if (high << 32 | low) >> capability & 1:
+            libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, capability, 0, 0)
+
+
+def be_killed_first() -> None:
+    """Where memory runs out, the system is to end this process and its children, not the trainer."""
+    adjustment = Path("/proc/self/oom_score_adj")
+    if adjustment.exists():
+        adjustment.write_text("1000")
+
+
+def become_unreadable() -> None:
+    """No process of the same user may look at this one's memory, environment or descriptors."""
+    if sys.platform.startswith("linux"):
+        _libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def filter_syscalls(held: Collection[str], *, alone_as: int | None = None) -> list[str]:
+    """Install the filter; the barriers that hold by it. It is useless without `no_new_privs`, and not permitted."""
+    return ["syscalls", "network"] if "privileges" in held and seccomp.install(alone_as=alone_as) else []
 
 
 def _account() -> str:
@@ -193,19 +298,25 @@ def drop_privileges(worker_uid: int | None, *, is_user_namespace: bool) -> list[
     return held
 
 
-def limit_resources(memory_bytes: int, *, is_own_user: bool) -> None:
+def limit_resources(
+    memory_bytes: int, *, is_own_user: bool, used_bytes: int | None = None, file_bytes: int = _MAX_FILE_BYTES
+) -> None:
     """Bound this process and its children; the address space to what it uses now and `memory_bytes` more.
 
     The number of processes is counted per user, so it is bounded only for a user of the worker's own.
     """
     _set_limit(resource.RLIMIT_CORE, 0)
-    _set_limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
+    _set_limit(resource.RLIMIT_FSIZE, file_bytes)
     _set_limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
     if is_own_user:
         _set_limit(resource.RLIMIT_NPROC, _MAX_PROCESSES)
+    _set_limit(resource.RLIMIT_AS, (address_space_bytes() if used_bytes is None else used_bytes) + memory_bytes)
+
+
+def address_space_bytes() -> int:
+    """What this process has mapped; a GiB where the system does not say."""
     statm = Path("/proc/self/statm")
-    used_bytes = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 1 << 30
-    _set_limit(resource.RLIMIT_AS, used_bytes + memory_bytes)
+    return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 1 << 30
 
 
 def limit_cpu(seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.clock import Clock, WallClock
@@ -52,8 +53,11 @@ class ScoringPool:
     failed and its worker killed with everything it started; jobs queued behind it move on. Ends: `close`.
     """
 
-    def __init__(self, setup: Setup, *, num_workers: int, clock: Clock | None = None) -> None:
+    def __init__(
+        self, setup: Setup, *, num_workers: int, clock: Clock | None = None, private: Sequence[str] = ()
+    ) -> None:
         self._setup = setup
+        self._private = private
         self._clock = clock or WallClock()
         self._num_workers = num_workers
         self._selector = _nested_selector()
@@ -107,7 +111,7 @@ class ScoringPool:
         self._selector.close()
 
     def _start(self) -> None:
-        slot = _Slot(Worker(self._setup), deadline_s=self._clock.now_s() + _START_S)
+        slot = _Slot(Worker(self._setup, private=self._private), deadline_s=self._clock.now_s() + _START_S)
         self._slots.append(slot)
         self._selector.register(slot.worker, selectors.EVENT_READ | selectors.EVENT_WRITE, slot)
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,16 +39,24 @@ def _environment() -> dict[str, str]:
 
 
 class Worker:
-    """One worker process and its connection. Nothing here blocks, except `close` for the keeper's few milliseconds."""
+    """One worker process and its connection. Nothing here blocks, except `close` for the keeper's few milliseconds.
 
-    def __init__(self, setup: Setup) -> None:
+    `private` folders are empty for it, where files are confined, as are home folders and those shared by all.
+    """
+
+    def __init__(self, setup: Setup, *, private: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         self._scratch = tempfile.mkdtemp(prefix="slipstream-reward-")
         environment = _environment() | {"HOME": self._scratch, "TMPDIR": self._scratch}
         folders = [os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None]
         sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *folders]]
         home = os.path.expanduser("~")  # may be another folder than the account's
-        layout = Layout(scratch=self._scratch, sys_path=list(dict.fromkeys(sys_path)), home=home)
+        layout = Layout(
+            scratch=self._scratch,
+            sys_path=list(dict.fromkeys(sys_path)),
+            private=[home, *map(os.path.abspath, private)],
+            runs_programs=any(term.function == "code" for term in setup.terms),
+        )
         with theirs:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-m", "slipstream.rewards.worker", str(theirs.fileno()), _json(layout)],

@@ -2,7 +2,8 @@
 
     keeper    what the pool started: waits for the end of stdin (the pool let go, or died), then kills all below
       first   first process of the process namespace, where there is one: its end is the end of everything inside
-        scorer  unprivileged and limited: imports, scores, never trusted
+        launcher  where programs are run (`launcher.py`): starts each in a jail of its own when the scorer asks for it
+        scorer    unprivileged and limited: imports, scores, never trusted
 
 The scorer alone talks to the pool. The modules it needs before it is confined are few, so that it starts quickly.
 """
@@ -15,13 +16,15 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from slipstream.core.errors import SlipstreamError
-from slipstream.rewards import isolation
-from slipstream.rewards.functions import Scorer, build_scorer
+from slipstream.rewards import isolation, launcher
+from slipstream.rewards.code import Programs, Scorer
+from slipstream.rewards.functions import build_scorer
 from slipstream.rewards.protocol import (
     MAX_ERROR_CHARS,
     FrameReader,
@@ -38,11 +41,12 @@ _MAX_JOB_BYTES = 1 << 30  # frames of jobs come from the trusted side
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where a worker lives: its scratch folder, the folders modules are imported from, and the home it may not see."""
+    """Where a worker lives: its scratch folder, folders that modules are imported from, and those it may not see."""
 
     scratch: str
     sys_path: list[str]
-    home: str
+    private: list[str]
+    runs_programs: bool
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     connection = int(arguments[0])
     layout = msgspec.json.decode(arguments[1], type=Layout)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    isolation.be_killed_first()
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -91,14 +96,18 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
     if namespaces.is_separate:
         isolation.die_with_parent()
         held += ["network", "processes"]
+    programs = _start_launcher(connection, layout, namespaces) if layout.runs_programs else None
+    if namespaces.is_separate:
         is_other_user = namespaces.worker_uid is not None
         are_files_confined = isolation.confine_files(
-            layout.scratch, needed, home=layout.home, is_other_user=is_other_user
+            layout.scratch, needed, private=layout.private, is_other_user=is_other_user
         )
         scorer = os.fork()
         if scorer != 0:
             os.close(connection)
             os.close(0)
+            if programs is not None:
+                programs.close()
             while True:  # reaps orphans too; ends with the scorer, and the kernel ends the rest
                 pid, status = os.wait()
                 if pid == scorer:
@@ -112,26 +121,57 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
         worker_uid = None  # another user could not import what the terms need
     os.chdir(layout.scratch)
     held += isolation.drop_privileges(worker_uid, is_user_namespace=namespaces.is_user_namespace)
+    held += isolation.filter_syscalls(held)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    connection = os.dup2(connection, 3, inheritable=False)
-    os.closerange(4, 4096)  # the keeper was started with three descriptors and the connection
+    kept = [os.dup2(connection, 3, inheritable=False)]  # the first descriptor that the keeper was given
+    if programs is not None:
+        kept.append(os.dup2(programs.detach(), 4, inheritable=False))
+    os.closerange(3 + len(kept), 4096)  # the keeper was started with three descriptors and the connection
     sys.path[:] = layout.sys_path
     try:
-        serve(socket.socket(fileno=connection), held)
+        serve(socket.socket(fileno=3), dict.fromkeys(held), Programs(socket.socket(fileno=4)) if programs else None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
     os._exit(1)
 
 
-def serve(connection: socket.socket, held: list[str]) -> None:
-    """Build the scorers, then answer each job of each list of jobs with one Result, in order. Ends by EOFError."""
+def _start_launcher(connection: int, layout: Layout, namespaces: isolation.Namespaces) -> socket.socket:
+    """Our end of the connection to it. It sees all files until it has made its own root of a few of them."""
+    stash = os.path.join(layout.scratch, "jail")
+    os.mkdir(stash)
+    about = launcher.JailLayout(
+        stash=stash,
+        program_uid=namespaces.program_uid,
+        is_separate=namespaces.is_separate,
+        is_user_namespace=namespaces.is_user_namespace,
+    )
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        isolation.die_with_parent()
+        isolation.keep_capabilities()
+        os.close(connection)
+        os.set_inheritable(theirs.fileno(), True)
+        command = launcher.command(theirs.fileno(), about, package_root=str(Path(__file__).resolve().parents[2]))
+        environment = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+        os.execve(sys.executable, command, environment)
+    theirs.close()
+    return ours
+
+
+def serve(connection: socket.socket, held: Iterable[str], programs: Programs | None) -> None:
+    """Build the scorers, then answer each job of each list of jobs with one Result, in order. Ends by EOFError.
+
+    `held` are the barriers around this process; of those, what does not hold around programs too is not reported.
+    """
     reader = FrameReader(_MAX_JOB_BYTES)
     bodies = _receive(connection, reader)
     setup = msgspec.msgpack.decode(bodies.pop(0), type=Setup)
     try:
-        scorers = [build_scorer(term, setup.tasks) for term in setup.terms]
+        scorers = [
+            build_scorer(term, setup.tasks, programs=programs, timeout_s=setup.timeout_s) for term in setup.terms
+        ]
         _warm_up(setup.terms, scorers)
     except SlipstreamError as error:
         connection.sendall(frame(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
@@ -140,7 +180,9 @@ def serve(connection: socket.socket, held: list[str]) -> None:
         connection.sendall(frame(SetupFailed(error=_describe(error))))
         return
     isolation.limit_resources(setup.memory_bytes, is_own_user="user" in held)
-    connection.sendall(frame(WorkerReady(isolation=[*held, "limits"])))
+    around_programs = programs.probe() if programs is not None else None
+    reported = [name for name in (*held, "limits") if around_programs is None or name in around_programs]
+    connection.sendall(frame(WorkerReady(isolation=reported)))
     pid = os.getpid()
     decoder = msgspec.msgpack.Decoder(list[Job])
     while True:
