@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.api import Result, run
+    from slipstream.controller.replay import replay
     from slipstream.core.config import RunConfig
     from slipstream.core.recipes import resolve
     from slipstream.evals.evaluate import evaluate_model
 
 __version__ = "0.1.0"
-__all__ = ["Result", "RunConfig", "evaluate_model", "resolve", "run"]
+__all__ = ["Result", "RunConfig", "evaluate_model", "replay", "resolve", "run"]
 
 _HOMES = {
     "run": "slipstream.api",
     "Result": "slipstream.api",
+    "replay": "slipstream.controller.replay",
     "evaluate_model": "slipstream.evals.evaluate",
     "RunConfig": "slipstream.core.config",
     "resolve": "slipstream.core.recipes",

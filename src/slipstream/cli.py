@@ -1,4 +1,4 @@
-"""The command line: `slipstream run | launch | eval | report | recipes | doctor`.
+"""The command line: `slipstream run | launch | eval | report | replay | recipes | doctor`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 130 interrupted. Errors go to stderr without a
 traceback. torch and transformers are imported inside the commands that compute, after their input was checked.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -106,6 +107,42 @@ def report_command(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+def replay_command(argv: Sequence[str]) -> int:
+    """Run a run's recorded events through the schedule again; the first line that it would decide otherwise."""
+    options = _parse("replay", ReplayOptions, argv, replay_command)
+    from slipstream.controller.replay import replay
+
+    started_s = time.perf_counter()
+    found = replay(options.path)
+    wall_s = time.perf_counter() - started_s
+    resumed = f", resumed {len(found.policies) - 1} times" if len(found.policies) > 1 else ""
+    dropped = ", ".join(f"{count} {cause}" for cause, count in sorted(found.num_dropped.items())) or "none"
+    rows = {
+        "decisions": f"{found.num_decisions:,} in {wall_s:.2f} s ({found.num_decisions / wall_s:,.0f} a second)",
+        "policy": found.policies[0] + resumed,
+        "steps": f"{found.num_steps:,}",
+        "groups": f"{found.num_admitted:,} admitted, {found.num_trained:,} trained, dropped: {dropped}",
+        "staleness": f"{found.max_staleness} at most",
+        "replicas lost": f"{found.num_lost}",
+    }
+    if found.ended_with is not None:
+        rows["the run ended"] = found.ended_with
+    for name, value in rows.items():
+        _console.print(f"{name:<14} {value}", highlight=False, markup=False, soft_wrap=True)
+    for violation in found.violations:
+        _console.print(f"broken: {violation}", style="red", highlight=False, markup=False, soft_wrap=True)
+    if (first := found.divergence) is not None:
+        for name, text in (
+            (f"line {first.line} differs", first.event),
+            ("  recorded", first.recorded),
+            ("  now", first.replayed),
+        ):
+            _console.print(f"{name}: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
+    if found.is_sound:
+        _console.print("the schedule decides as it did, and nothing is broken", style="green")
+    return EXIT_DONE if found.is_sound else EXIT_FAILED
+
+
 def recipes_command(argv: Sequence[str]) -> int:
     """List the shipped recipes, or the reasoning-gym tasks they can be built from."""
     options = _parse("recipes", RecipesOptions, argv, recipes_command)
@@ -170,6 +207,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch_command,
     "eval": eval_command,
     "report": report_command,
+    "replay": replay_command,
     "recipes": recipes_command,
     "doctor": doctor_command,
 }
@@ -181,6 +219,14 @@ class ReportOptions:
 
     run: tyro.conf.Positional[Path]
     """Folder of a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayOptions:
+    """Flags of `slipstream replay`."""
+
+    path: tyro.conf.Positional[Path]
+    """Folder of a run, or of an attempt_<n> in it, or an events.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,6 +94,8 @@ class SchedulingPolicy(ABC):
 
     name: ClassVar[str]
     """What `schedule.policy` calls it."""
+    bounds_admissions: ClassVar[bool] = False
+    """Whether `staleness_bound` holds from each admission of a group on, whichever copy of it is trained."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self.config = config

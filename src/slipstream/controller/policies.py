@@ -79,6 +79,7 @@ class OneStep(SchedulingPolicy):
     """
 
     name = "one_step"
+    bounds_admissions = True
 
     @property
     def staleness_bound(self) -> int:

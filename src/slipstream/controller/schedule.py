@@ -66,6 +66,7 @@ class Schedule(SchedulingPolicy):
     """Oldest first, admitted so that the bound holds for every token."""
 
     name = "oldest_first"
+    bounds_admissions = True
 
     @property
     def staleness_bound(self) -> int:

@@ -1,0 +1,398 @@
+"""Replay: the recorded events of a run, once more through the schedule; a bug report is one `events.jsonl`.
+
+    consumes      the lines of `events.jsonl`, one at a time
+    produces      the first line whose commands the schedule would not give now, and what the log itself breaks
+    ends when     the log does, also in a torn last line: that is a writer that was killed
+
+Two questions are asked at once. *Does the schedule decide as it did then?* It is built from the `ScheduleBegan` at the
+head of the log and fed the recorded events. *Is what was decided then sound?* `Audit` recounts the promises from the
+log alone, without the schedule's code. A resumed run has one more `ScheduleBegan` where it went on; the snapshot in it
+must be the state the replay has come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from slipstream.controller.machine import Command, Event, ScheduleBegan, SchedulingPolicy, Snapshot
+from slipstream.controller.policies import POLICIES, make_policy
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.types import (
+    CompletionFinished,
+    GroupScored,
+    ReplicaLost,
+    Skip,
+    StartGroup,
+    StepDone,
+    Stop,
+    Swapped,
+    TrainStep,
+)
+
+MAX_VIOLATIONS = 20
+
+
+class _Swapped(msgspec.Struct, frozen=True, tag="Swapped"):
+    """What the schedule reads of a `Swapped`; the rest may be null, as JSON has no NaN."""
+
+    replica: int
+    version: int
+
+
+class _StepDone(msgspec.Struct, frozen=True, tag="StepDone"):
+    """What the schedule reads of a `StepDone`."""
+
+    step: int
+    version: int
+
+
+class _Line(msgspec.Struct, frozen=True):
+    seq: int
+    event: _Swapped | CompletionFinished | GroupScored | _StepDone | ReplicaLost | Stop | ScheduleBegan
+    commands: list[Command]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Line `line` of the file (from 1): upon `event` the log has `recorded`, and the schedule says `replayed` now."""
+
+    line: int
+    event: str
+    recorded: str
+    replayed: str
+
+
+@dataclass
+class Replay:
+    """What came of a replay. `violations` are sentences about the log itself, each with its line."""
+
+    path: Path
+    policies: list[str] = field(default_factory=list)  # one per ScheduleBegan: the run's start and its resumes
+    num_decisions: int = 0
+    num_steps: int = 0
+    num_admitted: int = 0
+    num_trained: int = 0
+    num_dropped: dict[str, int] = field(default_factory=dict)  # by cause
+    num_lost: int = 0  # replicas
+    max_staleness: int = 0  # of the groups trained, by the oldest version in each
+    ended_with: str | None = None  # the error that the schedule ended the run with, as recorded
+    divergence: Divergence | None = None
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def is_sound(self) -> bool:
+        return self.divergence is None and not self.violations
+
+
+def events_file(path: Path) -> Path:
+    """`events.jsonl` of a run's folder or of an `attempt_<n>/` in it; a file is itself. ConfigError without one."""
+    found = path / "events.jsonl" if path.is_dir() else path
+    if not found.is_file():
+        raise ConfigError(
+            "there are no events to replay",
+            got=path,
+            allowed="the folder of a run, of an attempt_<n> in it, or an events.jsonl",
+        )
+    return found
+
+
+def replay(path: str | Path) -> Replay:
+    """Run the recorded events of `path` through the schedule.
+
+    Stops at the first divergence: all that comes after follows from it. ConfigError for a file that is no log of events
+    or has a damaged line. Memory does not grow with the log, but for the ordinals that were dropped.
+    """
+    result = Replay(events_file(Path(path)))
+    schedule: SchedulingPolicy | None = None
+    audit: Audit | None = None
+    for number, line in _read(result.path):
+        event = line.event
+        if isinstance(event, ScheduleBegan):
+            result.policies.append(event.policy)
+            result.divergence = _compare_states(number, event, schedule)
+            if result.divergence is not None:
+                break
+            schedule = _build(number, event, result.path)
+            if audit is None:
+                audit = Audit(schedule, result)
+            audit.begin(number, line.seq, event.snapshot)
+            continue
+        if schedule is None or audit is None:
+            raise ConfigError(
+                "the log does not say what it began with",
+                got=f"a first line with {type(event).__name__.lstrip('_')} in {result.path}",
+                allowed="ScheduleBegan",
+                hint="it was cut at its head, or comes from an older version",
+            )
+        result.num_decisions += 1
+        audit.check(number, line)
+        result.divergence = _decide(number, line, schedule)
+        if result.divergence is not None:
+            break
+        result.ended_with = line.error
+    if not result.policies:
+        raise ConfigError("the log is empty", got=result.path, hint="the run ended before its first decision")
+    return result
+
+
+def _read(path: Path) -> Iterator[tuple[int, _Line]]:
+    decoder = msgspec.json.Decoder(_Line)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield number, decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(
+                    f"line {number} is no event of a schedule", got=str(error), hint=f"sed -n {number}p {path}"
+                ) from error
+
+
+def _build(number: int, began: ScheduleBegan, path: Path) -> SchedulingPolicy:
+    if began.policy not in POLICIES:
+        raise ConfigError(
+            f"line {number} names an unknown scheduling policy in {path}",
+            got=began.policy,
+            allowed=", ".join(POLICIES),
+        )
+    return make_policy(began.policy, began.config, began.snapshot)
+
+
+def _compare_states(number: int, began: ScheduleBegan, schedule: SchedulingPolicy | None) -> Divergence | None:
+    """A resume goes on from where the log before it ends; at the head of a log any snapshot is taken as it is."""
+    if schedule is None:
+        return None
+    recorded, replayed = (
+        _lasting(began.snapshot or type(schedule)(began.config).snapshot()),
+        _lasting(schedule.snapshot()),
+    )
+    if recorded == replayed:
+        return None
+    return Divergence(number, f"ScheduleBegan({began.policy}): the run was resumed", str(recorded), str(replayed))
+
+
+def _lasting(snapshot: Snapshot) -> Snapshot:
+    """Without what a restored schedule cannot know: which of the groups it owes lie scored beside the trainer."""
+    return msgspec.structs.replace(snapshot, scored=[])
+
+
+def _decide(number: int, line: _Line, schedule: SchedulingPolicy) -> Divergence | None:
+    error: str | None = None
+    commands: list[Command] = []
+    try:
+        commands = schedule.apply(_event(line.event))
+    except SlipstreamError as raised:
+        error = raised.what
+    if (commands, error) == (line.commands, line.error):
+        return None
+    return Divergence(number, _in_words([line.event]), _answer(line.commands, line.error), _answer(commands, error))
+
+
+def _event(event: object) -> Event:
+    match event:
+        case _Swapped():
+            return Swapped(replica=event.replica, version=event.version, transfer_s=0.0, pause_s=0.0, probe_error=0.0)
+        case _StepDone():
+            return StepDone(step=event.step, version=event.version, metrics={})
+        case CompletionFinished() | GroupScored() | ReplicaLost() | Stop():
+            return event
+    raise TypeError(f"not an event of the schedule: {event!r}")
+
+
+def _answer(commands: list[Command], error: str | None) -> str:
+    return f"the run ended: {error}" if error is not None else _in_words(commands)
+
+
+def _in_words(messages: Sequence[msgspec.Struct]) -> str:
+    """`StartGroup(ordinal=3, replica=0), ...`, without fields that are as ever."""
+    texts = []
+    for message in messages:
+        fields = {f.name: (getattr(message, f.name), f.default) for f in msgspec.structs.fields(message)}
+        shown = ", ".join(f"{name}={value!r}" for name, (value, default) in fields.items() if value != default)
+        texts.append(f"{type(message).__name__.lstrip('_')}({shown})")
+    return ", ".join(texts) or "nothing"
+
+
+class Numbers:
+    """A set of ordinals that fills up from below: a floor, and the few above it."""
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._above: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        return number < self._below or number in self._above
+
+    def add(self, number: int) -> None:
+        self._above.add(number)
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1
+
+
+class Audit:
+    """The promises, recounted line by line from the log alone.
+
+    Lines are numbered without gaps; steps are trained in order, of P groups each; a group is trained or dropped once,
+    and only after it was scored; none starts twice unless it was lost; no replica is given more than it holds; and no
+    group is trained staler than the policy's bound, by the oldest version in it, and by the oldest one it was admitted
+    at where the policy bounds admissions.
+    """
+
+    def __init__(self, policy: SchedulingPolicy, result: Replay) -> None:
+        self.config, self.bound, self.result = policy.config, policy.staleness_bound, result
+        self.bounds_admissions = policy.bounds_admissions
+        self.next_seq: int | None = None
+        self.settled = Numbers()  # trained or dropped
+        self.steps_done = 0
+        self.training: TrainStep | None = None
+        self.begin(0, 0, None)
+
+    def begin(self, number: int, seq: int, snapshot: Snapshot | None) -> None:
+        """A process begins: nothing is in flight, and what the snapshot owes may start, or be scored, once more."""
+        if number:
+            self._count(number, seq)
+        self.versions: dict[int, int] = {}
+        self.load: dict[int, int] = {}  # replica -> unfinished completions
+        self.in_flight: dict[int, tuple[int, int]] = {}  # ordinal -> replica, unfinished
+        self.admitted_at: dict[int, int] = {}  # ordinal -> the oldest version that it was admitted at
+        self.scored: dict[int, int] = {}  # ordinal -> oldest version in it
+        self.owed: set[int] = set() if snapshot is None else set(snapshot.readmit)
+        self.next_ordinal = 0 if snapshot is None else snapshot.next_ordinal
+        self.training = None
+        if snapshot is not None and self.steps_done == 0:  # the log's head is missing: take the snapshot's word
+            self.steps_done = snapshot.steps_done
+            for ordinal in range(snapshot.next_ordinal):
+                if ordinal not in self.owed:
+                    self.settled.add(ordinal)
+
+    def check(self, number: int, line: _Line) -> None:
+        self._count(number, line.seq)
+        self._take(number, line.event)
+        for command in line.commands:
+            match command:
+                case StartGroup():
+                    self._start(number, command)
+                case TrainStep():
+                    self._train(number, command)
+                case Skip():
+                    self._skip(number, command)
+
+    def _count(self, number: int, seq: int) -> None:
+        if self.next_seq is not None and seq != self.next_seq:
+            self._break(number, f"has seq {seq}, not {self.next_seq}: lines are missing or repeated")
+        self.next_seq = seq + 1
+
+    def _take(self, number: int, event: object) -> None:
+        match event:
+            case _Swapped():
+                if event.version < self.versions.get(event.replica, 0):
+                    self._break(number, f"replica {event.replica} went back to version {event.version}")
+                self.versions[event.replica] = event.version
+            case CompletionFinished():
+                replica, unfinished = self.in_flight.get(event.ordinal, (-1, 0))
+                if replica == event.replica and unfinished:
+                    self.in_flight[event.ordinal] = (replica, unfinished - 1)
+                    self.load[replica] -= 1
+            case GroupScored():
+                self._score(number, event)
+            case _StepDone():
+                if self.training is None or event.step != self.training.step:
+                    self._break(number, f"step {event.step} was done and is not in training")
+                elif event.version != event.step + 1:
+                    self._break(number, f"step {event.step} made version {event.version}")
+                else:
+                    self._finish_step(self.training)
+            case ReplicaLost():
+                self.result.num_lost += 1
+                self.versions.pop(event.replica, None)
+                self.load.pop(event.replica, None)
+                lost = [ordinal for ordinal, (replica, _) in self.in_flight.items() if replica == event.replica]
+                for ordinal in lost:
+                    del self.in_flight[ordinal]
+                self.owed.update(lost)
+
+    def _score(self, number: int, event: GroupScored) -> None:
+        if event.ordinal in self.in_flight:
+            replica, unfinished = self.in_flight.pop(event.ordinal)
+            self.load[replica] -= unfinished
+        elif event.ordinal in self.owed:
+            self.owed.remove(event.ordinal)
+        else:
+            self._break(number, f"group {event.ordinal} was scored, and was not admitted, or for the second time")
+        self.scored[event.ordinal] = event.min_version
+
+    def _finish_step(self, step: TrainStep) -> None:
+        for ordinal in step.ordinals:
+            self.settled.add(ordinal)
+        self.steps_done += 1
+        self.training = None
+        self.result.num_steps += 1
+        self.result.num_trained += len(step.ordinals)
+
+    def _start(self, number: int, command: StartGroup) -> None:
+        ordinal, replica = command.ordinal, command.replica
+        if ordinal == self.next_ordinal:
+            self.next_ordinal += 1
+            self.result.num_admitted += 1
+        elif ordinal in self.owed:
+            self.owed.remove(ordinal)
+        else:
+            self._break(number, f"group {ordinal} was started out of turn: {self.next_ordinal} is next")
+        if ordinal in self.settled:
+            self._break(number, f"group {ordinal} was started after it was trained or dropped")
+        if replica not in self.versions:
+            self._break(number, f"group {ordinal} was started on replica {replica}, which has no weights")
+            return
+        version = self.versions[replica]
+        self.admitted_at[ordinal] = min(version, self.admitted_at.get(ordinal, version))
+        self.in_flight[ordinal] = (replica, self.config.completions_per_group)
+        self.load[replica] = self.load.get(replica, 0) + self.config.completions_per_group
+        if self.load[replica] > self.config.capacity:
+            self._break(number, f"replica {replica} holds {self.load[replica]} of {self.config.capacity} completions")
+
+    def _train(self, number: int, command: TrainStep) -> None:
+        if command.step != self.steps_done or self.training is not None:
+            self._break(number, f"step {command.step} began, {self.steps_done} steps being done")
+        if len(set(command.ordinals)) != self.config.groups_per_step:
+            self._break(number, f"step {command.step} trains {len(set(command.ordinals))} groups")
+        for ordinal in command.ordinals:
+            if ordinal in self.settled:
+                self._break(number, f"group {ordinal} was trained or dropped before")
+            if ordinal not in self.scored:
+                self._break(number, f"group {ordinal} is trained and was not scored")
+                continue
+            oldest, admitted_at = self.scored.pop(ordinal), self.admitted_at.pop(ordinal, None)
+            self._check_age(number, command.step, ordinal, oldest if oldest >= 0 else command.step, "has tokens of")
+            if self.bounds_admissions and admitted_at is not None:  # restored groups were admitted before
+                self._check_age(number, command.step, ordinal, admitted_at, "was admitted at")
+        self.training = command
+
+    def _check_age(self, number: int, step: int, ordinal: int, version: int, what: str) -> None:
+        age = step - version
+        if what == "has tokens of":
+            self.result.max_staleness = max(self.result.max_staleness, age)
+        if age < 0 or (self.bound is not None and age > self.bound):
+            bound = "none" if self.bound is None else self.bound
+            self._break(number, f"group {ordinal}, trained in step {step}, {what} version {version}: bound {bound}")
+
+    def _skip(self, number: int, command: Skip) -> None:
+        for ordinal in command.ordinals:
+            if ordinal in self.settled:
+                self._break(number, f"group {ordinal} was dropped after it was trained or dropped")
+            if self.scored.pop(ordinal, None) is None:
+                self._break(number, f"group {ordinal} was dropped and was not scored")
+            self.admitted_at.pop(ordinal, None)
+            self.settled.add(ordinal)
+        dropped = self.result.num_dropped
+        dropped[command.cause] = dropped.get(command.cause, 0) + len(command.ordinals)
+
+    def _break(self, number: int, what: str) -> None:
+        if len(self.result.violations) < MAX_VIOLATIONS:
+            self.result.violations.append(f"line {number}: {what}")
