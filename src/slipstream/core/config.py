@@ -18,11 +18,13 @@ from slipstream.core.sections import (
     MAX_KEPT,
     MIN_WHITENED,
     VLLM_MIN_TEMPERATURE,
+    AlarmName,
     CriticConfig,
     DemonstrationConfig,
     EvalConfig,
     EvaluationConfig,
     GeneratorConfig,
+    HealthConfig,
     JudgeConfig,
     KLConfig,
     LossConfig,
@@ -52,11 +54,13 @@ __all__ = [
     "PRESETS",
     "STAGES",
     "STAGE_PREFIX",
+    "AlarmName",
     "CriticConfig",
     "DemonstrationConfig",
     "EvalConfig",
     "EvaluationConfig",
     "GeneratorConfig",
+    "HealthConfig",
     "JudgeConfig",
     "KLConfig",
     "LossConfig",
@@ -159,6 +163,7 @@ class RunConfig(Section):
         "sees it. Without terms and models: the same as [rewards].",
     )
     judge: JudgeConfig = Field(default_factory=JudgeConfig, description="Judge of pairs, for labels and win rates.")
+    health: HealthConfig = Field(default_factory=HealthConfig, description="Alarms.")
 
     @property
     def gold_rewards(self) -> RewardsConfig:

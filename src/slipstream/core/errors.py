@@ -14,8 +14,10 @@ SlipstreamError
   ExecutorDied         a process of the run reported an error, or was lost more often than `max_restarts` allows
     ExecutorLost         a process was lost without which this attempt cannot go on; the next one may succeed
   RankError            ranks that run one model together lost each other, or no longer do the same
+  AlarmError           an alarm rang that `health.stop_on` names
   NonFiniteError       NaN or inf in a loss or gradient; weights were not changed
   CheckpointError      a checkpoint is missing, torn or of another model
+  DiskError            a file of the run could not be written: the disk is full, read-only, broken
 """
 
 from __future__ import annotations
@@ -100,12 +102,20 @@ class RankError(SlipstreamError):
     """Ranks that run one model together lost one of them, or no longer do the same."""
 
 
+class AlarmError(SlipstreamError):
+    """An alarm began that is to end the run (`health.stop_on`)."""
+
+
 class NonFiniteError(SlipstreamError, ArithmeticError):
     """NaN or inf in a loss or gradient; weights were not changed."""
 
 
 class CheckpointError(SlipstreamError):
     """A checkpoint is missing, torn or belongs to another model."""
+
+
+class DiskError(SlipstreamError):
+    """A file of the run could not be written; what it held before is still there."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

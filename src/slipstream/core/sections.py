@@ -712,3 +712,48 @@ class EvalConfig(Section):
     every: NonNegative = Field(0, description="Steps between greedy evaluations during the run; 0 means only the ends.")
     num_prompts: Positive = Field(500, description="Held-out prompts per evaluation, at most prompts.num_eval.")
     num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
+
+
+AlarmName = Literal[
+    "logprob_mismatch",
+    "logprob_mismatch_growing",
+    "ess_collapse",
+    "ratio_clipped",
+    "policy_drift",
+    "kl_runaway",
+    "length_hacking",
+    "truncation_growing",
+    "entropy_collapse",
+    "grad_norm_spike",
+    "no_signal",
+    "failed_rewards",
+    "poisoned",
+    "starving_trainer",
+    "starving_generator",
+    "slow_rewards",
+    "straggler",
+    "version_lag",
+    "publish_skipped",
+]
+
+
+class HealthConfig(Section):
+    """Alarms over the metrics of each step (`observe/health.py`)."""
+
+    alarms: bool = Field(True, description="Watch the metrics, and tell when they look wrong.")
+    thresholds: dict[AlarmName, float] = Field(
+        default_factory=dict, description="Thresholds of single alarms in place of the shipped ones."
+    )
+    stop_on: list[AlarmName] = Field(
+        default_factory=list, description="Alarms that end the run with an error when they begin."
+    )
+
+    @model_validator(mode="after")
+    def _check_stops(self) -> Self:
+        if self.stop_on and not self.alarms:
+            raise ConfigError(
+                "no alarm can end a run that watches for none",
+                got=f"health.alarms = false with stop_on = {self.stop_on}",
+                hint="leave health.alarms on, or stop_on empty",
+            )
+        return self

@@ -1,0 +1,538 @@
+"""Alarms: whether the numbers of a run look like those of a run that goes well, step by step, in plain words.
+
+`Health` is pure and incremental: lines of `metrics.jsonl` in, alarms out; no clock, no I/O, bounded memory. Each alarm
+watches one statistic of recent steps, robust against single outliers where it looks at a level. It begins when the
+statistic is beyond its threshold for some steps in a row, and ends when it has been back, by a margin, for as many: one
+line at the beginning and one at the end, however noisy the number between them.
+
+An alarm is a suspicion, not a verdict. Nothing is changed by one, unless `health.stop_on` names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from slipstream.core.config import AlarmName, HealthConfig
+from slipstream.core.errors import AlarmError
+from slipstream.observe.jsonl import JsonlWriter, read_jsonl
+from slipstream.observe.metrics import read_metrics
+
+ALARMS_FILE = "alarms.jsonl"
+MAX_HISTORY = 64  # values of a metric that are kept
+BASELINE = 10  # values at the beginning of a run that later ones are compared with
+
+Severity = Literal["notice", "warning"]
+
+
+class Alarm(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `alarms.jsonl`: alarm `name` began or ended at `step`, its statistic being `value`."""
+
+    step: int
+    name: AlarmName
+    event: Literal["began", "ended"]
+    severity: Severity
+    value: float
+    threshold: float
+    text: str
+
+
+class AlarmSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """An alarm from the step it began at to the one it ended at; `ended` is None where it was on at the end."""
+
+    name: AlarmName
+    severity: Severity
+    began: int
+    ended: int | None
+    value: float
+    threshold: float
+    text: str
+
+
+class History:
+    """The last values of every metric that is watched, oldest first; steps without a value leave no gap."""
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {}
+        self._first: dict[str, list[float]] = {}
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._recent.setdefault(name, deque(maxlen=MAX_HISTORY)).append(float(value))
+                first = self._first.setdefault(name, [])
+                if len(first) < BASELINE:
+                    first.append(float(value))
+
+    def last(self, name: str, count: int) -> list[float] | None:
+        """The last `count` values of `name`; None while there are fewer."""
+        values = self._recent.get(name, ())
+        return list(values)[-count:] if len(values) >= count else None
+
+    def baseline(self, name: str) -> float | None:
+        """The median of the first values of `name`; None while there are as few."""
+        first = self._first.get(name, [])
+        return median(first) if len(first) == BASELINE else None
+
+    def names(self, prefix: str, suffix: str) -> list[str]:
+        return [name for name in self._recent if name.startswith(prefix) and name.endswith(suffix)]
+
+
+Statistic = Callable[[History], float | None]
+
+
+def level(name: str, count: int) -> Statistic:
+    """The median of the last `count` values: half of them must be high for it to be."""
+
+    def statistic(history: History) -> float | None:
+        values = history.last(name, count)
+        return None if values is None else median(values)
+
+    return statistic
+
+
+def mean(name: str, count: int) -> Statistic:
+    """The mean of the last `count` values, for shares of few things, whose median is often 0."""
+
+    def statistic(history: History) -> float | None:
+        values = history.last(name, count)
+        return None if values is None else fmean(values)
+
+    return statistic
+
+
+def total(name: str, count: int) -> Statistic:
+    """The sum of up to `count` last values, from the first one on."""
+
+    def statistic(history: History) -> float | None:
+        held = next((values for n in range(count, 0, -1) if (values := history.last(name, n)) is not None), None)
+        return None if held is None else sum(held)
+
+    return statistic
+
+
+def lowest(name: str, count: int) -> Statistic:
+    """The smallest of the last `count` values: high only if all of them are."""
+
+    def statistic(history: History) -> float | None:
+        values = history.last(name, count)
+        return None if values is None else min(values)
+
+    return statistic
+
+
+def times_baseline(name: str, count: int, *, floor: float) -> Statistic:
+    """The median of the last `count` values over that of the run's first ones, or over `floor` if that is larger."""
+
+    def statistic(history: History) -> float | None:
+        values, first = history.last(name, count), history.baseline(name)
+        return None if values is None or first is None else median(values) / max(first, floor)
+
+    return statistic
+
+
+def above_baseline(name: str, count: int) -> Statistic:
+    """The median of the last `count` values less that of the run's first ones."""
+
+    def statistic(history: History) -> float | None:
+        values, first = history.last(name, count), history.baseline(name)
+        return None if values is None or first is None else median(values) - first
+
+    return statistic
+
+
+def waiting(process: str, state: str, count: int) -> Statistic:
+    """The mean share of time that the processes whose names begin with `process` were in `state`, of `count` reports.
+
+    Of several, the mean over them: one that is idle among busy ones is no bottleneck elsewhere.
+    """
+
+    def statistic(history: History) -> float | None:
+        found = [history.last(name, count) for name in history.names(f"wait_frac/{process}", f"/{state}")]
+        means = [fmean(values) for values in found if values is not None]
+        return fmean(means) if means else None
+
+    return statistic
+
+
+def spike(name: str, count: int) -> Statistic:
+    """The last value over the median of the `count` before it; 1 for what their spread explains."""
+
+    def statistic(history: History) -> float | None:
+        values = history.last(name, count + 1)
+        if values is None:
+            return None
+        *before, now = values
+        middle = median(before)
+        spread = median(abs(value - middle) for value in before)
+        is_outlier = now > middle + 10.0 * 1.4826 * spread  # the deviation of a normal one is 1.4826 of that
+        return now / middle if is_outlier and middle > 0.0 else 1.0
+
+    return statistic
+
+
+def entropy_left(count: int) -> Statistic:
+    """Entropy over that of the run's first steps, while rewards still differ and no longer rise; else 1."""
+
+    def statistic(history: History) -> float | None:
+        now, first = history.last("entropy", count), history.baseline("entropy")
+        rewards, spreads = history.last("reward", 2 * count), history.last("reward_std", count)
+        first_spread = history.baseline("reward_std")
+        if now is None or first is None or rewards is None or spreads is None or first_spread is None or first <= 0.0:
+            return None
+        has_risen = median(rewards[count:]) > median(rewards[:count]) + 0.05 * first_spread
+        is_solved = median(spreads) < 0.2 * first_spread
+        return 1.0 if has_risen or is_solved else median(now) / first
+
+    return statistic
+
+
+def longer_with_reward(count: int) -> Statistic:
+    """How much longer completions got over the last `count` steps, if the reward rose and went with their length."""
+
+    def statistic(history: History) -> float | None:
+        lengths, rewards = history.last("completion_tokens_mean", count), history.last("reward", count)
+        if lengths is None or rewards is None:
+            return None
+        quarter = count // 4
+        before, after = median(lengths[:quarter]), median(lengths[-quarter:])
+        has_risen = median(rewards[-quarter:]) > median(rewards[:quarter])
+        if not has_risen or before <= 0.0 or rank_correlation(lengths, rewards) < 0.7:
+            return 1.0
+        return after / before
+
+    return statistic
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's, with ties in the order of their places; 0 where one of them is constant."""
+    if len(set(left)) == 1 or len(set(right)) == 1:
+        return 0.0
+    first, second = (np.argsort(np.argsort(np.asarray(side), kind="stable"), kind="stable") for side in (left, right))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An alarm: on beyond `threshold` for `persist` steps in a row, off again behind `clears` of it for as many.
+
+    `is_low`: what is below the threshold is bad. `watches`, `meaning` and `advice` are for people; `reason` is why the
+    threshold is where it is.
+    """
+
+    statistic: Statistic
+    threshold: float
+    watches: str
+    meaning: str
+    advice: str
+    reason: str
+    severity: Severity = "warning"
+    is_low: bool = False
+    clears: float = 0.8
+    persist: int = 3
+
+    def is_beyond(self, value: float, threshold: float) -> bool:
+        return value < threshold if self.is_low else value >= threshold
+
+    def is_back(self, value: float, threshold: float) -> bool:
+        return value > threshold / self.clears if self.is_low else value < threshold * self.clears
+
+
+RULES: dict[AlarmName, Rule] = {
+    "logprob_mismatch": Rule(
+        statistic=level("logprob_diff_mean/lag_0", 10),
+        threshold=0.05,
+        watches="mean |policy - behaviour logprob| of completions sampled wholly under the version that is trained, "
+        "median of 10 steps that have some",
+        meaning="Generator and trainer disagree about the same weights: they do not compute the same model",
+        advice="compare precision, temperature and attention of both sides; corrections of the ratio (loss 'aipo') "
+        "hide this and do not cure it",
+        reason="float32 on both sides gives 0.002, bfloat16 with float32 heads 0.03 to 0.04",
+    ),
+    "logprob_mismatch_growing": Rule(
+        statistic=times_baseline("logprob_diff_mean/lag_0", 10, floor=0.002),
+        threshold=3.0,
+        watches="the same, over its median in the first 10 steps that had some (at least 0.002 nats)",
+        meaning="Generator and trainer drift apart while they should hold the same weights",
+        advice="look for a cache that outlives its weights, a layer that is not synchronised, or a precision that the "
+        "weights have outgrown; a run that goes on usually collapses",
+        reason="a healthy mismatch is a property of the two engines and stays; below 0.006 nats it is rounding",
+    ),
+    "ess_collapse": Rule(
+        statistic=level("ess", 5),
+        threshold=0.5,
+        is_low=True,
+        watches="effective sample size of the importance ratios, mean(r)^2 / mean(r^2), median of 5 steps",
+        meaning="A few tokens carry most of the update: the completions are no longer what this policy would say",
+        advice="lower max_staleness, the learning rate or trainer.epochs, or truncate ratios lower",
+        reason="1 on fresh completions, above 0.95 in the shipped recipes at staleness 2; half means half is wasted",
+    ),
+    "ratio_clipped": Rule(
+        statistic=level("clipped_frac", 10),
+        threshold=0.25,
+        watches="share of trained tokens whose ratio the loss clips or truncates, median of 10 steps",
+        meaning="The loss stops or weakens the gradient of very many tokens: updates are too large for its clip",
+        advice="lower the learning rate, trainer.epochs or max_staleness",
+        reason="PPO's published runs clip 0.005 to 0.02 of the tokens, the quickstart at most 0.07",
+    ),
+    "policy_drift": Rule(
+        statistic=level("kl_k2", 5),
+        threshold=0.1,
+        watches="KL of behaviour policy and policy in nats per token (k2, PPO's approxkl), median of 5 steps",
+        meaning="The policy runs away from the completions it is trained on",
+        advice="lower the learning rate, trainer.epochs or max_staleness",
+        reason="0.002 in PPO's published runs; implementations that stop early do so from 0.01 to 0.05 on",
+    ),
+    "kl_runaway": Rule(
+        statistic=level("kl_reference", 5),
+        threshold=0.5,
+        watches="KL to the reference in nats per token, median of 5 steps, where there is a reference",
+        meaning="The policy has left its reference far behind: whatever the reward cannot see is no longer held",
+        advice="raise kl.coef or set kl.target; read rollouts.jsonl for text that only the reward likes",
+        reason="preference-tuned models over-optimise from about 25 nats per completion of 50 tokens on",
+    ),
+    "length_hacking": Rule(
+        statistic=longer_with_reward(40),
+        threshold=1.5,
+        watches="mean length of the last 10 of 40 steps over that of the first 10, if the reward rose with the length "
+        "(rank correlation at least 0.7)",
+        meaning="Reward rises together with length, and strongly: longer answers may be paid for being longer",
+        advice="read rollouts.jsonl; give length a price, or measure the reward against the length",
+        reason="half as long again within 40 steps is a change of behaviour, not noise",
+        severity="notice",
+    ),
+    "truncation_growing": Rule(
+        statistic=above_baseline("truncated_frac", 10),
+        threshold=0.2,
+        watches="share of completions without an end, median of 10 steps, less that of the first 10",
+        meaning="More and more completions run into the length limit, and are scored or masked without their end",
+        advice="raise generator.max_new_tokens, set loss.truncated, or look for repetition in rollouts.jsonl",
+        reason="every fifth completion more",
+    ),
+    "entropy_collapse": Rule(
+        statistic=entropy_left(10),
+        threshold=0.1,
+        is_low=True,
+        watches="entropy over that of the first 10 steps, medians of 10; only while rewards differ and do not rise",
+        meaning="The policy hardly tries anything new, and does not get better either",
+        advice="raise loss.entropy_coef, generator.temperature or the upper clip; lower the learning rate",
+        reason="a task that is solved needs no entropy, hence the condition",
+    ),
+    "grad_norm_spike": Rule(
+        statistic=spike("grad_norm", 20),
+        threshold=5.0,
+        watches="gradient norm over the median of the 20 steps before, if beyond 10 of their deviations",
+        meaning="One step's gradient is far larger than those before it; clipping keeps its size, not its direction",
+        advice="look at this step in rollouts.jsonl; lower trainer.optimizer.max_grad_norm if it comes again",
+        reason="noise alone does not reach 10 deviations",
+        severity="notice",
+        clears=0.5,
+        persist=1,
+    ),
+    "no_signal": Rule(
+        statistic=level("no_signal_frac", 10),
+        threshold=0.9,
+        watches="share of scored groups whose rewards are all equal, median of 10 steps",
+        meaning="Nearly all sampling is wasted: groups are all right or all wrong, and teach nothing",
+        advice="harder or easier prompts, more completions per group, or stop: the task may be learned",
+        reason="the quickstart ends at two thirds; at nine tenths a step costs ten times its completions",
+        clears=0.95,
+    ),
+    "failed_rewards": Rule(
+        statistic=mean("scored_failed_frac", 10),
+        threshold=0.1,
+        watches="share of completions that failed: verifier crashed, was too slow, gave no number; mean of 10 steps",
+        meaning="Many completions could not be scored, and count with rewards.failure_reward",
+        advice="see `failure` in rollouts.jsonl; raise rewards.timeout_s or rewards.memory_mb, or mend the verifier",
+        reason="a tenth changes what the average reward means",
+    ),
+    "poisoned": Rule(
+        statistic=total("poisoned", 20),
+        threshold=1.0,
+        watches="completions that cannot be (no number for a logprob, unknown tokens, versions from the future), sum "
+        "of 20 steps",
+        meaning="A generator or a channel delivers what cannot be; it is not trained on",
+        advice="see `failure` in rollouts.jsonl for what, which version and which replica; one may be a bit flip, many "
+        "are a bug of the engine",
+        reason="there is no healthy number of them",
+        persist=1,
+    ),
+    "starving_trainer": Rule(
+        statistic=waiting("trainer", "wait_generation", 10),
+        threshold=0.8,
+        watches="share of the trainer's time spent waiting for generation, mean of 10 reports",
+        meaning="Generation is the bottleneck: the trainer idles most of its time",
+        advice="more or larger generators, more generator.num_slots, or a larger max_staleness",
+        reason="four fifths of a process paid for nothing; at staleness 0 this is what synchronous training costs",
+        severity="notice",
+        clears=0.9,
+    ),
+    "starving_generator": Rule(
+        statistic=waiting("generator-", "wait_trainer", 10),
+        threshold=0.8,
+        watches="share of the generators' time spent waiting for the trainer, mean of 10 reports and all replicas",
+        meaning="Training is the bottleneck: generators idle most of their time",
+        advice="fewer generators, more trainer ranks, or a larger max_staleness",
+        reason="as above",
+        severity="notice",
+        clears=0.9,
+    ),
+    "slow_rewards": Rule(
+        statistic=waiting("trainer", "wait_rewards", 10),
+        threshold=0.5,
+        watches="share of the trainer's time spent waiting for scores, mean of 10 reports",
+        meaning="Scoring is the bottleneck: completions lie finished and unscored",
+        advice="more rewards.num_workers, a shorter rewards.timeout_s, a faster verifier",
+        reason="scoring overlaps with sampling, and should cost no time of its own",
+    ),
+    "straggler": Rule(
+        statistic=waiting("trainer", "wait_straggler", 10),
+        threshold=0.3,
+        watches="share of the trainer's time in which a batch lay finished behind one older group, mean of 10 reports",
+        meaning="The trainer waits for single slow completions while others are done: nothing is dropped, all wait",
+        advice="see timeline.json for a replica slower than the others; a larger max_staleness or reorder_window, a "
+        "lower generator.max_new_tokens or a generator.time_limit_s",
+        reason="a third of the time; 0.003 in the quickstart",
+        clears=0.7,
+    ),
+    "version_lag": Rule(
+        statistic=lowest("version_lag_excess", 5),
+        threshold=1.0,
+        watches="steps by which the replica that lags most is behind max_staleness + 1, the least of 5 steps",
+        meaning="A generator holds weights so old that it is given no work, and gets no newer ones",
+        advice="see its log and docs/weight_sync.md: its link or its staging may be stuck",
+        reason="a replica that swaps within a step of the bound is merely late",
+    ),
+    "publish_skipped": Rule(
+        statistic=mean("publish_skipped_frac", 20),
+        threshold=0.5,
+        watches="share of versions that found no free slot, mean of 20 steps",
+        meaning="Generators are still reading the last version when the next one is made, so versions are left out",
+        advice="raise publish_every, or see docs/weight_sync.md for what transfers cost",
+        reason="left out is every second version",
+        severity="notice",
+    ),
+}
+
+
+@dataclass
+class _State:
+    is_on: bool = False
+    num_turning: int = 0  # steps in a row that ask for the other state
+
+
+class Health:
+    """All alarms of a run. `update` takes one line of `metrics.jsonl` and says which began and which ended with it."""
+
+    def __init__(self, config: HealthConfig) -> None:
+        self._config = config
+        self._history = History()
+        self._states = {name: _State() for name in RULES}
+
+    @property
+    def active(self) -> list[AlarmName]:
+        """Alarms that are on."""
+        return [name for name, state in self._states.items() if state.is_on]
+
+    def update(self, metrics: Mapping[str, Any]) -> list[Alarm]:
+        """Take a step's metrics, in order of steps. Lines of evaluations are passed over."""
+        if not self._config.alarms or "step_s" not in metrics:
+            return []
+        self._history.add(metrics)
+        found = (self._turned(name, int(metrics["step"])) for name in RULES)
+        return [alarm for alarm in found if alarm is not None]
+
+    def _turned(self, name: AlarmName, step: int) -> Alarm | None:
+        rule, state = RULES[name], self._states[name]
+        value = rule.statistic(self._history)
+        if value is None:
+            return None
+        threshold = self._config.thresholds.get(name, rule.threshold)
+        turns = rule.is_back(value, threshold) if state.is_on else rule.is_beyond(value, threshold)
+        state.num_turning = state.num_turning + 1 if turns else 0
+        if state.num_turning < rule.persist:
+            return None
+        state.is_on, state.num_turning = not state.is_on, 0
+        return Alarm(
+            step=step,
+            name=name,
+            event="began" if state.is_on else "ended",
+            severity=rule.severity,
+            value=value,
+            threshold=threshold,
+            text=f"{rule.meaning} ({value:.3g}, threshold {threshold:g}). Try: {rule.advice}.",
+        )
+
+
+class Watchman:
+    """The alarms of the run in `run_dir`: each goes to `alarms.jsonl`, and those of `health.stop_on` end the run.
+
+    After a resume it has seen the steps that `metrics.jsonl` still holds, and rings for none of them again.
+    """
+
+    def __init__(self, config: HealthConfig, run_dir: Path) -> None:
+        self._config = config
+        self._health = Health(config)
+        self._run_dir = run_dir
+        for line in read_metrics(run_dir / "metrics.jsonl"):
+            self._health.update(line)
+        self._writer = JsonlWriter(run_dir / ALARMS_FILE)
+
+    def watch(self, metrics: Mapping[str, Any]) -> list[Alarm]:
+        """The alarms that began or ended with a step. AlarmError for one that is to end the run."""
+        alarms = self._health.update(metrics)
+        self._writer.write(*alarms)
+        for alarm in alarms:
+            if alarm.event == "began" and alarm.name in self._config.stop_on:
+                raise AlarmError(
+                    f"the alarm '{alarm.name}' began at step {alarm.step}, on which health.stop_on ends the run",
+                    got=f"{alarm.value:.3g}, threshold {alarm.threshold:g}",
+                    hint=f"{alarm.text} See {self._run_dir / ALARMS_FILE}",
+                )
+        return alarms
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def in_a_line(alarm: Alarm) -> str:
+    """For a log."""
+    if alarm.event == "ended":
+        return f"alarm ended at step {alarm.step}: {alarm.name} ({alarm.value:.3g}, threshold {alarm.threshold:g})"
+    return f"{alarm.severity} at step {alarm.step}: {alarm.name}. {alarm.text}"
+
+
+def read_alarms(path: Path) -> list[Alarm]:
+    """All lines of `alarms.jsonl`; none for a missing file."""
+    return list(read_jsonl(path, Alarm))
+
+
+def spans(alarms: Iterable[Alarm]) -> list[AlarmSpan]:
+    """Beginnings joined with their ends, by the step they began at."""
+    found: list[AlarmSpan] = []
+    open_at: dict[AlarmName, int] = {}
+    for alarm in alarms:
+        if alarm.event == "began":
+            open_at[alarm.name] = len(found)
+            found.append(
+                AlarmSpan(
+                    name=alarm.name,
+                    severity=alarm.severity,
+                    began=alarm.step,
+                    ended=None,
+                    value=alarm.value,
+                    threshold=alarm.threshold,
+                    text=alarm.text,
+                )
+            )
+        elif (index := open_at.pop(alarm.name, None)) is not None:
+            found[index] = msgspec.structs.replace(found[index], ended=alarm.step)
+    return found

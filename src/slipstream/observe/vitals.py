@@ -1,0 +1,92 @@
+"""What the run itself adds to a step's metrics, beside what the trainer measures: how fares who feeds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slipstream.core.types import Counters, GroupScored, Message, Published, ReplicaLost, Swapped
+from slipstream.observe.timeline import TIME_PREFIX
+
+
+@dataclass
+class Vitals:
+    """Feed messages to `take` as they come; `of_step` says what came since the step before, and begins anew.
+
+        groups_scored             groups that got all their rewards
+        no_signal_frac            of these, the share whose rewards gave none
+        scored_failed_frac        of their completions, the share that failed, trained or not
+        poisoned                  completions that cannot be (`core/vetting.py`), rollouts of no group included
+        publish_skipped_frac      of the versions published, the share for which no slot was free
+        version_lag_max           steps from the version of the replica that lags most to the one just made
+        version_lag_excess        how far that is beyond max_staleness + 1, from where on the replica gets no work
+        wait_frac/<executor>/...  share of its time that it was in each state of waiting, as last reported
+
+    What there was none of is left out.
+    """
+
+    samples_per_group: int
+    max_staleness: int
+    scored: list[GroupScored] = field(default_factory=list)
+    published: list[Published] = field(default_factory=list)
+    versions: dict[int, int] = field(default_factory=dict)  # replica -> version it samples from
+    totals: dict[str, dict[str, float]] = field(default_factory=dict)  # executor -> state -> seconds, newest report
+    told: dict[str, dict[str, float]] = field(default_factory=dict)  # the same, as of the last step that had news
+    refused: dict[str, float] = field(default_factory=dict)  # executor -> rollouts of no group so far
+    refused_before: float = 0.0
+
+    def take(self, message: Message) -> None:
+        """Messages of other kinds are not looked at."""
+        match message:
+            case GroupScored():
+                self.scored.append(message)
+            case Published():
+                self.published.append(message)
+            case Swapped():
+                self.versions[message.replica] = message.version
+            case ReplicaLost():
+                self.versions.pop(message.replica, None)
+            case Counters():
+                self._count(message)
+            case _:
+                pass
+
+    def _count(self, message: Counters) -> None:
+        values = message.values
+        if times := {k.removeprefix(TIME_PREFIX): v for k, v in values.items() if k.startswith(TIME_PREFIX)}:
+            self.totals[message.executor] = times
+        if "refused_rollouts" in values:
+            self.refused[message.executor] = values["refused_rollouts"]
+
+    def of_step(self, version: int) -> dict[str, float]:
+        """Metrics of the step that made `version`."""
+        num_refused = sum(self.refused.values())
+        metrics = {
+            "groups_scored": float(len(self.scored)),
+            "poisoned": sum(group.num_poisoned for group in self.scored) + max(0.0, num_refused - self.refused_before),
+        }
+        if self.scored:
+            num_completions = len(self.scored) * self.samples_per_group
+            metrics["no_signal_frac"] = sum(not group.has_signal for group in self.scored) / len(self.scored)
+            metrics["scored_failed_frac"] = sum(group.num_failed for group in self.scored) / num_completions
+        if self.published:
+            metrics["publish_skipped_frac"] = sum(one.skipped for one in self.published) / len(self.published)
+        if self.versions:
+            metrics["version_lag_max"] = float(version - min(self.versions.values()))
+            metrics["version_lag_excess"] = metrics["version_lag_max"] - (self.max_staleness + 1)
+        for executor, totals in self.totals.items():
+            metrics |= self._waits(executor, totals)
+        self.scored, self.published, self.refused_before = [], [], num_refused
+        return metrics
+
+    def _waits(self, executor: str, totals: Mapping[str, float]) -> dict[str, float]:
+        before = self.told.get(executor, {})
+        spent = {state: seconds - before.get(state, 0.0) for state, seconds in totals.items()}
+        total_s = sum(spent.values())
+        if min(spent.values()) < 0.0:  # it was started again and counts from 0
+            self.told[executor] = dict(totals)
+            return {}
+        if total_s <= 0.0:
+            return {}
+        self.told[executor] = dict(totals)
+        return {f"wait_frac/{executor}/{s}": sec / total_s for s, sec in spent.items() if s.startswith("wait_")}

@@ -1,0 +1,280 @@
+"""Each alarm on series made for it: it fires within so many steps, it ends, and noise alone never rings it."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from slipstream.core.config import AlarmName, HealthConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.core.types import Counters, GroupScored, Published, ReplicaLost, Swapped
+from slipstream.observe import health
+from slipstream.observe.health import RULES, Alarm, Health, in_a_line, read_alarms, spans
+from slipstream.observe.jsonl import JsonlWriter
+from slipstream.observe.vitals import Vitals
+
+NUM_STEPS = 160
+ONSET = 80
+
+
+def healthy(rng, step):
+    """Numbers like those of the quickstart, which learns: noise around levels that move as they do there."""
+    learned = step / NUM_STEPS
+    return {
+        "step": step,
+        "step_s": 0.3,
+        "reward": 0.5 + 0.4 * learned + rng.normal(0, 0.02),
+        "reward_std": 0.35 - 0.2 * learned + rng.normal(0, 0.01),
+        "entropy": 0.8 - 0.5 * learned + rng.normal(0, 0.04),
+        "ess": 1.0 - 0.02 * rng.random(),
+        "clipped_frac": 0.06 * rng.random(),
+        "kl_k2": 0.01 * rng.random(),
+        "kl_reference": 0.1 * learned + 0.01 * rng.random(),
+        "grad_norm": float(np.exp(rng.normal(0.3, 0.25))),
+        "completion_tokens_mean": 5.5 + rng.normal(0, 0.15),
+        "truncated_frac": 0.02 * rng.random(),
+        "no_signal_frac": np.clip(0.2 + 0.4 * learned + rng.normal(0, 0.08), 0, 1),
+        "scored_failed_frac": float(rng.binomial(256, 0.005)) / 256,
+        "poisoned": 0.0,
+        "publish_skipped_frac": float(rng.random() < 0.05),
+        "version_lag_excess": float(rng.integers(-3, 1)),
+        "logprob_diff_mean/lag_0": 3e-7 * (1 + rng.random()),
+        "wait_frac/trainer/wait_generation": rng.uniform(0.05, 0.3),
+        "wait_frac/trainer/wait_rewards": rng.uniform(0.0, 0.1),
+        "wait_frac/trainer/wait_straggler": float(rng.random() < 0.1) * 0.2,
+        "wait_frac/generator-0/wait_trainer": rng.uniform(0.1, 0.4),
+        "wait_frac/generator-1/wait_trainer": rng.uniform(0.1, 0.4),
+        "wait_frac/rewards/wait_completions": rng.uniform(0.8, 1.0),  # a healthy verifier is idle
+    }
+
+
+SICK = {
+    "logprob_mismatch": lambda rng, age: {"logprob_diff_mean/lag_0": rng.uniform(0.055, 0.2)},
+    "logprob_mismatch_growing": lambda rng, age: {"logprob_diff_mean/lag_0": 0.001 * 1.1**age},
+    "ess_collapse": lambda rng, age: {"ess": rng.uniform(0.1, 0.4)},
+    "ratio_clipped": lambda rng, age: {"clipped_frac": rng.uniform(0.27, 0.5)},
+    "policy_drift": lambda rng, age: {"kl_k2": rng.uniform(0.11, 0.5)},
+    "kl_runaway": lambda rng, age: {"kl_reference": 0.1 * 1.1**age},
+    "length_hacking": lambda rng, age: {
+        "completion_tokens_mean": 5.5 * 1.03**age + rng.normal(0, 0.1),
+        "reward": 0.7 + 0.02 * age + rng.normal(0, 0.02),
+    },
+    "truncation_growing": lambda rng, age: {"truncated_frac": min(1.0, 0.02 * age)},
+    "entropy_collapse": lambda rng, age: {
+        "entropy": 0.03 + rng.normal(0, 0.005),
+        "reward": 0.6 + rng.normal(0, 0.01),
+        "reward_std": 0.3,
+    },
+    "grad_norm_spike": lambda rng, age: {"grad_norm": 100.0} if age == 0 else {},
+    "no_signal": lambda rng, age: {"no_signal_frac": rng.uniform(0.96, 1.0)},
+    "failed_rewards": lambda rng, age: {"scored_failed_frac": rng.uniform(0.15, 0.4)},
+    "poisoned": lambda rng, age: {"poisoned": float(age == 3)},
+    "starving_trainer": lambda rng, age: {"wait_frac/trainer/wait_generation": rng.uniform(0.85, 0.95)},
+    "starving_generator": lambda rng, age: {
+        f"wait_frac/generator-{replica}/wait_trainer": rng.uniform(0.85, 0.95) for replica in (0, 1)
+    },
+    "slow_rewards": lambda rng, age: {"wait_frac/trainer/wait_rewards": rng.uniform(0.55, 0.9)},
+    "straggler": lambda rng, age: {"wait_frac/trainer/wait_straggler": rng.uniform(0.35, 0.9)},
+    "version_lag": lambda rng, age: {"version_lag_excess": float(age)},
+    "publish_skipped": lambda rng, age: {"publish_skipped_frac": float(rng.random() < 0.8)},
+}
+
+ALONG = {  # what cannot happen alone
+    "logprob_mismatch": {"logprob_mismatch_growing"},
+    "logprob_mismatch_growing": {"logprob_mismatch"},
+    "length_hacking": set(),
+    "kl_runaway": set(),
+}
+
+
+def watched(series, config=None):
+    """Alarms over (step, metrics) pairs."""
+    found = Health(config or HealthConfig())
+    return [alarm for metrics in series for alarm in found.update(metrics)]
+
+
+def sick_series(name, seed, until=NUM_STEPS):
+    rng = np.random.default_rng(seed)
+    for step in range(NUM_STEPS * 2):
+        metrics = healthy(rng, min(step, NUM_STEPS))
+        if ONSET <= step < until:
+            metrics |= SICK[name](rng, step - ONSET)
+        yield metrics
+
+
+def test_every_alarm_has_a_rule_and_a_series():
+    assert set(RULES) == set(AlarmName.__args__) == set(SICK)
+    for rule in RULES.values():
+        assert all((rule.watches, rule.meaning, rule.advice, rule.reason))
+        assert 0 < rule.clears <= 1
+        assert rule.persist >= 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_healthy_run_rings_nothing(seed):
+    rng = np.random.default_rng(seed)
+    assert watched(healthy(rng, step) for step in range(NUM_STEPS)) == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", SICK)
+def test_an_alarm_rings_in_time_once_and_ends(name, seed):
+    alarms = watched(sick_series(name, seed))
+    assert {alarm.name for alarm in alarms} <= {name} | ALONG.get(name, set())
+    mine = [alarm for alarm in alarms if alarm.name == name]
+    assert [alarm.event for alarm in mine] == ["began", "ended"]
+    began, ended = mine
+    assert ONSET <= began.step < ONSET + 50
+    if name not in ("grad_norm_spike", "poisoned", "length_hacking"):  # those end by themselves
+        assert ended.step >= NUM_STEPS
+    assert ended.step < NUM_STEPS + 60
+    assert RULES[name].meaning in began.text
+    assert f"{began.value:.3g}" in in_a_line(began)
+    (span,) = [span for span in spans(alarms) if span.name == name]
+    assert (span.began, span.ended, span.text) == (began.step, ended.step, began.text)
+
+
+@pytest.mark.parametrize("name", [name for name in SICK if name not in ("poisoned", "grad_norm_spike")])
+def test_one_bad_step_rings_nothing(name):
+    """`poisoned` and `grad_norm_spike` are about single ones."""
+    assert watched(sick_series(name, 0, until=ONSET + 1)) == []
+
+
+def test_a_number_at_its_threshold_rings_once():
+    """Noise around the threshold: hysteresis makes one alarm of it, not one line per step."""
+    rng = np.random.default_rng(0)
+    series = []
+    for step in range(NUM_STEPS):
+        metrics = healthy(rng, step)
+        if step >= ONSET:
+            metrics["clipped_frac"] = 0.25 + rng.normal(0, 0.02)
+        series.append(metrics)
+    assert len(watched(series)) <= 2
+
+
+def test_what_a_step_does_not_say_changes_nothing():
+    """No completion at lag 0 for many steps, NaN in between, evaluations: an alarm stays as it was."""
+    rng = np.random.default_rng(0)
+    found = Health(HealthConfig())
+    for step in range(ONSET):
+        found.update(healthy(rng, step) | {"logprob_diff_mean/lag_0": 0.1})
+    assert found.active == ["logprob_mismatch"]
+    for step in range(ONSET, NUM_STEPS):
+        metrics = healthy(rng, step)
+        del metrics["logprob_diff_mean/lag_0"]
+        assert found.update(metrics | {"ess": math.nan, "kl_k2": None}) == []
+    assert found.update({"step": 3, "version": 3, "eval_accuracy": 0.0}) == []
+    assert found.active == ["logprob_mismatch"]
+
+
+def test_memory_and_time_are_bounded():
+    rng = np.random.default_rng(0)
+    found = Health(HealthConfig())
+    for step in range(1000):
+        found.update(healthy(rng, min(step, NUM_STEPS)))
+    history = vars(vars(found)["_history"])
+    assert max(map(len, history["_recent"].values())) == health.MAX_HISTORY
+    assert max(map(len, history["_first"].values())) == health.BASELINE
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
+    series = list(sick_series("straggler", 1))
+    whole, first, second = Health(HealthConfig()), Health(HealthConfig()), Health(HealthConfig())
+    expected = [alarm for metrics in series for alarm in whole.update(metrics)]
+    before = [alarm for metrics in series[:110] for alarm in first.update(metrics)]
+    for metrics in series[:110]:
+        second.update(metrics)
+    assert before + [alarm for metrics in series[110:] for alarm in second.update(metrics)] == expected
+
+
+def test_thresholds_are_the_users():
+    series = list(sick_series("straggler", 0))
+    deaf = HealthConfig(thresholds={"straggler": 0.99})
+    assert watched(series, deaf) == []
+    assert watched(series, HealthConfig(alarms=False)) == []
+    keen = watched(series, HealthConfig(thresholds={"grad_norm_spike": 1.5, "slow_rewards": 0.01}))
+    assert {alarm.threshold for alarm in keen if alarm.name == "slow_rewards"} == {0.01}
+
+
+def test_the_configuration_knows_the_names():
+    config = resolve("quickstart", overrides={"health": {"thresholds": {"straggler": 0.5}}})
+    assert config.health.thresholds == {"straggler": 0.5}
+    with pytest.raises(ConfigError, match="stop_on"):
+        resolve("quickstart", overrides={"health": {"stop_on": ["stragler"]}})
+    with pytest.raises(ConfigError, match="stop_on"):
+        resolve("quickstart", overrides={"health": {"alarms": False, "stop_on": ["straggler"]}})
+
+
+def test_alarms_survive_their_file(tmp_path):
+    alarms = watched(sick_series("poisoned", 0))
+    writer = JsonlWriter(tmp_path / "alarms.jsonl")
+    writer.write(*alarms)
+    writer.close()
+    assert read_alarms(tmp_path / "alarms.jsonl") == alarms
+    assert read_alarms(tmp_path / "missing.jsonl") == []
+    still_on = spans(alarms[:1])
+    assert still_on[0].ended is None
+    assert spans([msgspec.structs.replace(alarms[0], event="ended")]) == []
+    assert isinstance(alarms[0], Alarm)
+
+
+# What the run adds to the metrics
+
+
+def group(ordinal, *, has_signal=True, num_failed=0, num_poisoned=0):
+    return GroupScored(
+        ordinal=ordinal,
+        has_signal=has_signal,
+        mean_reward=0.0,
+        num_failed=num_failed,
+        num_poisoned=num_poisoned,
+        min_version=0,
+        max_version=0,
+    )
+
+
+def test_vitals_of_a_step_by_hand():
+    vitals = Vitals(samples_per_group=4, max_staleness=1)
+    assert vitals.of_step(1) == {"groups_scored": 0.0, "poisoned": 0.0}
+    for message in (
+        group(0, has_signal=False),
+        group(1, num_failed=3),
+        group(2, num_failed=1, num_poisoned=1),
+        group(3),
+        Published(version=4, payload_bytes=1, staging_s=0.0, skipped=True),
+        Published(version=5, payload_bytes=1, staging_s=0.0),
+        Swapped(replica=0, version=2, transfer_s=0.0, pause_s=0.0, probe_error=0.0),
+        Swapped(replica=1, version=5, transfer_s=0.0, pause_s=0.0, probe_error=0.0),
+        Counters(executor="trainer", values={"time/train": 3.0, "time/wait_generation": 1.0}),
+        Counters(executor="trainer@1", values={"refused_rollouts": 2.0}),
+    ):
+        vitals.take(message)
+    assert vitals.of_step(6) == {
+        "groups_scored": 4.0,
+        "poisoned": 3.0,
+        "no_signal_frac": 0.25,
+        "scored_failed_frac": 0.25,
+        "publish_skipped_frac": 0.5,
+        "version_lag_max": 4.0,
+        "version_lag_excess": 2.0,
+        "wait_frac/trainer/wait_generation": 0.25,
+    }
+    vitals.take(ReplicaLost(replica=0))
+    vitals.take(
+        Counters(executor="trainer", values={"time/train": 4.0, "time/wait_generation": 2.0, "time/wait_rewards": 2.0})
+    )
+    assert vitals.of_step(7) == {
+        "groups_scored": 0.0,
+        "poisoned": 0.0,
+        "version_lag_max": 2.0,
+        "version_lag_excess": 0.0,
+        "wait_frac/trainer/wait_generation": 0.25,
+        "wait_frac/trainer/wait_rewards": 0.5,
+    }
+    assert not [name for name in vitals.of_step(8) if name.startswith("wait")]  # no news
+    vitals.take(Counters(executor="trainer", values={"time/train": 1.0, "time/wait_generation": 0.0}))
+    assert not [name for name in vitals.of_step(9) if name.startswith("wait")]  # it counts from 0 again
+    vitals.take(Counters(executor="trainer", values={"time/train": 1.0, "time/wait_generation": 3.0}))
+    assert vitals.of_step(10)["wait_frac/trainer/wait_generation"] == 1.0
