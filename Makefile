@@ -8,7 +8,7 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow test-cluster check bench bench-engine vllm-env test-vllm
+.PHONY: help venv quickstart test test-slow test-chaos test-cluster check bench bench-engine vllm-env test-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -24,6 +24,9 @@ test: .venv/dev ## run the tests: no download, no GPU
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, more whole runs, three quarters of an hour
 	$(BIN)/python -m pytest -q -m slow
+
+test-chaos: .venv/dev ## train while an adversary kills and stops processes (Linux): three quarters of an hour
+	$(BIN)/python -m pytest -q -s -m chaos tests/chaos
 
 vllm-env: $(VLLM)/installed ## create .venv-vllm with vLLM (docs/vllm.md)
 
