@@ -116,7 +116,7 @@ def write(folder: Path, files: Files, prompts: dict[str, int] | None = None) -> 
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     attempt = folder / "attempt_1"
     attempt.mkdir()
-    abandoned = [*sound_events()[:CUT], {"seq": CUT, "time_s": 21.5, "event": event("Stop"), "commands": []}]
+    abandoned = [*files["events"][:CUT], {"seq": CUT, "time_s": 21.5, "event": event("Stop"), "commands": []}]
     (attempt / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in abandoned))
     (folder / "checkpoints" / f"step_{S}").mkdir(parents=True)
     (folder / "checkpoints" / f"step_{S}" / "manifest.json").write_text("{}")
