@@ -247,6 +247,11 @@ def an_ordinal_nobody_knows(files: Files) -> None:
     files["ledger"] = [line for line in files["ledger"] if line["ordinal"] != DROPPED]
 
 
+def a_batch_before_its_scores(files: Files) -> None:
+    files["events"].remove(_events(files, "GroupScored", ordinal=2)[0])
+    _renumber(files)
+
+
 def an_event_lost(files: Files) -> None:
     del files["events"][8]
 
@@ -255,7 +260,7 @@ LIES: dict[Callable[[Files], None], str] = {
     an_ordinal_trained_twice: "an ordinal is trained once",
     trained_twice_by_the_ledger: "one fate for each ordinal",
     trained_and_skipped: "one fate for each ordinal",
-    an_ordinal_forgotten_on_readmission: "only scored groups are trained",
+    an_ordinal_forgotten_on_readmission: "what was trained is what was owed",
     a_step_missing_in_the_metrics: "each step is in the metrics once",
     a_step_twice_in_the_metrics: "each step is in the metrics once",
     an_evaluation_twice: "a version is evaluated once",
@@ -272,6 +277,7 @@ LIES: dict[Callable[[Files], None], str] = {
     a_step_with_signal_dropped: "only groups without signal are dropped",
     a_younger_group_first: "nothing is overtaken",
     an_ordinal_nobody_knows: "no ordinal is lost",
+    a_batch_before_its_scores: "only scored groups are trained",
     an_event_lost: "the events are numbered",
 }
 
