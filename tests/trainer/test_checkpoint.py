@@ -7,15 +7,17 @@ import torch
 from training_data import make_groups, run_config, tiny_policy
 
 from slipstream.batching import collate as batching
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.models.flat import FlatParameters
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.checkpoint import (
     checkpoint_path,
     load_checkpoint,
     load_newest_checkpoint,
+    newest_whole,
     prune_checkpoints,
     save_checkpoint,
+    settle,
 )
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.step import train_on_batch
@@ -106,9 +108,10 @@ def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, monkeypat
         raise OSError("no space left")
 
     monkeypatch.setattr("slipstream.trainer.checkpoint.save_file", out_of_space)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(DiskError, match="no space"):
         save_checkpoint(path, flat, optimizer, step=1)
     assert load_checkpoint(path, flat, optimizer).step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"], "what was begun of the new one has gone"
 
 
 def test_saving_again_replaces_and_old_ones_go(tmp_path):
@@ -132,3 +135,27 @@ def test_another_models_checkpoint_is_refused(tmp_path):
 def test_nothing_to_load(tmp_path):
     _, flat, optimizer = fresh()
     assert load_newest_checkpoint(tmp_path / "absent", flat, optimizer) is None
+
+
+def test_the_only_whole_checkpoint_is_never_deleted_for_damaged_ones(tmp_path):
+    _, flat, optimizer = fresh()
+    for step in (1, 2, 3, 4):
+        save_checkpoint(checkpoint_path(tmp_path, step), flat, optimizer, step=step)
+    (tmp_path / "step_4" / "optimizer.safetensors").unlink()
+    (tmp_path / "step_3" / "policy.safetensors").write_bytes(b"")
+    (tmp_path / "step_4.rollouts").mkdir()
+    (tmp_path / "step_1.rollouts").mkdir()
+    assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "step_1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_3", "step_4", "step_4.rollouts"]
+    newest, damages = settle(tmp_path)
+    assert newest == tmp_path / "step_2"
+    assert ["optimizer" in str(damages[0]), "policy" in str(damages[1])] == [True, True]
+    names = sorted(path.name for path in tmp_path.iterdir() if "rollouts" not in path.name)
+    assert names == [".step_3.damaged", ".step_4.damaged", "step_2"]
+
+
+def test_a_replacement_that_was_cut_off_between_its_renames_is_undone(tmp_path):
+    _, flat, optimizer = fresh()
+    save_checkpoint(tmp_path / "step_1", flat, optimizer, step=1)
+    (tmp_path / "step_1").rename(tmp_path / ".step_1.replaced")
+    assert newest_whole(tmp_path) == (tmp_path / "step_1", [])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from slipstream.controller.watch import Observer
 from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import SlipstreamError
+from slipstream.core.errors import CheckpointError, SlipstreamError
 from slipstream.core.types import (
     Admit,
     Checkpoint,
@@ -109,7 +110,9 @@ class Controller:
         self.evaluation_due: int | None = None  # once a replica holds this version
         self.waiting_reason = ""
         self.checkpointed: int | None = None
+        self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_exported = False
+        self.readmitted: set[int] = set()  # ordinals that are sampled again
         self.is_interrupted = False
 
     # The run
@@ -144,12 +147,20 @@ class Controller:
             lambda: len(self.schedule.versions) == len(replicas) or self.is_interrupted,
             "generators to hold the first version",
         )
-        if first == 0 and not self.is_interrupted:
-            self._evaluate()
+        if not self.is_interrupted:
+            self._evaluate_first(first)
         self._run_until(lambda: self.schedule.is_finished or self.is_interrupted, "training")
         if self.is_interrupted:
             self._decide(Stop())
             self._run_until(lambda: not self.schedule.training, "the current step")
+
+    def _evaluate_first(self, first: int) -> None:
+        """The policy that RL begins with; after a resume what a crash has cut off, if that was due."""
+        every = self.config.eval.every
+        if first == 0:
+            self._evaluate()
+        elif every and first % every == 0 and first < self.config.steps and first not in self.tally.evaluations:
+            self._evaluate(with_samples=False)
 
     def _finish(self) -> None:
         last = self.schedule.steps_done
@@ -226,7 +237,11 @@ class Controller:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case CompletionFinished() | GroupScored():
+            case CompletionFinished():
+                if message.ordinal in self.readmitted:
+                    self.tally.regenerated_tokens += message.num_tokens - message.num_restored
+                self._decide(message)
+            case GroupScored():
                 self._decide(message)
             case Swapped():
                 self.tally.swapped(message)
@@ -284,6 +299,8 @@ class Controller:
         match command:
             case StartGroup():
                 self.tally.started(self.clock.now_s())
+                if command.ordinal in self.ledger.states:
+                    self.readmitted.add(command.ordinal)
                 self.ledger.admit(command.ordinal)
                 admit = Admit(
                     ordinal=command.ordinal,
@@ -304,8 +321,9 @@ class Controller:
         now_s = self.clock.now_s()
         ordinals = self.schedule.training
         self.ledger.trained(ordinals, step=message.step)
+        self.readmitted.difference_update(ordinals)
         metrics = self.tally.stepped(message, now_s)
-        wall_s = now_s - self.tally.started_s
+        wall_s = self.tally.wall_s(now_s)
         self.metrics.write(step=message.step, version=message.version, wall_s=wall_s, metrics=metrics)
         self.observer.stepped({"step": message.step, "version": message.version, "wall_s": wall_s} | metrics)
 
@@ -317,13 +335,26 @@ class Controller:
             self.evaluation_due = done
 
     def _checkpoint(self) -> None:
-        """Save one consistent cut: policy and optimizer by the trainer, the schedule's state beside them."""
-        if self.checkpointed == self.schedule.steps_done:
-            return
-        path = self.run_dir / "checkpoints" / f"step_{self.schedule.steps_done}"
-        snapshot = msgspec.to_builtins(self.schedule.snapshot())
+        """Save one consistent cut: policy and optimizer by the trainer, the schedule's state beside them.
+
+        What belongs to it in this process's files is on the disk before the trainer hears of it: a checkpoint that is
+        there has its lines.
+        """
         step, num_events = self.schedule.steps_done, self.events.num_events
-        self.executors.send("trainer", Checkpoint(step=step, path=str(path), schedule=snapshot, num_events=num_events))
+        if self.cut_at == (step, num_events):
+            return
+        self.cut_at, self.checkpointed = (step, num_events), None
+        for writer in (self.ledger, self.events, self.metrics):
+            writer.sync()
+        command = Checkpoint(
+            step=step,
+            path=str(self.run_dir / "checkpoints" / f"step_{step}"),
+            schedule=msgspec.to_builtins(self.schedule.snapshot()),
+            num_events=num_events,
+            cut=uuid.uuid4().hex,
+            run=self.tally.saved(self.clock.now_s()),
+        )
+        self.executors.send("trainer", command)
 
     # Evaluation
 
@@ -350,7 +381,7 @@ class Controller:
         self.metrics.write(
             step=message.version,
             version=message.version,
-            wall_s=self.clock.now_s() - self.tally.started_s,
+            wall_s=self.tally.wall_s(self.clock.now_s()),
             metrics=metrics,
         )
         self.observer.evaluated(self.tally, message.version)
@@ -375,7 +406,22 @@ class Controller:
         self.tally.prompts = self.ledger.counts()
 
 
-def read_snapshot(checkpoint: Path) -> tuple[Snapshot, int]:
-    """The schedule's state in a checkpoint, and how many lines of `events.jsonl` led to it."""
-    extra = msgspec.json.decode((checkpoint / "state.json").read_bytes())["extra"]
-    return msgspec.convert(extra["schedule"], Snapshot), int(extra["num_events"])
+class Cut(msgspec.Struct, frozen=True):
+    """What a checkpoint says of the run besides its weights: the `Checkpoint` command that it was saved by."""
+
+    schedule: Snapshot
+    num_events: int
+    cut: str = ""
+    run: dict[str, float] = {}
+
+
+def read_cut(checkpoint: Path) -> Cut:
+    """The cut that `checkpoint` belongs to. CheckpointError for one that no run has saved."""
+
+    class State(msgspec.Struct):
+        extra: Cut
+
+    try:
+        return msgspec.json.decode((checkpoint / "state.json").read_bytes(), type=State).extra
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{checkpoint} is no checkpoint of a run", got=error) from error

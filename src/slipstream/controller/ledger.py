@@ -6,13 +6,15 @@ it: a lost completion is regenerated from its ordinal with the same noise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from slipstream.controller.machine import Snapshot
-from slipstream.observe.jsonl import JsonlWriter, read_jsonl
+from slipstream.core.errors import CheckpointError
+from slipstream.observe.jsonl import JsonlWriter, cut_jsonl, intact_lines, read_jsonl
 
 State = Literal["admitted", "trained", "skipped", "failed"]
 
@@ -67,6 +69,10 @@ class Ledger:
             "repeated": self.repeated,
         }
 
+    def sync(self) -> None:
+        """Return once every line is on the disk."""
+        self._writer.sync()
+
     def close(self) -> None:
         self._writer.sync()
         self._writer.close()
@@ -76,19 +82,40 @@ def cut_back(path: Path, snapshot: Snapshot) -> None:
     """Rewrite the ledger to what a checkpoint contains: the rest is admitted again, or was never admitted.
 
     *Trained* means contained in the weights of the surviving checkpoint, so later steps are forgotten here; the caller
-    keeps the abandoned file.
+    keeps the abandoned file. The file is replaced as a whole, so this may be interrupted and done again.
+
+    Identity: afterwards the ordinals below `next_ordinal` are those trained, those in `dropped` (skipped or failed) and
+    those in `readmit` (admitted), each in one of them. CheckpointError, with nothing changed, for a file that does not
+    hold what the checkpoint says was trained and dropped: it is of another run, or was damaged.
     """
-    dropped = set(snapshot.dropped)
-    keep = []
-    for entry in read_jsonl(path, Entry):
-        is_trained = entry.state == "trained" and entry.step < snapshot.steps_done
-        is_dropped = entry.state in ("skipped", "failed") and entry.ordinal in dropped
-        if is_trained or is_dropped or (entry.state == "admitted" and entry.ordinal < snapshot.next_ordinal):
-            keep.append(entry)
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    writer = JsonlWriter(temporary)
-    writer.write(*keep)
-    writer.sync()
-    writer.close()
-    temporary.replace(path)
+    dropped, owed = set(snapshot.dropped), set(snapshot.readmit)
+    settled = set(range(snapshot.next_ordinal)) - owed
+    is_kept = _keeper(snapshot, dropped)
+    states = {entry.ordinal: entry.state for _, entry in intact_lines(path, Entry) if is_kept(entry)}
+    unknown = sorted(ordinal for ordinal in settled if states.get(ordinal) in (None, "admitted"))
+    if unknown or any(states[ordinal] == "trained" for ordinal in owed & states.keys()):
+        raise CheckpointError(
+            f"{path} does not fit the checkpoint of step {snapshot.steps_done}",
+            got=f"no fate for ordinals {unknown[:8]}" if unknown else "ordinals that were not trained in it as trained",
+            allowed="the ledger that was written beside it",
+            hint="it is of another run, or damaged; every attempt_<n>/ holds an older copy",
+        )
+    cut_jsonl(path, Entry, is_kept)
+    if missing := sorted(owed - states.keys()):  # the checkpoint was on disk before their admission was
+        writer = JsonlWriter(path)
+        writer.write(*(Entry(ordinal, "admitted") for ordinal in missing))
+        writer.sync()
+        writer.close()
+
+
+def _keeper(snapshot: Snapshot, dropped: set[int]) -> Callable[[Entry], bool]:
+    def is_kept(entry: Entry) -> bool:
+        match entry.state:
+            case "trained":
+                return entry.step < snapshot.steps_done
+            case "skipped" | "failed":
+                return entry.ordinal in dropped
+            case "admitted":
+                return entry.ordinal < snapshot.next_ordinal
+
+    return is_kept

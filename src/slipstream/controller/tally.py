@@ -26,7 +26,11 @@ class Evaluated:
 
 @dataclass
 class Tally:
-    """Counts and sums; times are seconds on the run's clock."""
+    """Counts and sums; times are seconds on the run's clock.
+
+    After a resume, steps, staleness, padding, evaluations and `regenerated_tokens` are those of the surviving lineage:
+    what led to the checkpoint, and what came after it. Rates, swaps and accounting are of this attempt alone.
+    """
 
     config: RunConfig
     started_s: float
@@ -51,6 +55,9 @@ class Tally:
     payload_bytes: int = 0
     prompts: dict[str, int] = field(default_factory=dict)
     dropped: Counter[SkipCause] = field(default_factory=Counter)  # groups since the last step, by cause
+    earlier_s: float = 0.0
+    """What the attempts before this one took up to where it goes on."""
+    regenerated_tokens: int = 0
 
     # Fed by the controller
 
@@ -108,10 +115,23 @@ class Tally:
         assert self.rl_started_s is not None
         steps = self.config.completions_per_step * self.config.generator.max_new_tokens
         return {
-            "elapsed/time": now_s - self.started_s,
+            "elapsed/time": self.wall_s(now_s),
             "elapsed/fps": float(int(steps / max(step_s, 1e-9))),
             "ppo/eps": self.trained_completions / max(now_s - self.rl_started_s, 1e-9),
         }
+
+    def wall_s(self, now_s: float) -> float:
+        """Since the run began, without what was abandoned and the time between attempts."""
+        return self.earlier_s + now_s - self.started_s
+
+    def saved(self, now_s: float) -> dict[str, float]:
+        """What a checkpoint keeps of this, besides what `recall` finds in the metrics."""
+        return {"wall_s": self.wall_s(now_s), "regenerated_tokens": float(self.regenerated_tokens)}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Go on from what a checkpoint has kept."""
+        self.earlier_s = saved.get("wall_s", 0.0)
+        self.regenerated_tokens = int(saved.get("regenerated_tokens", 0.0))
 
     def recall(self, line: Mapping[str, Any]) -> None:
         """Take a line of `metrics.jsonl` from before a resume: what was consumed, and what evaluations said."""
@@ -175,6 +195,7 @@ class Tally:
             status=self.status,
             steps=self.steps_done,
             wall_s=self.ended_s - self.started_s,
+            earlier_s=self.earlier_s,
             policy_version=self.steps_done,
             model_params=self.num_params,
             eval=s.Evaluations(before=self.evaluation(0), after=self.evaluation(self.steps_done)),
@@ -191,7 +212,7 @@ class Tally:
                 updates_max=self.staleness_updates_max,
             ),
             accounting=accounting,
-            prompts=s.Prompts(**self.prompts, regenerated_tokens=0),
+            prompts=s.Prompts(**self.prompts, regenerated_tokens=self.regenerated_tokens),
             weight_sync=s.WeightSync(
                 count=len(swaps),
                 skipped=self.publishes_skipped,

@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
+from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
@@ -139,8 +140,8 @@ def config_toml(config: RunConfig) -> str:
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write `config_toml(config)`."""
-    path.write_text(config_toml(config), encoding="utf-8")
+    """Write `config_toml(config)`, as a whole or not at all."""
+    replace_file(path, config_toml(config).encode())
 
 
 def check_model_path(config: RunConfig) -> None:

@@ -284,7 +284,7 @@ class Ready(Message):
 
 
 class CompletionFinished(Message):
-    """A completion left the generator (it may not be scored yet). Of its tokens, a resume brought back `num_restored`."""
+    """A completion left the generator (it may not be scored yet). A resume brought `num_restored` of its tokens."""
 
     ordinal: int
     sample: int

@@ -5,35 +5,59 @@ Only the last line of such a file can be torn. Readers stop before it; a writer 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from slipstream.core.disk import disk_errors, replacing, sync
 from slipstream.core.errors import SlipstreamError
 
 T = TypeVar("T")
 
 
 class JsonlWriter:
-    """Appends msgspec-encodable objects, one a line; `write` hands each batch to the system in a single call."""
+    """Appends msgspec-encodable objects, one a line; `write` hands each batch to the system in a single call.
+
+    DiskError where the disk refuses; the file then ends with the last whole batch, so that it can be gone on with.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_tail(path)
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cut_torn_tail(path)
+            self._file = path.open("ab", buffering=0)
+        self._is_named = False
         self._encoder = msgspec.json.Encoder()
 
     def write(self, *records: Any) -> None:
         if records:
-            self._file.write(b"\n".join(map(self._encoder.encode, records)) + b"\n")
+            with disk_errors(self._path):
+                self._append(b"\n".join(map(self._encoder.encode, records)) + b"\n")
+
+    def _append(self, data: bytes) -> None:
+        """All of `data` or nothing: a full disk takes a part first, which would end up in the middle of the file."""
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(os.fstat(self._file.fileno()).st_size - (len(data) - len(left)))
+            raise
 
     def sync(self) -> None:
-        """Return once everything written is on the disk."""
-        os.fsync(self._file.fileno())
+        """Return once everything written is on the disk; the first time, that there is such a file, too."""
+        with disk_errors(self._path):
+            os.fsync(self._file.fileno())
+            if not self._is_named:
+                sync(self._path.parent)
+                self._is_named = True
 
     def close(self) -> None:
         self._file.close()
@@ -78,6 +102,40 @@ def read_jsonl(path: Path, type: type[T]) -> Iterator[T]:
                 raise SlipstreamError(
                     f"{path.name} is damaged", got=f"line {number}: {error}", hint=f"inspect {path}"
                 ) from error
+
+
+def cut_jsonl(path: Path, type: type[T], keep: Callable[[T], bool]) -> int:
+    """Replace `path` by those of its lines whose record `keep` wants, byte for byte; returns how many there are.
+
+    Nothing behind the first torn or undecodable line is kept. A missing file becomes an empty one. Whoever reads it
+    meanwhile, or after a crash, finds the file as it was or as it is to be. DiskError where it cannot be replaced.
+    """
+    num_kept = 0
+    with disk_errors(path), replacing(path) as temporary, temporary.open("wb") as out:
+        for line, record in intact_lines(path, type):
+            if keep(record):
+                out.write(line)
+                num_kept += 1
+    return num_kept
+
+
+def intact_lines(path: Path, type: type[T]) -> Iterator[tuple[bytes, T]]:
+    """The lines of `path` with their records, up to the first torn or undecodable one; none for a missing file.
+
+    After a power failure what was never synced may be anything, zeros for example.
+    """
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(type)
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = decoder.decode(line)
+            except msgspec.DecodeError:
+                return
+            if not line.endswith(b"\n"):
+                return
+            yield line, record
 
 
 def finite(value: Any) -> Any:

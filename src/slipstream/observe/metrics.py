@@ -32,6 +32,10 @@ class MetricsWriter:
         """One line. Nested mappings are flattened with `/`; nan and inf, which JSON cannot say, become null."""
         self._writer.write({"step": step, "version": version, "wall_s": wall_s} | flatten(metrics))
 
+    def sync(self) -> None:
+        """Return once every line is on the disk."""
+        self._writer.sync()
+
     def close(self) -> None:
         self._writer.close()
 

@@ -119,6 +119,10 @@ class RolloutRecorder:
             )
         )
 
+    def sync(self) -> None:
+        """Return once every line is on the disk (a checkpoint comes after what it was trained on)."""
+        self._writer.sync()
+
     def close(self) -> None:
         self._writer.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.core.disk import replace_file
 from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.display import duration, printable
 from slipstream.observe.evaluation import evaluation_rows
@@ -52,9 +53,7 @@ def write_report(run_dir: Path, hardware: Hardware | None = None) -> Path:
     """Write `run_dir/report.html` from whatever is there; missing files leave their part of the page empty."""
     run = _read(run_dir)
     path = run_dir / "report.html"
-    temporary = path.with_suffix(".html.tmp")
-    temporary.write_text(_page(run, _excerpt(run_dir), hardware), encoding="utf-8")
-    temporary.replace(path)
+    replace_file(path, _page(run, _excerpt(run_dir), hardware).encode())
     return path
 
 

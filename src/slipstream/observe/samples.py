@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.core.disk import replace_file
+
 
 class Sample(msgspec.Struct, frozen=True):
     """One held-out prompt, answered greedily by version 0 and by the last version; None where it was not asked."""
@@ -20,7 +22,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def write_samples(samples: Sequence[Sample], path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(samples), indent=2) + b"\n")
+    replace_file(path, msgspec.json.format(msgspec.json.encode(samples), indent=2) + b"\n")
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from slipstream.core.disk import replace_file
 from slipstream.core.errors import SlipstreamError
 
 Status = Literal["running", "done", "failed", "interrupted"]
@@ -87,7 +88,12 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `summary.json` holds. `accounting` maps process to state to seconds; each process sums to `wall_s`."""
+    """Everything `summary.json` holds. `accounting` maps process to state to seconds; each process sums to `wall_s`.
+
+    After a resume `steps`, `eval`, `staleness`, `prompts` and `padding_frac` are of all that led to the final weights;
+    `wall_s`, `throughput`, `accounting` and `weight_sync` of the last attempt. `earlier_s` is what the attempts before
+    it took up to the checkpoint that it went on from: `earlier_s + wall_s` is the run's time, less what was abandoned.
+    """
 
     recipe: str
     seed: int
@@ -104,14 +110,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     weight_sync: WeightSync
     padding_frac: float
     versions: Versions
+    earlier_s: float = 0.0
     evaluation: dict[str, Any] | None = None  # what the stage `evaluate` found (`stages/evaluate.py`)
 
 
 def write_summary(summary: Summary, path: Path) -> None:
-    """Replace `path` atomically: a reader sees the old file or the new one, never half of it."""
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    temporary.replace(path)
+    """Replace `path` atomically: a reader, also after a crash, sees the old file or the new one. DiskError."""
+    replace_file(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
 def read_summary(path: Path) -> Summary:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from slipstream.core.clock import Clock
+from slipstream.core.disk import disk_errors, replacing
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 
 UNLABELLED = "unlabelled"
@@ -279,9 +280,8 @@ def merge_timelines(run_dir: Path) -> Path:
     files = process_files(run_dir)
     origin_ns = min((_time_ns(record) for path in files for record in read_timeline(path)), default=0)
     target = run_dir / "timeline.json"
-    temporary = target.with_suffix(".json.tmp")
     encode = msgspec.json.Encoder().encode
-    with temporary.open("wb") as out:
+    with disk_errors(target), replacing(target) as temporary, temporary.open("wb") as out:
         out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
         for pid, path in enumerate(files, start=1):
@@ -289,7 +289,6 @@ def merge_timelines(run_dir: Path) -> Path:
                 out.write(separator + encode(event))
                 separator = b",\n"
         out.write(b"\n]}\n")
-    temporary.replace(target)
     return target
 
 

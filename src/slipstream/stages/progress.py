@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import replace_file
 from slipstream.core.recipes import stage_dir
 from slipstream.observe.display import Display
 
@@ -62,10 +63,7 @@ def record_path(run_dir: Path, stage: str) -> Path:
 def write_record(run_dir: Path, stage: str, *, started_s: float, **values: Any) -> dict[str, Any]:
     """`stage.json` in the stage's folder, written last: the stage is done. Returns what it says."""
     record = {"stage": stage, "seconds": time.monotonic() - started_s, **values}
-    path = record_path(run_dir, stage)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
-    temporary.replace(path)
+    replace_file(record_path(run_dir, stage), msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     return record
 
 

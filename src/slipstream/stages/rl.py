@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +12,21 @@ import msgspec
 
 from slipstream.controller.build import build_schedule, build_work, default_pipeline
 from slipstream.controller.cluster import Cluster
-from slipstream.controller.controller import Controller, read_snapshot
-from slipstream.controller.ledger import cut_back
+from slipstream.controller.controller import Controller
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver, write_samples
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.report import write_report
-from slipstream.observe.summary import read_summary, write_summary
+from slipstream.observe.summary import Summary, read_summary, write_summary
 from slipstream.observe.timeline import merge_timelines
 from slipstream.stages.progress import watch
-
-TRUNCATED_ON_RESUME = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "ledger.jsonl")
+from slipstream.stages.resume import Resumed, prepare_resume
 
 
 @dataclass(frozen=True)
@@ -47,13 +44,16 @@ class FromPython:
         return frozenset() if self.cluster is None else self.cluster.remote
 
 
-def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: Path | None = None) -> dict[str, Any]:
-    """Train in `run_dir`, from `checkpoint` where there is one; returns what `summary.json` says.
+def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, resumed: Resumed | None = None) -> dict[str, Any]:
+    """Train in `run_dir`, from where it was `resumed`; returns what `summary.json` says.
 
     `config` is saved as it is; 'stage:...' in it stands for folders under `run_dir`.
     """
     tally = Tally(config, started_s=WallClock().now_s())
-    if checkpoint is not None:
+    checkpoint = None if resumed is None else resumed.checkpoint
+    cut = None if resumed is None else resumed.cut
+    if cut is not None:
+        tally.restore(cut.run)
         for line in read_metrics(run_dir / "metrics.jsonl"):
             tally.recall(line)
     observer: Observer = ConsoleObserver(config, run_dir) if given.display else SilentObserver()
@@ -66,8 +66,7 @@ def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: P
         if given.pipeline is None
         else given.pipeline(with_paths)
     )
-    snapshot = None if checkpoint is None else read_snapshot(checkpoint)[0]
-    schedule = build_schedule(with_paths, snapshot)
+    schedule = build_schedule(with_paths, None if cut is None else cut.schedule)
     controller = Controller(
         with_paths,
         pipeline,
@@ -81,44 +80,37 @@ def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, checkpoint: P
     tally.status = "failed"  # until the controller says otherwise
     try:
         controller.run()
-    finally:
-        summary = tally.summary(run_dir)
-        write_summary(summary, run_dir / "summary.json")
-        samples = write_samples(tally, run_dir)
-        merge_timelines(run_dir)
-        write_report(run_dir, describe())
-        observer.finished(samples, summary)
-    told: dict[str, Any] = msgspec.to_builtins(summary, str_keys=True)
+    except BaseException:
+        with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
+            _conclude(tally, run_dir, observer)
+        raise
+    told: dict[str, Any] = msgspec.to_builtins(_conclude(tally, run_dir, observer), str_keys=True)
     return told
 
 
-def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
-    """Continue from the newest whole checkpoint, or begin anew where the attempt so far has left none.
+def _conclude(tally: Tally, run_dir: Path, observer: Observer) -> Summary:
+    """Summary, samples, timeline and report of what there was. The summary comes last: it says that a run is done."""
+    summary = tally.summary(run_dir)
+    samples = write_samples(tally, run_dir)
+    merge_timelines(run_dir)
+    write_summary(summary, run_dir / "summary.json")
+    write_report(run_dir, describe())
+    observer.finished(samples, summary)
+    return summary
 
-    The files written so far are also kept under `attempt_<n>/`. ConfigError where RL is done.
+
+def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
+    """Continue from the newest whole checkpoint, or begin anew where the attempts so far have left none.
+
+    What was written so far is kept under `attempt_<n>/` (`stages/resume.py`). ConfigError where RL is done.
     """
     if is_rl_done(run_dir):
         raise ConfigError("the run is already complete", got=f"{config.steps} of {config.steps} steps")
-    checkpoint = newest_checkpoint(run_dir)
-    attempt = run_dir / f"attempt_{1 + len(list(run_dir.glob('attempt_*')))}"
-    attempt.mkdir()
-    for name in TRUNCATED_ON_RESUME:
-        if (run_dir / name).exists():
-            shutil.copy2(run_dir / name, attempt / name)
-    if (run_dir / "timeline").exists():
-        (run_dir / "timeline").rename(attempt / "timeline")
-    if checkpoint is None:
-        for name in TRUNCATED_ON_RESUME:
-            (run_dir / name).unlink(missing_ok=True)
-        with watch(config, "rl", display=given.display) as watcher:
-            watcher.note(f"there is no checkpoint: RL begins anew, {attempt.name} keeps what was recorded")
-        return run_rl(config, run_dir, given)
-    snapshot, num_events = read_snapshot(checkpoint)
-    cut_back(run_dir / "ledger.jsonl", snapshot)
-    _cut_lines(run_dir / "metrics.jsonl", lambda line: line["version"] <= snapshot.steps_done)
-    _cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] is not None and line["step"] < snapshot.steps_done)
-    _cut_lines(run_dir / "events.jsonl", lambda line: line["seq"] < num_events)
-    return run_rl(config, run_dir, given, checkpoint=checkpoint)
+    resumed = prepare_resume(run_dir)
+    with watch(config, "rl", display=given.display) as watcher:
+        for note in resumed.notes:
+            watcher.note(note)
+    return run_rl(config, run_dir, given, resumed=resumed)
 
 
 def is_rl_done(run_dir: Path) -> bool:
@@ -126,14 +118,3 @@ def is_rl_done(run_dir: Path) -> bool:
     summary = run_dir / "summary.json"
     has_model = (run_dir / "model" / "config.json").is_file()
     return has_model and summary.is_file() and read_summary(summary).status == "done"
-
-
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The last whole checkpoint of a run, or None."""
-    whole = [path.parent for path in (run_dir / "checkpoints").glob("step_*/manifest.json")]
-    return max(whole, key=lambda path: int(path.name.removeprefix("step_")), default=None)
-
-
-def _cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    path.write_text("".join(line for line in lines if keep(json.loads(line))), encoding="utf-8")

@@ -9,17 +9,23 @@
 
 A directory is filled beside its final name, synced, and renamed; one without a fitting manifest is torn and is passed
 over. Nothing is pickled.
+
+    .step_<n>.partial    is being written                             -> deleted by the next save
+    .step_<n>.replaced   gives way to a newer step_<n>                -> is step_<n> again, where that is not there
+    .step_<n>.gone       is being deleted                             -> deleted by the next save
+    .step_<n>.damaged    was passed over by a resume (`settle`)       -> yours to look at, or to delete
+    step_<n>.rollouts/   what a resume need not sample again (`core/saved.py`)  -> goes with step_<n>
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +36,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.core.disk import disk_error, disk_errors, remove_tree, sync
 from slipstream.core.errors import CheckpointError
 from slipstream.models.flat import FlatParameters
 from slipstream.trainer.optim import FlatAdamW
@@ -81,27 +88,46 @@ def save_checkpoint(
     """Write policy, optimizer and random state after `step` steps under `path`; it appears there whole or not at all.
 
     `critic` is what else is trained, `extra` (JSON) travels along. An existing checkpoint at `path` is replaced only
-    once the new one is on disk; then all but the `keep` newest beside it are deleted.
+    once the new one is on disk; then all but the `keep` newest beside it are deleted. DiskError where the disk refuses:
+    what was there before is still there, and nothing of the new one.
     """
-    partial = new_partial(path)
-    tensors, python_state = random_state()
-    for names, (trained, adam) in _files((flat, optimizer), critic):
-        save_file({name: view.detach() for name, view in trained.named_views().items()}, partial / names[0])
-        save_file(adam.state_dict(), partial / names[1])
-    save_file(tensors, partial / "random.safetensors")
-    state = {"step": step, "num_updates": optimizer.num_updates, "random": python_state, "extra": dict(extra or {})}
-    (partial / "state.json").write_text(json.dumps(state))
-    files = {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in sorted(partial.iterdir())}
-    for name in files:
-        sync(partial / name)
-    publish(partial, path, {"format": FORMAT, "step": step, "files": files}, keep=keep)
+    with writing(path) as partial:
+        tensors, python_state = random_state()
+        for names, (trained, adam) in _files((flat, optimizer), critic):
+            save_file({name: view.detach() for name, view in trained.named_views().items()}, partial / names[0])
+            save_file(adam.state_dict(), partial / names[1])
+        save_file(tensors, partial / "random.safetensors")
+        state = {"step": step, "num_updates": optimizer.num_updates, "random": python_state, "extra": dict(extra or {})}
+        (partial / "state.json").write_text(json.dumps(state))
+        files = {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in sorted(partial.iterdir())}
+        for name in files:
+            sync(partial / name)
+        publish(partial, path, {"format": FORMAT, "step": step, "files": files}, keep=keep)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """`new_partial` of `path`, to be filled and published; removed if that fails, with a DiskError for what the disk
+    refused."""
+    partial = partial_path(path)
+    try:
+        with disk_errors(path):
+            yield new_partial(path)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, SafetensorError):
+            raise disk_error(path, str(error), None) from error
+        raise
 
 
 def new_partial(path: Path) -> Path:
-    """An empty directory beside `path`, in which that checkpoint is to be written; interrupted ones are removed."""
+    """An empty directory beside `path`, in which that checkpoint is to be written; rests of interrupted ones go."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f".{PREFIX}*.partial"):
-        shutil.rmtree(stale, ignore_errors=True)
+    sync(path.parent.parent)
+    recover(path.parent)
+    for kind in ("partial", "gone"):
+        for stale in path.parent.glob(f".{PREFIX}*.{kind}"):
+            shutil.rmtree(stale, ignore_errors=True)
     partial = partial_path(path)
     partial.mkdir()
     return partial
@@ -111,22 +137,76 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def rollouts_path(path: Path) -> Path:
+    """Where what is on its way at checkpoint `path` is saved."""
+    return path.with_name(f"{path.name}.rollouts")
+
+
 def publish(partial: Path, path: Path, manifest: Mapping[str, Any], *, keep: int | None) -> None:
-    """Make the directory `partial`, whose files are on disk, the checkpoint `path`; then delete all but `keep`."""
+    """Make the directory `partial`, whose files are on disk, the checkpoint `path`; then delete all but `keep`.
+
+    Between the two renames of a replacement there is no `path`: `recover` finds the old one then.
+    """
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     sync(partial / MANIFEST)
     sync(partial)
+    replaced = _replaced_path(path)
     if path.exists():
-        replaced = path.with_name(f".{path.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
-        partial.rename(path)
-        shutil.rmtree(replaced)
-    else:
-        partial.rename(path)
+    partial.rename(path)
     sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     if keep is not None:
         prune_checkpoints(path.parent, keep=keep)
+
+
+def _replaced_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def recover(root: Path) -> None:
+    """Undo replacements under `root` that were interrupted between their two renames."""
+    for replaced in root.glob(f".{PREFIX}*.replaced"):
+        path = root / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(path)
+            sync(root)
+
+
+def newest_whole(root: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """The newest checkpoint under `root` all of whose files are as they were written, and why newer ones are not it.
+
+    Every byte of it is read. Those of one rank and of several are told apart by whoever loads them.
+    """
+    recover(root)
+    damages = []
+    for path in newest_first(root):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            damages.append(error)
+        else:
+            return path, damages
+    return None, damages
+
+
+def settle(root: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """`newest_whole`; newer ones are renamed to `.step_<n>.damaged`: nobody shall take them for part of what follows.
+
+    Else the deletion of old checkpoints would count them, and keep them instead of whole ones.
+    """
+    newest, damages = newest_whole(root)
+    for path in newest_first(root):
+        if newest is not None and path == newest:
+            break
+        target = path.with_name(f".{path.name}.damaged")
+        shutil.rmtree(target, ignore_errors=True)
+        path.rename(target)
+        sync(root)
+    return newest, damages
 
 
 def load_checkpoint(
@@ -136,6 +216,8 @@ def load_checkpoint(
 
     CheckpointError, with nothing changed, when the checkpoint is torn or belongs to another model.
     """
+    if (found := read_manifest(path)["format"]) != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has an unknown format", got=found, allowed=FORMAT)
     verify_checkpoint(path)
     stored = []
     for names, (trained, adam) in _files((flat, optimizer), critic):
@@ -176,12 +258,10 @@ def _check_shapes(path: Path, flat: FlatParameters, weights: Mapping[str, Tensor
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Raise CheckpointError, saying which file is wrong, unless `path` is whole and of this module's format."""
-    manifest = read_manifest(path)
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {path} has an unknown format", got=manifest["format"], allowed=FORMAT)
-    for name in manifest["files"]:
-        verify_file(path, name, manifest["files"][name])
+    """Raise CheckpointError, saying which file is wrong, unless `path` is whole: of one rank or of several."""
+    files = read_manifest(path)["files"]
+    for name in files:
+        verify_file(path, name, files[name])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -221,27 +301,45 @@ def load_newest_checkpoint(
 
 
 def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest whole checkpoints under `root` (and torn older ones); returns what went."""
+    """Delete all but the `keep` newest whole checkpoints under `root` (and torn older ones); returns what went.
+
+    Whole are here those whose files have the sizes of their manifests: nothing is read again after every save.
+    """
     kept, removed = 0, []
     for path in newest_first(root):
         if kept < keep:
-            kept += (path / MANIFEST).is_file()
+            kept += _looks_whole(path)
         else:
-            shutil.rmtree(path)
+            remove_tree(path)
             removed.append(path)
+    left = [path.name for path in newest_first(root)]
+    for path in root.glob(f"{PREFIX}*.rollouts"):
+        step = path.name.removesuffix(".rollouts")
+        if step not in left and _number(step) < _number(left[0]):  # a newer one's checkpoint is being written
+            remove_tree(path)
     return removed
+
+
+def _number(name: str) -> int:
+    """The step in 'step_12'; -1 for other names."""
+    number = name.removeprefix(PREFIX)
+    return int(number) if name.startswith(PREFIX) and number.isdigit() else -1
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        files = read_manifest(path)["files"]
+        return all((path / name).stat().st_size == entry["bytes"] for name, entry in files.items())
+    except (CheckpointError, OSError):
+        return False
 
 
 def newest_first(root: Path) -> list[Path]:
     """Every directory under `root` that is named like a checkpoint, whole or not."""
     if not root.is_dir():
         return []
-    numbered = [
-        (int(path.name.removeprefix(PREFIX)), path)
-        for path in root.iterdir()
-        if path.name.startswith(PREFIX) and path.name.removeprefix(PREFIX).isdigit()
-    ]
-    return [path for _, path in sorted(numbered, reverse=True)]
+    numbered = [(_number(path.name), path) for path in root.iterdir()]
+    return [path for number, path in sorted(numbered, reverse=True) if number >= 0]
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -278,12 +376,3 @@ def crc32(file: Path) -> int:
         while block := stream.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def sync(path: Path) -> None:
-    """Force a file's bytes, or a directory's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ from slipstream.algorithms.kl import AdaptiveKL
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core import wire
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import disk_errors, sync_files
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, GroupCollector, NewCollector
 from slipstream.core.rank_group import RankGroup
@@ -312,7 +313,7 @@ class Trainer(Executor):
                 self._save(message)
             case Export():
                 with self.context.spans.span("export"):
-                    self.policy.export(Path(message.path))
+                    self._export(Path(message.path))
                 self._tell(Exported(path=message.path))
             case WeightsLinked():
                 self.publisher.take(message)
@@ -366,10 +367,25 @@ class Trainer(Executor):
         if self.ranks.is_leader:
             self.recorder.record(lines, step=step)
 
+    def _export(self, path: Path) -> None:
+        """On the disk when it is told of: a run that is done has its model, whatever happens then."""
+        with disk_errors(path):
+            self.policy.export(path)
+            if self.ranks.is_leader:
+                sync_files(path)
+
     def _save(self, command: Checkpoint) -> None:
         self._report_saved(wait=True)
-        extra = {"schedule": command.schedule, "num_events": command.num_events, "kl_coef": self.kl.coef}
+        extra = {
+            "schedule": command.schedule,
+            "num_events": command.num_events,
+            "cut": command.cut,
+            "run": command.run,
+            "kl_coef": self.kl.coef,
+        }
         with self.context.spans.span("checkpoint"):
+            if self.ranks.is_leader:
+                self.recorder.sync()
             self.policy.save(Path(command.path), step=self.version, extra=extra, critic=self.critic)
         self._report_saved()
 

@@ -49,10 +49,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from slipstream.core.disk import sync
 from slipstream.core.errors import CheckpointError
 from slipstream.models.safetensors_file import DTYPE_NAMES, DTYPES, Entry, write_safetensors
 from slipstream.models.shards import Box, Shard
-from slipstream.trainer.checkpoint import crc32, new_partial, partial_path, publish, random_state, sync
+from slipstream.trainer.checkpoint import crc32, new_partial, partial_path, publish, random_state
 
 FORMAT = 2
 """In manifest.json; 1 is one CPU rank's (`checkpoint.py`)."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 import warnings
 from collections import deque
@@ -36,7 +37,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from slipstream.core.errors import CheckpointError
+from slipstream.core.disk import HINTS
+from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.core.links import WakeUp
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.flat import FlatParameters
@@ -170,6 +172,8 @@ class ShardedCheckpoints:
                     )
             except Exception as error:  # noqa: BLE001 - it is raised by the next call
                 failure = error
+                if self._group.is_leader:  # nobody writes any more: DCP has told all ranks
+                    shutil.rmtree(one_rank.partial_path(path), ignore_errors=True)
             self._wake.set()  # before the result, after which it may be cleared
             if failure is None:
                 running.set_result(Saved(path, step))
@@ -346,13 +350,15 @@ def _gloo_twin(group: RankGroup, timeout_s: float) -> RankGroup:
 
 @contextmanager
 def _dcp_errors(what: str) -> Iterator[None]:
-    """What goes wrong on one rank inside of DCP, on all ranks as a CheckpointError."""
+    """What goes wrong on one rank inside of DCP, on all ranks as a CheckpointError, or a DiskError."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is ")  # one rank on its own is no mistake
             yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        if isinstance(cause, OSError):
+            raise DiskError(what, got=f"rank {rank}: {cause}", hint=HINTS.get(cause.errno or 0)) from cause
         raise CheckpointError(what, got=f"rank {rank}: {type(cause).__name__}: {cause}") from cause
     except RuntimeError as error:
         raise CheckpointError(what, got=error, hint="another rank may have died: see its log") from error

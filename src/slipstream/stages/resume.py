@@ -1,0 +1,109 @@
+"""What a resume does to a run's files before anything starts: from any instant of a crash to one consistent cut.
+
+The cut is the newest whole checkpoint: weights, optimizers, random generators, the schedule's snapshot, and how many
+events led to it. Before a checkpoint gets its name, the lines that belong to it are on the disk (`controller.py`,
+`trainer/executor.py`), so cutting the files back to it always succeeds:
+
+    ledger.jsonl     what the snapshot calls settled, and what it owes as admitted
+    events.jsonl     the first `num_events` lines
+    metrics.jsonl    up to the checkpoint's version
+    rollouts.jsonl   those trained before it, and those dropped before it
+
+Each step is atomic and may be done twice, so a resume that is killed is followed by another one. First all files are
+copied to `attempt_<n>/`, which appears there whole; then each is replaced as a whole. The choice of the checkpoint does
+not change meanwhile.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from slipstream.controller.controller import Cut, read_cut
+from slipstream.controller.ledger import cut_back
+from slipstream.core.disk import disk_errors, sync, sync_files
+from slipstream.observe.jsonl import cut_jsonl
+from slipstream.trainer.checkpoint import settle
+
+FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "alarms.jsonl", "ledger.jsonl")
+"""Of RL. The ledger comes last: without one a run begins anew, beside whatever else is there."""
+
+
+class _Metrics(msgspec.Struct, frozen=True):
+    version: int
+
+
+class _Event(msgspec.Struct, frozen=True):
+    seq: int
+
+
+class _Rollout(msgspec.Struct, frozen=True):
+    ordinal: int
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on: with `checkpoint`, or from the start. `notes` are for the user."""
+
+    checkpoint: Path | None
+    cut: Cut | None
+    attempt: Path
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare_resume(run_dir: Path) -> Resumed:
+    """Keep what was written under `attempt_<n>/`, and cut the run's files back to its newest whole checkpoint."""
+    with disk_errors(run_dir):
+        checkpoint, damages = settle(run_dir / "checkpoints")
+        attempt = set_aside(run_dir)
+        cut = None if checkpoint is None else read_cut(checkpoint)
+        notes = [f"passed over: {damage.what}" for damage in damages]
+        _cut_back(run_dir, cut)
+    if checkpoint is None:
+        notes.append(f"there is no checkpoint: RL begins anew, {attempt.name} keeps what was recorded")
+    else:
+        notes.append(f"going on from {checkpoint.name}; {attempt.name} keeps what came after it")
+    return Resumed(checkpoint, cut, attempt, notes)
+
+
+def set_aside(run_dir: Path) -> Path:
+    """Copy the run's lines to the next `attempt_<n>/`, which is there whole or not at all, and move its timelines."""
+    numbers = [int(found[1]) for path in run_dir.iterdir() if (found := re.fullmatch(r"attempt_(\d+)", path.name))]
+    attempt = run_dir / f"attempt_{max(numbers, default=0) + 1}"
+    for stale in run_dir.glob(".attempt_*.partial"):
+        shutil.rmtree(stale)
+    partial = run_dir / f".{attempt.name}.partial"
+    partial.mkdir()
+    for name in FILES:
+        if (run_dir / name).exists():
+            shutil.copy2(run_dir / name, partial / name)
+    sync_files(partial)
+    partial.rename(attempt)
+    if (run_dir / "timeline").exists():
+        (run_dir / "timeline").rename(attempt / "timeline")
+        sync(attempt)
+    sync(run_dir)
+    return attempt
+
+
+def _cut_back(run_dir: Path, cut: Cut | None) -> None:
+    if cut is None:
+        for name in FILES:
+            if (run_dir / name).exists():
+                cut_jsonl(run_dir / name, msgspec.Raw, lambda _: False)
+        return
+    steps_done, num_events = cut.schedule.steps_done, cut.num_events
+    dropped = set(cut.schedule.dropped)
+    cut_jsonl(run_dir / "metrics.jsonl", _Metrics, lambda line: line.version <= steps_done)
+    cut_jsonl(run_dir / "events.jsonl", _Event, lambda line: line.seq < num_events)
+    cut_jsonl(
+        run_dir / "rollouts.jsonl",
+        _Rollout,
+        lambda line: line.ordinal in dropped if line.step is None else line.step < steps_done,
+    )
+    cut_back(run_dir / "ledger.jsonl", cut.schedule)

@@ -1,0 +1,283 @@
+"""A crash at any instant: whatever the disk then holds, a resume finds one consistent cut, even if cut off itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fragile_disk import FragileDisk, watching
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.controller.controller import Cut
+from slipstream.controller.ledger import Ledger, cut_back
+from slipstream.controller.schedule import Snapshot
+from slipstream.core.clock import VirtualClock
+from slipstream.core.config import OptimizerConfig
+from slipstream.core.errors import CheckpointError, DiskError
+from slipstream.core.types import StepDone
+from slipstream.models.flat import FlatParameters
+from slipstream.observe.metrics import MetricsWriter
+from slipstream.observe.recorder import EventRecorder, RolloutLine, RolloutRecorder
+from slipstream.stages.resume import prepare_resume
+from slipstream.trainer.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
+from slipstream.trainer.optim import FlatAdamW
+
+FATES = {0: "trained", 1: "skipped", 2: "trained", 3: "trained", 4: "failed", 5: "trained", 6: "trained", 7: "trained"}
+STEPS = {0: 0, 2: 0, 3: 1, 5: 1, 6: 2, 7: 2}
+ADMITTED_BY = {0: 4, 1: 7, 2: 9}  # by the end of each step: two or three are always under way
+
+
+def tiny() -> tuple[FlatParameters, FlatAdamW]:
+    model = torch.nn.Linear(2, 2)
+    flat = FlatParameters(model)
+    return flat, FlatAdamW(model, flat, OptimizerConfig(), total_updates=9)
+
+
+@dataclass
+class Truth:
+    """What a cut at each step must contain, as lists that were kept by hand."""
+
+    ledger: dict[int, dict[int, str]] = field(default_factory=dict)
+    versions: dict[int, list[int]] = field(default_factory=dict)
+    rollouts: dict[int, list[tuple[int, int | None]]] = field(default_factory=dict)
+    events: dict[int, int] = field(default_factory=dict)
+    saved_by: list[tuple[int, int]] = field(default_factory=list)  # (operations so far, step)
+
+    def durable(self, operation: int) -> int | None:
+        """The newest checkpoint that was reported as saved before `operation`."""
+        return max((step for count, step in self.saved_by if count < operation), default=None)
+
+
+def line(ordinal: int) -> RolloutLine:
+    empty: dict[str, Any] = {"prompt_id": "", "task": "", "prompt": "", "completion": "", "answer": None, "parts": {}}
+    times = {"replica": 0, "started_s": 0.0, "finished_s": 0.0, "scored_s": 0.0}
+    return RolloutLine(
+        ordinal=ordinal, sample=0, step=None, outcome="skipped", reward=0.0, failure=None, finish_reason="stop",
+        num_tokens=1, versions=[(0, 0)], mean_behaviour_logprob=0.0, **empty, **times,
+    )  # fmt: skip
+
+
+def run(folder: Path, disk: FragileDisk, truth: Truth | None = None) -> Truth:
+    """Three steps with a checkpoint after each, the last one saved twice; `keep` lets the first go.
+
+    The order is that of controller and trainer: lines, their sync, the checkpoint. What follows it has no part in it.
+    """
+    truth = Truth() if truth is None else truth
+    with ExitStack() as ends:
+        _run(folder, disk, truth, ends)
+    return truth
+
+
+def _run(folder: Path, disk: FragileDisk, truth: Truth, ends: ExitStack) -> None:
+    flat, optimizer = tiny()
+    ledger = ends.enter_context(closing(Ledger(folder / "ledger.jsonl")))
+    events = ends.enter_context(closing(EventRecorder(folder / "events.jsonl", VirtualClock())))
+    metrics = ends.enter_context(closing(MetricsWriter(folder / "metrics.jsonl")))
+    rollouts = ends.enter_context(closing(RolloutRecorder(folder / "rollouts.jsonl")))
+    recorded: list[tuple[int, int | None]] = []
+    known: dict[int, str] = {}
+    next_ordinal = 0
+    for step in (0, 1, 2):
+        for ordinal in range(next_ordinal, ADMITTED_BY[step]):
+            ledger.admit(ordinal)
+            known[ordinal] = "admitted"
+        next_ordinal = ADMITTED_BY[step]
+        for ordinal, fate in FATES.items():
+            if ordinal < next_ordinal - 1 and fate in ("skipped", "failed") and known[ordinal] == "admitted":
+                ledger.dropped(ordinal, has_failed=fate == "failed")
+                rollouts.record([line(ordinal)], step=None)
+                known[ordinal] = fate
+                recorded.append((ordinal, None))
+        trained = tuple(ordinal for ordinal, at in STEPS.items() if at == step)
+        ledger.trained(trained, step=step)
+        metrics.write(step=step, version=step + 1, wall_s=0.0, metrics={"loss": 1.0})
+        events.record(StepDone(step=step, version=step + 1, metrics={}), [])
+        for ordinal in trained:
+            known[ordinal] = "trained"
+            recorded.append((ordinal, step))
+        rollouts.record([line(ordinal) for ordinal in trained], step=step)
+        with torch.no_grad():
+            flat.flat.fill_(step + 1.0)
+        snapshot = Snapshot(
+            next_ordinal=next_ordinal,
+            steps_done=step + 1,
+            dropped=[ordinal for ordinal, state in known.items() if state in ("skipped", "failed")],
+            dropped_in_a_row=0,
+            num_failed=0,
+            readmit=[ordinal for ordinal, state in known.items() if state == "admitted"],
+        )
+        truth.ledger[step + 1] = dict(known)
+        truth.versions[step + 1] = list(range(1, step + 2))
+        truth.rollouts[step + 1] = list(recorded)
+        truth.events[step + 1] = events.num_events
+        for writer in (ledger, events, metrics, rollouts):
+            writer.sync()
+        extra = msgspec.to_builtins(Cut(schedule=snapshot, num_events=events.num_events))
+        for _ in range(2 if step == 2 else 1):
+            save_checkpoint(
+                checkpoint_path(folder / "checkpoints", step + 1), flat, optimizer, step=step + 1, keep=2, extra=extra
+            )
+            truth.saved_by.append((disk.count, step + 1))
+    events.record(StepDone(step=99, version=99, metrics={}), [])  # abandoned, whatever happens
+    ledger.admit(next_ordinal)
+    ledger.dropped(next_ordinal, has_failed=False)
+    rollouts.record([line(next_ordinal)], step=None)
+
+
+def check(folder: Path, truth: Truth, operation: int, what: str) -> None:
+    """A resume of `folder` finds a cut, and the newest that anybody was told of."""
+    resumed = prepare_resume(folder)
+    newest = truth.durable(operation)
+    if resumed.checkpoint is None:
+        assert newest is None, f"{what}: checkpoint {newest} was told of, and is not found"
+        assert (folder / "ledger.jsonl").read_bytes() == b"" if (folder / "ledger.jsonl").exists() else True
+        return
+    step = int(resumed.checkpoint.name.removeprefix("step_"))
+    assert newest is None or step >= newest, f"{what}: checkpoint {newest} was told of, {step} is the newest found"
+    flat, optimizer = tiny()
+    assert load_checkpoint(resumed.checkpoint, flat, optimizer).step == step
+    assert flat.flat.unique().tolist() == [float(step)], what
+    fates = {line["ordinal"]: line["state"] for line in lines(folder / "ledger.jsonl")}
+    assert fates == truth.ledger[step], what
+    assert [line["version"] for line in lines(folder / "metrics.jsonl")] == truth.versions[step], what
+    assert [(line["ordinal"], line["step"]) for line in lines(folder / "rollouts.jsonl")] == truth.rollouts[step], what
+    assert [line["seq"] for line in lines(folder / "events.jsonl")] == list(range(truth.events[step])), what
+
+
+def lines(path: Path) -> list[Any]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at afterwards need not survive anything."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.mark.usefixtures("_no_sync")
+def test_a_resume_finds_a_consistent_cut_after_a_crash_at_any_instant(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "album").mkdir()
+    disk = FragileDisk(folder, tmp_path / "album")
+    with watching(disk):
+        truth = run(folder, disk)
+    assert disk.count > 100
+    for number, (what, kind, picture) in enumerate(disk.pictures()):
+        operation = number // 3 + 1
+        check(picture, truth, operation, f"{kind} at {what}")
+
+
+@pytest.mark.usefixtures("_no_sync")
+def test_a_resume_may_be_cut_off_at_any_instant_as_well(folder: Path, tmp_path: Path) -> None:
+    """From where the newest checkpoint is damaged, so that there is most to be done; and timelines are to be moved."""
+    truth = run(folder, FragileDisk(folder))
+    (folder / "checkpoints" / "step_3" / "policy.safetensors").write_bytes(b"damaged")
+    (folder / "timeline").mkdir()
+    (folder / "timeline" / "trainer.jsonl").write_text("{}")
+    (tmp_path / "album").mkdir()
+    disk = FragileDisk(folder, tmp_path / "album")
+    truth.saved_by = [(0, 2)]
+    with watching(disk):
+        check(folder, truth, 1, "undisturbed")
+    assert (folder / "attempt_1" / "timeline" / "trainer.jsonl").is_file()
+    for what, kind, picture in disk.pictures():
+        check(picture, truth, 1, f"{kind} at {what}")
+        attempts = sorted(picture.glob("attempt_*"))
+        assert (attempts[-1] / "ledger.jsonl").is_file()
+        assert sum((attempt / "timeline" / "trainer.jsonl").exists() for attempt in attempts) == 1, what
+        assert not list(picture.glob(".attempt_*"))
+
+
+@pytest.mark.usefixtures("_no_sync")
+@pytest.mark.parametrize(("number", "stride"), [(errno.ENOSPC, 2), (errno.EIO, 7), (errno.EROFS, 11)])
+def test_whatever_the_disk_refuses_is_told_and_can_be_gone_on_from(number: int, stride: int, tmp_path: Path) -> None:
+    """The n-th operation of a run fails, and all later ones: a DiskError that says what to do; then there is space."""
+    (tmp_path / "whole").mkdir()
+    whole = FragileDisk(tmp_path / "whole")
+    with watching(whole):
+        run(whole.root, whole)
+    refused = OSError(number, os.strerror(number))
+    for first in range(1, whole.count + 1, stride):
+        folder = tmp_path / str(first)
+        folder.mkdir()
+        disk, truth = FragileDisk(folder, fails_from=first, refused=refused), Truth()
+        with watching(disk):
+            if whole.names[first - 1].split()[0] in ("unlink", "rmdir"):
+                with suppress(DiskError):  # what deletes may fail unheard, and what comes after it may be nothing
+                    run(folder, disk, truth)
+            else:
+                with pytest.raises(DiskError, match=os.strerror(number)) as told:
+                    run(folder, disk, truth)
+                assert told.value.hint is not None
+        check(folder, truth, disk.count + 1, f"{os.strerror(number)} from {disk.names[first - 1]} on")
+
+
+# The ledger alone
+
+
+@given(st.data())
+def test_a_ledger_cut_back_is_what_the_snapshot_says(data: st.DataObject) -> None:
+    """Whatever came after a checkpoint, over several attempts and in any order of dropping and training."""
+    draw = data.draw
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name, "ledger.jsonl")
+        fates: dict[int, str] = {}
+        entries: list[dict[str, Any]] = []
+
+        def grow(step: int) -> None:
+            for _ in range(draw(st.integers(0, 3))):
+                fates[len(fates)] = "admitted"
+                entries.append({"ordinal": len(fates) - 1, "state": "admitted"})
+            for ordinal in [o for o, state in fates.items() if state == "admitted"]:
+                fate = draw(st.sampled_from(["admitted", "admitted", "trained", "skipped", "failed"]))
+                if fate != "admitted":
+                    fates[ordinal] = fate
+                    entries.append({"ordinal": ordinal, "state": fate} | ({"step": step} if fate == "trained" else {}))
+
+        steps = draw(st.integers(0, 4))
+        for step in range(steps):
+            grow(step)
+        kept = dict(fates)
+        snapshot = Snapshot(
+            next_ordinal=len(fates),
+            steps_done=steps,
+            dropped=sorted(o for o, state in fates.items() if state in ("skipped", "failed")),
+            dropped_in_a_row=0,
+            num_failed=0,
+            readmit=sorted(o for o, state in fates.items() if state == "admitted"),
+        )
+        for step in range(steps, steps + draw(st.integers(0, 3))):
+            grow(step)
+        torn = draw(st.sampled_from([b"", b'{"ordinal":', b"\x00\x00\n", b'{"ordinal":9']))
+        path.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries) + torn)
+        for _ in range(2):
+            cut_back(path, snapshot)
+            found = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+            assert {entry["ordinal"]: entry["state"] for entry in found} == kept
+            assert all(entry.get("step", -1) < steps for entry in found)
+            trained = [entry["ordinal"] for entry in found if entry["state"] == "trained"]
+            assert len(trained) == len(set(trained))
+
+
+def test_a_ledger_of_another_run_is_refused_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    written = b'{"ordinal":0,"state":"admitted"}\n{"ordinal":0,"state":"trained","step":4}\n'
+    snapshot = Snapshot(next_ordinal=1, steps_done=1, dropped=[], dropped_in_a_row=0, num_failed=0, readmit=[])
+    path.write_bytes(written)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        cut_back(path, snapshot)
+    assert path.read_bytes() == written
