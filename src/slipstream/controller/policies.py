@@ -107,8 +107,8 @@ class SampleBudget(SchedulingPolicy):
     trigger_parameter_sync_step)` in `fully_async_rollouter.py`; left over are samples in flight and in the message
     queue), with s = `staleness_threshold` and m = `publish_every`.
 
-    Guarantees: at most s m P groups more than needed are under way. Does not: a group's lag has no bound, and at s = 0
-    it is not synchronous either, as generation goes on while the trainer trains.
+    Guarantees: at most s m P groups more than m steps need are under way. Does not: a group's lag has no bound, as a
+    ratio of samples says nothing of the one that is still being sampled.
     """
 
     name = "sample_budget"
