@@ -243,14 +243,11 @@ class _Program:
             if isinstance(reply, dict) and "value" in reply:
                 return _decode(reply["value"], self._handle)
             name, text = reply["raised"]
-            error = vars(builtins).get(name)
+            raised = _exception(str(name), str(text))
         except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as nonsense:
             self.is_lost = True
             raise _LostError from nonsense
-        if isinstance(error, type) and issubclass(error, Exception):
-            with contextlib.suppress(TypeError):  # some want other arguments
-                raise error(text)
-        raise RuntimeError(f"{name}: {text}")
+        raise raised
 
     def check(self) -> None:
         if self.is_lost:
@@ -260,6 +257,15 @@ class _Program:
         if type(number) is not int:
             raise ValueError("malformed handle")
         return _Handle(self, number)
+
+
+def _exception(name: str, text: str) -> Exception:
+    """The one of Python's own exceptions that has this name; RuntimeError for another, or one that takes more."""
+    kind = vars(builtins).get(name)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):
+            return kind(text)
+    return RuntimeError(f"{name}: {text}")
 
 
 class _Handle:

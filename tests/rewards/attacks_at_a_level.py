@@ -1,0 +1,44 @@
+"""Run by `test_privilege_levels.py` with the rights of some level: all attacks of `hostile_programs`, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+from hostile_programs import ATTACKS, source
+from reward_jobs import job, run_jobs
+
+from slipstream.core.errors import ConfigError
+from slipstream.rewards.checks import check_isolation
+from slipstream.rewards.functions import make_term
+from slipstream.rewards.pool import ScoringPool
+from slipstream.rewards.protocol import Setup
+
+
+def main(folder: str) -> None:
+    setup = Setup([make_term("code", {"memory_mb": 128})], {}, memory_bytes=1 << 29, timeout_s=10.0)
+    pool = ScoringPool(setup, num_workers=1, private=[folder])
+    try:
+        pool.wait_ready()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            private = (folder, os.getcwd())
+            programs = [source(name, private=private, secret="quartz-ibex", port=port) for name in ATTACKS]
+            tests = {"inputs": [""], "outputs": ["breached"]}
+            jobs = [job(i, f"```\n{program}\n```", tests=tests) for i, program in enumerate(programs)]
+            done = run_jobs(pool, jobs, limit_s=100)
+        refusal = ""
+        try:
+            check_isolation(setup, pool.isolation, trust_verifier=False)
+        except ConfigError as error:
+            refusal = str(error)
+        breached = [name for i, name in enumerate(ATTACKS) if done[i].parts == [1.0]]
+        sys.stdout.write(json.dumps({"isolation": sorted(pool.isolation), "breached": breached, "refusal": refusal}))
+    finally:
+        pool.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
