@@ -95,10 +95,8 @@ else:
 """,
     ),
     "memory files": ({"syscalls"}, "report(not refused(os.memfd_create, 'x'))"),
-    "shared memory": (
-        {"syscalls", "files"},
-        _NUMBERS + "report(call(29 if X else 194, 0, 1 << 30, 0o1600), os.access('/dev/shm', os.W_OK))",
-    ),
+    "shared memory of System V": ({"syscalls"}, _NUMBERS + "report(call(29 if X else 194, 0, 1 << 30, 0o1600))"),
+    "files in shared memory": ({"files"}, "report(os.access('/dev/shm', os.W_OK))"),
     "heap": ({"limits"}, "report(not refused(bytearray, 1 << 30))"),
     "mappings": ({"limits"}, "import mmap\nreport(not refused(mmap.mmap, -1, 1 << 30))"),
     "large files": (

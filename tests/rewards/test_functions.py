@@ -239,3 +239,19 @@ def test_violated_constraints_cap_the_reward(parts: tuple[float | None, ...], ex
     ]
     assert combined_reward(terms, parts, violation_cap=0.0) == expected
     assert combined_reward(terms, parts, violation_cap=math.inf) == parts[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "params"),
+    [
+        ("regex", {"pattern": r"(a+)+$"}),
+        ("exact_match", {"answer_pattern": r"^(([a-z])+.)+[A-Z]([a-z])+$"}),
+        ("exact_match", {"reference_pattern": r"(a|aa)+$", "answer_pattern": r"x?(a*)*b"}),
+    ],
+)
+def test_a_pattern_that_backtracks_forever_is_given_up(function: str, params: dict[str, Any]) -> None:
+    text = "a" * 5000 + "!"
+    scorer = build_scorer(make_term(function, params), {}, timeout_s=0.4)
+    with pytest.raises(TimeoutError):
+        scorer(job(0, text, answer=text))
+    assert scorer(job(1, "ab", answer="ab")) is not None  # and the worker goes on
