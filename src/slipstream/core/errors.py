@@ -23,7 +23,8 @@ SlipstreamError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class SlipstreamError(Exception):
@@ -107,7 +108,19 @@ class AlarmError(SlipstreamError):
 
 
 class NonFiniteError(SlipstreamError, ArithmeticError):
-    """NaN or inf in a loss or gradient; weights were not changed."""
+    """NaN or inf in a loss or gradient; weights were not changed. `report` (JSON types) says more than fits a line."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: object = None,
+        allowed: object = None,
+        hint: str | None = None,
+        report: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(what, got=got, allowed=allowed, hint=hint)
+        self.report: dict[str, Any] = dict(report or {})
 
 
 class CheckpointError(SlipstreamError):

@@ -300,6 +300,14 @@ class ShardedParameters:
             total = group.sum(total)
         return math.sqrt(float(total))
 
+    def non_finite_grads(self) -> list[str]:
+        """Parameters whose gradient is NaN or inf somewhere, the same ones on every rank, which all call it."""
+        flags = torch.tensor([not bool(torch.isfinite(grad).all()) for grad in self.named_grads().values()])
+        flags = flags.to(torch.int64)
+        for group in (self._division.data_parallel, self._division.tensor_parallel):
+            flags = group.max(flags)
+        return [name for name, flag in zip(self.named_grads(), flags.tolist(), strict=True) if flag]
+
     def _counted_grads(self) -> Iterator[Tensor]:
         """What this rank counts: of rows that several hold, the first of them does."""
         for local in self._locals.values():

@@ -17,6 +17,7 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core import wire
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import disk_errors, sync_files
+from slipstream.core.errors import NonFiniteError
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, GroupCollector, NewCollector
 from slipstream.core.rank_group import RankGroup
@@ -52,6 +53,7 @@ from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.policy import Policy, WholePolicy
 from slipstream.trainer.reference import follows_warm_start, reference_path
+from slipstream.trainer.refused import write_report
 from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
 from slipstream.trainer.step import Auxiliary, brings_reference, needed_columns, train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
@@ -336,17 +338,7 @@ class Trainer(Executor):
             assert isinstance(shares, Shares)
             groups = list(shares.groups)
         with self.context.spans.span("train", step=command.step):
-            metrics = train_on_batch(
-                self.policy.model,
-                self.policy.optimizer,
-                groups,
-                config=self.config,
-                step=command.step,
-                batching=self.batching,
-                auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef),
-                heads=command.heads,
-                ranks=self.data_ranks,
-            )
+            metrics = self._trained(groups, command)
         if self.config.kl.target is not None and "kl_reference_sum" in metrics:
             self.kl = self.kl.updated(metrics["kl_reference_sum"], self.config.completions_per_step)
         self.version = command.step + 1
@@ -357,6 +349,32 @@ class Trainer(Executor):
         if self.tensor_ranks.is_leader:
             with self.context.spans.span("record"):
                 self._record(groups, step=command.step)
+
+    def _trained(self, groups: Sequence[Group], command: TrainStep) -> dict[str, float]:
+        """The metrics of the step. A step that is refused leaves a report in the run's folder, for a bug report."""
+        try:
+            return train_on_batch(
+                self.policy.model,
+                self.policy.optimizer,
+                groups,
+                config=self.config,
+                step=command.step,
+                batching=self.batching,
+                auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef),
+                heads=command.heads,
+                ranks=self.data_ranks,
+            )
+        except NonFiniteError as error:
+            path = self.context.run_dir / f"refused_step_{command.step}.json"
+            if self.ranks.is_leader:
+                write_report(error, groups, command.heads, path)
+            raise NonFiniteError(
+                error.what,
+                got=error.got,
+                hint=f"{error.hint}; {path} has the rollouts. Nothing of this step was published or saved: "
+                "--resume goes on from the last checkpoint, and meets the same numbers unless something is changed",
+                report=error.report,
+            ) from error
 
     def _record(self, groups: Sequence[Group], *, step: int | None) -> None:
         """Rank 0 writes the lines of all data-parallel ranks, in the order in which one rank would."""

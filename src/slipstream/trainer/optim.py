@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +59,27 @@ class LearningRates:
         return self._config.lr * lr_factor(self._config, update=update, total_updates=self._total_updates)
 
 
-def require_finite(grad_norm: float, *, num_updates: int) -> float:
-    """`grad_norm`. NonFiniteError when it is NaN or inf."""
+MAX_NAMED = 8
+"""Rollouts or parameters that a message names; a report has all."""
+
+
+def named(names: Iterable[Any]) -> str:
+    """At most MAX_NAMED of them, and how many more there are."""
+    listed = [str(name) for name in names]
+    more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
+    return ", ".join(listed[:MAX_NAMED]) + more
+
+
+def require_finite(grad_norm: float, *, num_updates: int, non_finite: Callable[[], list[str]]) -> float:
+    """`grad_norm`. NonFiniteError when it is NaN or inf, with the parameters that `non_finite` names then."""
     if not math.isfinite(grad_norm):
+        names = non_finite()
         raise NonFiniteError(
             "the gradient is not finite; weights were not changed",
-            got=f"gradient norm {grad_norm} at update {num_updates}",
+            got=f"gradient norm {grad_norm} at update {num_updates}, not finite in "
+            + (named(names) or "any single parameter: their squares overflow"),
             hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+            report={"parameters": names, "num_updates": num_updates},
         )
     return grad_norm
 
@@ -181,7 +196,13 @@ class FlatAdamW:
 
     def finite_grad_norm(self) -> float:
         """The gradient's norm. NonFiniteError when it is NaN or inf."""
-        return require_finite(float(torch.linalg.vector_norm(self.grad)), num_updates=self.num_updates)
+        return require_finite(
+            float(torch.linalg.vector_norm(self.grad)), num_updates=self.num_updates, non_finite=self._non_finite
+        )
+
+    def _non_finite(self) -> list[str]:
+        views = self._flat.views_of(self.grad)
+        return [name for name, view in views.items() if not bool(torch.isfinite(view).all())]
 
     def state_dict(self) -> dict[str, Tensor]:
         """`exp_avg` and `exp_avg_sq` float32 [num_params] (live, not copies) and `num_updates` int64 []."""

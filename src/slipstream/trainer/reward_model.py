@@ -17,7 +17,7 @@ from slipstream.core.packed import Batching, PackedMicrobatch
 from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.scoring import Sample, microbatch_scores, score, scored_sequence
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import FlatAdamW, named
 
 __all__ = [
     "Normalisation",
@@ -126,12 +126,16 @@ def reward_model_updates(
         normalise_scores(target_mean=target_mean, target_std=target_std)
     batches = _shuffled_batches(len(preferences), config.batch_size, seed)
     for index in range(num_updates):
-        batch = [preferences[chosen] for chosen in next(batches)]
+        chosen = next(batches)
+        batch = [preferences[one] for one in chosen]
         optimizer.zero_grad()
         total, scores = _accumulate(model, batch, loss, microbatch_tokens, batching)
         if not math.isfinite(total):
             raise NonFiniteError(
-                "the reward model's loss is not finite; weights were not changed", got=f"loss {total} at update {index}"
+                "the reward model's loss is not finite; weights were not changed",
+                got=f"loss {total} at update {index}, on preferences {named(sorted(chosen))}",
+                hint="lower reward_model.optimizer.lr, or look at these preferences",
+                report={"update": index, "preferences": sorted(chosen)},
             )
         lr = optimizer.lr
         grad_norm = optimizer.step()

@@ -69,7 +69,9 @@ class ShardedAdamW:
         if not self._is_finished:
             self._parameters.finish_gradients()
             self._is_finished = True
-        return require_finite(self._parameters.grad_norm(), num_updates=self.num_updates)
+        return require_finite(
+            self._parameters.grad_norm(), num_updates=self.num_updates, non_finite=self._parameters.non_finite_grads
+        )
 
     @torch.no_grad()
     def step(self) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.measure import Columns, brought, filled, measure
 from slipstream.trainer.metric_names import count_tokens, published_names, ratio_histogram
 from slipstream.trainer.optim import Optimizer
+from slipstream.trainer.refused import Finding, findings, located
 from slipstream.trainer.scores import head_of, scored_groups
 
 # Logits held at once, in elements (256 MiB of float32); larger heads run in chunks that are recomputed backward.
@@ -165,15 +167,26 @@ def train_on_batch(
             first_pass += microbatches
         if not totals[index].num_microbatches:  # every completion of this minibatch is masked
             continue
-        loss_value, update_parts = update_of.accumulate(
-            filled(microbatches, totals[index].num_microbatches),
-            totals[index],
-            measured_step=None if losses else step,
-        )
         lr = optimizer.lr
-        if auxiliary.critic is not None:
-            auxiliary.critic.optimizer.finite_grad_norm()  # before either of them changes weights
-        grad_norms.append(optimizer.step())
+        try:
+            loss_value, update_parts = update_of.accumulate(
+                filled(microbatches, totals[index].num_microbatches),
+                totals[index],
+                measured_step=None if losses else step,
+            )
+            if auxiliary.critic is not None:
+                auxiliary.critic.optimizer.finite_grad_norm()  # before either of them changes weights
+            grad_norms.append(optimizer.step())
+        except NonFiniteError as error:  # on all ranks alike
+            raise located(
+                error,
+                step=step,
+                update=update,
+                num_minibatches=num_minibatches,
+                lr=lr,
+                own=[key for microbatch in microbatches for key in microbatch.keys],
+                ranks=ranks,
+            ) from error
         if auxiliary.critic is not None:
             critic_grad_norms.append(auxiliary.critic.optimizer.step())
         losses.append(loss_value)
@@ -336,8 +349,9 @@ class _Update:
         critic = self.auxiliary.critic
         if critic is not None:
             critic.optimizer.zero_grad()
-        total = 0.0
+        total, value_total = 0.0, 0.0
         parts: Metrics = {}
+        found: list[Finding] = []
         for index, microbatch in enumerate(microbatches):
             for optimizer in (self.optimizer,) if critic is None else (self.optimizer, critic.optimizer):
                 optimizer.before_backward(is_last=index == len(microbatches) - 1)
@@ -357,23 +371,31 @@ class _Update:
             is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
             if not is_joint:  # the activations of one model at a time
                 torch.autograd.backward(policy_loss)
+            value = 0.0
             if critic is not None:
                 value_loss, value_parts = self._value_loss(critic, microbatch, states, inputs, num_tokens)
                 value_loss = self.config.critic.coef * value_loss
                 torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
                 microbatch_parts |= value_parts | ratio_histogram(inputs)
-            total += float(policy_loss.detach())
+                value = float(value_loss.detach())
+            loss = float(policy_loss.detach())
+            total, value_total = total + loss, value_total + value
+            if not (math.isfinite(loss) and math.isfinite(value)):
+                found += findings(microbatch, inputs, entropy=entropies)
             microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
             if measured_step is not None:
                 microbatch_parts |= _difference_per_lag(microbatch, inputs, step=measured_step)
             parts = merge_metrics(parts, microbatch_parts)
-        total = float(self.ranks.sum(torch.tensor(total, dtype=torch.float64)))
-        if not math.isfinite(total):  # on one rank, and so in the sum that all have
-            raise NonFiniteError(
-                "the loss is not finite; weights were not changed",
-                got=f"loss {total} at update {self.optimizer.num_updates}",
-                hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
-            )
+        sums = self.ranks.sum(torch.tensor([total, value_total], dtype=torch.float64))
+        for name, value in zip(("loss", "value loss"), sums.tolist(), strict=True):
+            if not math.isfinite(value):  # on one rank, and so in the sum that all have
+                raise NonFiniteError(
+                    f"the {name} is not finite; weights were not changed",
+                    got=f"{name} {value} at update {self.optimizer.num_updates}",
+                    hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+                    report={"findings": [msgspec.to_builtins(one) for one in found]},
+                )
+        total = float(sums[0])
         return total, parts
 
     def _reduced(self, values: Tensor, inputs: LossInputs, *, num_sequences: int) -> Tensor:

@@ -17,7 +17,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import in_step
-from slipstream.trainer.optim import Optimizer
+from slipstream.trainer.optim import Optimizer, named
 from slipstream.trainer.step import MAX_LOGITS, microbatch_logprobs
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS; int32
@@ -75,7 +75,10 @@ def supervised_updates(
         total = float(ranks.sum(torch.tensor(total, dtype=torch.float64)))
         if not math.isfinite(total):
             raise NonFiniteError(
-                "the warm start's loss is not finite; weights were not changed", got=f"loss {total} at update {update}"
+                "the loss on demonstrations is not finite; weights were not changed",
+                got=f"loss {total} at update {update}, on demonstrations {named(sorted(chosen))}",
+                hint="lower the learning rate of this stage, or look at these demonstrations",
+                report={"update": update, "demonstrations": sorted(chosen)},
             )
         lr = optimizer.lr
         grad_norm = optimizer.step()
