@@ -3,10 +3,13 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
-from synthetic_run import make_run_dir, make_summary
+from synthetic_run import HOSTILE, make_run_dir, make_summary
 
 from slipstream.observe.hardware import describe
+from slipstream.observe.health import Alarm
+from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import write_summary
@@ -149,3 +152,20 @@ def test_terms_of_a_reward_and_the_kl_have_plots_where_there_are_any(run_dir: Pa
     for expected in ("Reward by term", "<model>", "gold", "KL to the reference", "nats per completion"):
         assert expected in page.text
     assert "model" not in page.tags
+
+
+def test_alarms_are_listed_with_their_steps_and_as_text(run_dir: Path):
+    assert "Alarms" not in read(write_report(run_dir)).text
+    alarm = Alarm(
+        step=7, name="straggler", event="began", severity="warning", value=0.5, threshold=0.3, text=f"slow {HOSTILE}"
+    )
+    ended = msgspec.structs.replace(alarm, step=9, event="ended")
+    writer = JsonlWriter(run_dir / "alarms.jsonl")
+    writer.write(alarm, ended, msgspec.structs.replace(alarm, name="poisoned", step=8))
+    writer.close()
+    page = read(write_report(run_dir))
+    assert "straggler" in page.text
+    assert "poisoned" in page.text
+    assert "the end" in page.text  # the second one is still on
+    assert "<script>alert" in page.text  # shown, not run
+    assert "script" not in page.tags

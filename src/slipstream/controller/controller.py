@@ -60,9 +60,11 @@ from slipstream.core.types import (
     Waiting,
     WarmStart,
 )
+from slipstream.observe.health import Watchman, in_a_line
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import Timeline, timeline_path
+from slipstream.observe.vitals import Vitals
 from slipstream.weight_sync.segment import cleanup
 
 
@@ -105,6 +107,8 @@ class Controller:
         self.ledger = Ledger(run_dir / "ledger.jsonl")
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
+        self.vitals = Vitals(config.samples_per_group, config.max_staleness)
+        self.watchman = Watchman(config.health, run_dir)
         self.executors = Executors(config, pipeline, self.run_dir, clock=self.clock, note=observer.note)
         self.evaluations = Evaluations()
         self.evaluation_due: int | None = None  # once a replica holds this version
@@ -236,6 +240,7 @@ class Controller:
     # Events
 
     def _handle(self, message: Message) -> None:
+        self.vitals.take(message)
         match message:
             case CompletionFinished():
                 if message.ordinal in self.readmitted:
@@ -326,6 +331,8 @@ class Controller:
         wall_s = self.tally.wall_s(now_s)
         self.metrics.write(step=message.step, version=message.version, wall_s=wall_s, metrics=metrics)
         self.observer.stepped({"step": message.step, "version": message.version, "wall_s": wall_s} | metrics)
+        for alarm in self.watchman.watch({"step": message.step} | metrics):
+            self.observer.note(in_a_line(alarm))
 
     def _after_step(self) -> None:
         done, config = self.schedule.steps_done, self.config
@@ -391,7 +398,7 @@ class Controller:
     def _shut_down(self) -> None:
         with contextlib.ExitStack() as ends:  # each is closed whatever the others do
             ends.callback(self.executors.close)
-            for writer in (self.metrics, self.events, self.ledger, self.timeline):
+            for writer in (self.metrics, self.watchman, self.events, self.ledger, self.timeline):
                 ends.callback(writer.close)
             ends.callback(self._note_end)
             ends.enter_context(self.timeline.span("shut_down"))

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from slipstream.core.config import RunConfig
 from slipstream.core.types import Counters, EvalScored, Published, Skip, SkipCause, StepDone, Swapped
 from slipstream.observe import summary as s
+from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
 from slipstream.observe.timeline import account_file, process_files
 
 
@@ -223,4 +224,5 @@ class Tally:
             ),
             padding_frac=self.padded_tokens / self.padding_weight if self.padding_weight else 0.0,
             versions=s.versions(),
+            alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
         )

@@ -21,6 +21,7 @@ from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.display import duration, printable
 from slipstream.observe.evaluation import evaluation_rows
 from slipstream.observe.hardware import Hardware
+from slipstream.observe.health import ALARMS_FILE, AlarmSpan, read_alarms, spans
 from slipstream.observe.metrics import Metrics, read_metrics
 from slipstream.observe.recorder import RolloutLine, read_rollouts
 from slipstream.observe.samples import Sample, read_samples
@@ -47,6 +48,7 @@ class Run:
     summary: Summary | None
     accounting: Mapping[str, Mapping[str, float]]
     staleness: Mapping[int, float]
+    alarms: list[AlarmSpan]
 
 
 def write_report(run_dir: Path, hardware: Hardware | None = None) -> Path:
@@ -68,6 +70,7 @@ def _read(run_dir: Path) -> Run:
         summary=summary,
         accounting=summary.accounting if summary else _accounting(run_dir),
         staleness=summary.staleness.histogram if summary else _staleness(read_rollouts(run_dir / "rollouts.jsonl")),
+        alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
     )
 
 
@@ -163,6 +166,7 @@ def _page(run: Run, excerpt: Excerpt | None, hardware: Hardware | None) -> str:
     recipe = str(run.config.get("recipe", run.name))
     sections = [
         _warnings(run),
+        _alarms(run),
         _tiles(run),
         '<div class="columns">',
         _section("Learning curve", "Is it learning?", _learning(run.metrics)),
@@ -203,6 +207,22 @@ def _warnings(run: Run) -> str:
     found = violations(run.summary) if run.summary else []
     items = "".join(f"<li>{_text(text)}</li>" for text in found)
     return f'<section class="warning"><h2>This run contradicts itself</h2><ul>{items}</ul></section>' if found else ""
+
+
+def _alarms(run: Run) -> str:
+    """What looked wrong while it went on; nothing where nothing did."""
+    rows = "".join(
+        f"<tr><th>{_text(one.name)}</th><td>{_text(one.severity)}</td><td>{one.began}</td>"
+        f"<td>{'the end' if one.ended is None else one.ended}</td><td>{number(one.value)}</td>"
+        f"<td>{number(one.threshold)}</td><td>{_text(one.text)}</td></tr>"
+        for one in run.alarms
+    )
+    if not rows:
+        return ""
+    columns = ("alarm", "", "from step", "to step", "value", "threshold", "what it means")
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return _section("Alarms", "What looked wrong in the numbers. Each is a suspicion, not a verdict.", table)
 
 
 def _tiles(run: Run) -> str:

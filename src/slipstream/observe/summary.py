@@ -15,6 +15,7 @@ import msgspec
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import SlipstreamError
+from slipstream.observe.health import AlarmSpan
 
 Status = Literal["running", "done", "failed", "interrupted"]
 ACCOUNTING_TOLERANCE_S = 1e-3
@@ -112,6 +113,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions
     earlier_s: float = 0.0
     evaluation: dict[str, Any] | None = None  # what the stage `evaluate` found (`stages/evaluate.py`)
+    alarms: list[AlarmSpan] = []  # each with the steps it lasted, by the step it began at
 
 
 def write_summary(summary: Summary, path: Path) -> None:
