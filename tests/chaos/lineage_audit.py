@@ -157,12 +157,14 @@ class Audit:
         config = self.config
         samples: dict[int, Counter[int]] = defaultdict(Counter)
         histogram: Counter[int] = Counter()
+        told_as_dropped: Counter[tuple[int, int]] = Counter()
         failed = 0
         for rollout in self.rollouts:
-            if rollout["step"] is None:
-                continue
             ordinal = rollout["ordinal"]
             where = f"ordinal {ordinal}, sample {rollout['sample']}"
+            if rollout["step"] is None:
+                told_as_dropped[ordinal, rollout["sample"]] += 1
+                continue
             samples[ordinal][rollout["sample"]] += 1
             failed += rollout["failure"] is not None
             self.need(rollout["step"] == fates.step_of.get(ordinal), "rollouts and events agree on a step", where)
@@ -190,6 +192,12 @@ class Audit:
             set(samples) == set(fates.step_of),
             "rollouts and events agree on what was trained",
             f"{set(samples) ^ set(fates.step_of)}",
+        )
+        whole = {(ordinal, sample) for ordinal in fates.dropped for sample in group}
+        self.need(
+            set(told_as_dropped) == whole and set(told_as_dropped.values()) <= {1},
+            "a dropped group is recorded, each sample once",
+            f"{sorted(set(told_as_dropped) ^ whole)[:5]}",
         )
         self.numbers |= {
             "histogram": dict(sorted(histogram.items())),

@@ -213,6 +213,10 @@ def a_sample_missing(files: Files) -> None:
     files["rollouts"].pop()
 
 
+def a_dropped_sample_missing(files: Files) -> None:
+    files["rollouts"].pop(0)
+
+
 def another_prompt(files: Files) -> None:
     files["rollouts"][-1]["prompt_id"] = "prompt 0"
 
@@ -269,6 +273,7 @@ LIES: dict[Callable[[Files], None], str] = {
     a_token_older_than_its_admission: "no token is older than the admission",
     a_sample_twice: "whole, each sample once",
     a_sample_missing: "whole, each sample once",
+    a_dropped_sample_missing: "a dropped group is recorded",
     another_prompt: "an ordinal keeps its prompt",
     a_group_scored_twice: "a group is scored once",
     a_completion_generated_again: "what exists is not generated again",
