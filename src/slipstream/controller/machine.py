@@ -222,14 +222,26 @@ class SchedulingPolicy(ABC):
         self.num_failed += has_failed
         self.dropped_in_a_row += 1
         if self.dropped_in_a_row > self.config.max_dropped_in_a_row:
-            raise SlipstreamError(
-                "the reward gives no signal: every completion of a group gets the same reward",
-                got=f"{self.dropped_in_a_row} such groups in a row, the last with mean reward {event.mean_reward:.3g}",
-                allowed=f"at most {self.config.max_dropped_in_a_row}",
-                hint="look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per "
-                "group help; loss.skip_no_signal = false trains on them anyway",
-            )
+            raise self._nothing_to_train(event)
         return [Skip(ordinals=(event.ordinal,), cause="failed" if has_failed else "no_signal")]
+
+    def _nothing_to_train(self, event: GroupScored) -> SlipstreamError:
+        got = f"{self.dropped_in_a_row} groups in a row without a signal, the last with"
+        allowed = f"at most {self.config.max_dropped_in_a_row}"
+        if event.num_failed >= self.config.completions_per_group:
+            return SlipstreamError(
+                "there is nothing to train on: every completion of a group fails",
+                got=f"{got} {event.num_failed} failures, the first: {event.failure}",
+                allowed=allowed,
+                hint="rollouts.jsonl has the `failure` of each",
+            )
+        return SlipstreamError(
+            "the reward gives no signal: every completion of a group gets the same reward",
+            got=f"{got} mean reward {event.mean_reward:.3g}",
+            allowed=allowed,
+            hint="look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per "
+            "group help; loss.skip_no_signal = false trains on them anyway",
+        )
 
     def _lose(self, replica: int) -> None:
         """All that is not scored is to be regenerated: what the replica said it had finished may be lost on its way.
