@@ -327,7 +327,7 @@ class Controller:
         ordinals = self.schedule.training
         self.ledger.trained(ordinals, step=message.step)
         self.readmitted.difference_update(ordinals)
-        metrics = self.tally.stepped(message, now_s)
+        metrics = self.tally.stepped(message, now_s) | self.vitals.of_step(message.version)
         wall_s = self.tally.wall_s(now_s)
         self.metrics.write(step=message.step, version=message.version, wall_s=wall_s, metrics=metrics)
         self.observer.stepped({"step": message.step, "version": message.version, "wall_s": wall_s} | metrics)

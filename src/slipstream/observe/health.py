@@ -398,8 +398,8 @@ RULES: dict[AlarmName, Rule] = {
         threshold=0.3,
         watches="share of the trainer's time in which a batch lay finished behind one older group, mean of 10 reports",
         meaning="The trainer waits for single slow completions while others are done: nothing is dropped, all wait",
-        advice="see timeline.json for a replica slower than the others; a larger max_staleness or reorder_window, a "
-        "lower generator.max_new_tokens or a generator.time_limit_s",
+        advice="see timeline.json for a replica slower than the others: one ten times as slow is worse than none, so "
+        "take it out; else a larger max_staleness or reorder_window, a lower generator.max_new_tokens",
         reason="a third of the time; 0.003 in the quickstart",
         clears=0.7,
     ),
