@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from slipstream.core.config import AlarmName, HealthConfig
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import AlarmError, ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Counters, GroupScored, Published, ReplicaLost, Swapped
 from slipstream.observe import health
-from slipstream.observe.health import RULES, Alarm, Health, in_a_line, read_alarms, spans
+from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line, read_alarms, spans
 from slipstream.observe.jsonl import JsonlWriter
+from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.vitals import Vitals
 
 NUM_STEPS = 160
@@ -218,6 +219,32 @@ def test_alarms_survive_their_file(tmp_path):
     assert still_on[0].ended is None
     assert spans([msgspec.structs.replace(alarms[0], event="ended")]) == []
     assert isinstance(alarms[0], Alarm)
+
+
+def test_an_alarm_that_is_to_end_the_run_does_and_is_on_file(tmp_path):
+    series = list(sick_series("poisoned", 0))
+    watchman = Watchman(HealthConfig(stop_on=["poisoned"]), tmp_path)
+    for metrics in series[: ONSET + 3]:
+        assert watchman.watch(metrics) == []
+    with pytest.raises(AlarmError, match=f"'poisoned' began at step {ONSET + 3}"):
+        watchman.watch(series[ONSET + 3])
+    watchman.close()
+    assert [alarm.name for alarm in read_alarms(tmp_path / "alarms.jsonl")] == ["poisoned"]
+
+
+def test_after_a_resume_the_steps_on_file_ring_no_more(tmp_path):
+    series = list(sick_series("straggler", 1))
+    first = Watchman(HealthConfig(), tmp_path)
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    for line in series[:110]:
+        first.watch(line)
+        metrics.write(step=line["step"], version=line["step"] + 1, wall_s=0.0, metrics=line)
+    first.close()
+    second = Watchman(HealthConfig(), tmp_path)
+    rung = [alarm.event for line in series[110:] for alarm in second.watch(line)]
+    second.close()
+    assert rung == ["ended"]
+    assert [alarm.event for alarm in read_alarms(tmp_path / "alarms.jsonl")] == ["began", "ended"]
 
 
 # What the run adds to the metrics

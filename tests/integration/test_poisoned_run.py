@@ -1,0 +1,100 @@
+"""Whole runs whose generator delivers what cannot be: now and then, and always."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from audit import lines
+
+import slipstream
+from slipstream.controller.build import default_pipeline
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.types import VersionSpan
+from slipstream.generator.executor import Generator
+
+POISONS = (
+    lambda s: msgspec.structs.replace(s, behaviour_logprobs=np.full_like(s.behaviour_logprobs, math.nan)),
+    lambda s: msgspec.structs.replace(s, behaviour_logprobs=np.full_like(s.behaviour_logprobs, -math.inf)),
+    lambda s: msgspec.structs.replace(s, tokens=s.tokens + 100_000),
+    lambda s: msgspec.structs.replace(s, behaviour_logprobs=s.behaviour_logprobs[:-1]),
+    lambda s: msgspec.structs.replace(s, version_spans=(VersionSpan(start=0, version=10**6),)),
+    lambda s: msgspec.structs.replace(s, tokens=s.tokens[:0], behaviour_logprobs=s.behaviour_logprobs[:0]),
+    lambda s: msgspec.structs.replace(s, tokens=s.tokens.reshape(1, -1)),
+)
+
+
+class Poisoning(Generator):
+    """Every `every`-th completion of training is poisoned, in turn with each of the above."""
+
+    every = 9
+    num_sent = 0
+
+    def _completion(self, item, prompt, purpose, eval_id=-1):
+        completion = super()._completion(item, prompt, purpose, eval_id)
+        Poisoning.num_sent += 1
+        if purpose != "train" or Poisoning.num_sent % self.every:
+            return completion
+        poison = POISONS[Poisoning.num_sent // self.every % len(POISONS)]
+        return msgspec.structs.replace(completion, segments=tuple(map(poison, completion.segments)))
+
+
+class AlwaysPoisoning(Poisoning):
+    every = 1
+
+
+def pipeline_with(kind):
+    def pipeline(config):
+        default = default_pipeline(config)
+        nodes = [replace(node, factory=kind) if node.name.startswith("generator") else node for node in default.nodes]
+        return replace(default, nodes=tuple(nodes))
+
+    return pipeline
+
+
+INLINE = {"host": "inline", "warm_start": {"steps": 0}, "loss": {"skip_no_signal": False}}
+
+
+def test_a_run_outlives_poison_and_says_so(tiny, tmp_path):
+    result = slipstream.run(
+        "quickstart", overrides=tiny | INLINE, out=tmp_path / "run", pipeline=pipeline_with(Poisoning), display=False
+    )
+    assert result.status == "done"
+    rollouts = lines(result.out / "rollouts.jsonl")
+    poisoned = [one for one in rollouts if (one["failure"] or "").startswith("poisoned completion")]
+    assert len({one["failure"].split(": ")[1][:12] for one in poisoned}) >= 5
+    assert all(one["num_tokens"] == 0 and one["reward"] == 0.0 for one in poisoned)
+    assert all(one["failure"] is None and one["num_tokens"] > 0 for one in rollouts if one not in poisoned)
+    metrics = [line for line in lines(result.out / "metrics.jsonl") if "loss" in line]
+    assert len(metrics) == 5
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in metrics)
+    trained = [one for one in poisoned if one["step"] is not None]
+    assert sum(line["poisoned"] for line in metrics) >= len(trained) > 0
+    assert sum(line["failed_frac"] for line in metrics) * 16 == pytest.approx(len(trained))
+    summary = json.loads((result.out / "summary.json").read_text())
+    assert summary["prompts"]["trained"] == 20
+    assert (summary["prompts"]["lost"], summary["prompts"]["repeated"]) == (0, 0)
+    assert "poisoned" in {alarm["name"] for alarm in summary["alarms"]}
+    assert "poisoned" in (result.out / "report.html").read_text()
+    assert lines(result.out / "alarms.jsonl")[0]["event"] == "began"
+
+
+def test_poison_in_every_completion_ends_the_run_with_its_cause(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.controller.build.DROPPED_PER_GROUP", 4)
+    with pytest.raises(SlipstreamError, match="every completion of a group fails") as caught:
+        slipstream.run(
+            "quickstart",
+            overrides=tiny | INLINE,
+            out=tmp_path / "run",
+            pipeline=pipeline_with(AlwaysPoisoning),
+            display=False,
+        )
+    assert "17 groups in a row" in str(caught.value)
+    assert "poisoned completion:" in str(caught.value)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 0)
+    assert summary["prompts"]["failed"] >= 16
