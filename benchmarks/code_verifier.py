@@ -38,11 +38,13 @@ def run(pool: ScoringPool, kind: str, count: int) -> None:
     for i in range(count):
         pool.submit(Job(i, "", f"```python\n{source}\n```", [], "", None, {"tests": tests}))
     num_done = 0
-    while num_done < count:
-        select.select(pool.fds(), [], [], 1.0)
+    while True:
         for scored in pool.poll():
             assert scored.parts == [1.0], scored
             num_done += 1
+        if num_done == count:
+            return
+        select.select(pool.fds(), [], [], 1.0)
 
 
 def interpreters(count: int) -> None:
