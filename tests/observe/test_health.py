@@ -1,6 +1,8 @@
 """Each alarm on series made for it: it fires within so many steps, it ends, and noise alone never rings it."""
 
 import math
+import runpy
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.vitals import Vitals
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_STEPS = 160
 ONSET = 80
 
@@ -36,7 +39,7 @@ def healthy(rng, step):
         "grad_norm": float(np.exp(rng.normal(0.3, 0.25))),
         "completion_tokens_mean": 5.5 + rng.normal(0, 0.15),
         "truncated_frac": 0.02 * rng.random(),
-        "no_signal_frac": np.clip(0.2 + 0.4 * learned + rng.normal(0, 0.08), 0, 1),
+        "no_signal_frac": float(np.clip(0.2 + 0.4 * learned + rng.normal(0, 0.08), 0, 1)),
         "scored_failed_frac": float(rng.binomial(256, 0.005)) / 256,
         "poisoned": 0.0,
         "publish_skipped_frac": float(rng.random() < 0.05),
@@ -111,6 +114,11 @@ def test_every_alarm_has_a_rule_and_a_series():
         assert all((rule.watches, rule.meaning, rule.advice, rule.reason))
         assert 0 < rule.clears <= 1
         assert rule.persist >= 1
+
+
+def test_the_documents_have_them_all():
+    page = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(REPOSITORY / "scripts" / "alarm_reference.py"))["table"]() in page
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -239,6 +247,7 @@ def test_after_a_resume_the_steps_on_file_ring_no_more(tmp_path):
     for line in series[:110]:
         first.watch(line)
         metrics.write(step=line["step"], version=line["step"] + 1, wall_s=0.0, metrics=line)
+    metrics.close()
     first.close()
     second = Watchman(HealthConfig(), tmp_path)
     rung = [alarm.event for line in series[110:] for alarm in second.watch(line)]
