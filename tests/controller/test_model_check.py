@@ -130,7 +130,7 @@ kept_admit = SchedulingPolicy._admit
         ("is_admissible", admits_one_place_more, replace(WIDE, steps=3), "bound"),
         ("_next_batch", forgets_the_window, WIDE, "order"),
         ("place", places_by_ordinal, Instance(groups_per_step=2, max_staleness=0, drops=1), "deadlock"),
-        ("_lose", loses_only_what_is_unsampled, Instance(losses=1), "nobody waits for|deadlock"),
+        ("_lose", loses_only_what_is_unsampled, Instance(losses=1), "order|nobody waits for|deadlock"),
         ("snapshot", forgets_what_was_ready, Instance(restores=1), "once|nobody waits for|deadlock|lost"),
         ("_admit", ignores_capacity, Instance(capacity=1, max_staleness=2), "capacity"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -43,11 +44,28 @@ def scored(ordinal: int, has_signal: bool = True, num_failed: int = 0) -> GroupS
 class World:
     """Generators, rewards and trainer as random events. It recomputes every claim with bookkeeping of its own."""
 
-    def __init__(self, config: ScheduleConfig, *, replicas: int, publish_every: int, drop: float, rng: random.Random):
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        *,
+        replicas: int,
+        publish_every: int,
+        drop: float,
+        rng: random.Random,
+        fail: float = 0.0,
+        tail: float = 0.0,
+    ):
+        """`tail`: Pareto exponent of how long completions take; 0: all are alike. `fail`: a share of the drops."""
         self.config, self.publish_every, self.drop, self.rng = config, publish_every, drop, rng
+        self.fail, self.tail = fail, tail
         self.schedule = Schedule(config)
         self.replica_version = dict.fromkeys(range(replicas), 0)
-        self.admitted_at: dict[int, int] = {}  # ordinal -> version of its replica at (last) admission
+        self.admitted_at: dict[int, int] = {}  # ordinal -> the oldest version of a replica at an admission of it
+        self.first_step: dict[int, int] = {}  # ordinal -> the step that was next when it was first admitted
+        self.pace: dict[int, float] = {}  # ordinal -> how often, relative to others, a completion of it finishes
+        self.ready: set[int] = set()  # scored, with signal, not handed to the trainer
+        self.saved: tuple | None = None  # what a checkpoint of the last step has
+        self.restores = 0
         self.sampling: dict[int, tuple[int, int]] = {}  # ordinal -> (replica, unfinished completions)
         self.scoring: dict[int, int] = {}  # ordinal -> the replica it came from
         self.orphans: set[int] = set()  # on their way to a score when their replica was lost: regenerated meanwhile
@@ -69,7 +87,11 @@ class World:
                     assert ordinal not in self.trained
                     load = sum(n for r, n in self.sampling.values() if r == replica)
                     assert load + self.config.completions_per_group <= self.config.capacity
-                    self.admitted_at[ordinal] = self.replica_version[replica]
+                    version = self.replica_version[replica]
+                    self.admitted_at[ordinal] = min(version, self.admitted_at.get(ordinal, version))
+                    self.first_step.setdefault(ordinal, len(self.trained) // self.config.groups_per_step)
+                    pareto = self.rng.paretovariate(self.tail) if self.tail else 1.0
+                    self.pace.setdefault(ordinal, 1 / pareto)
                     self.sampling[ordinal] = (replica, self.config.completions_per_group)
                 case TrainStep(step=step, ordinals=ordinals):
                     assert self.to_train is None
@@ -78,6 +100,10 @@ class World:
                     assert list(ordinals) == sorted(ordinals)
                     for ordinal in ordinals:
                         assert step - self.admitted_at[ordinal] <= self.config.max_staleness, "the bound"
+                        assert step - self.first_step[ordinal] <= self.config.max_staleness, "nobody waits for longer"
+                    assert set(ordinals) <= self.ready, "scored before it is trained"
+                    assert max(ordinals) == sorted(self.ready)[len(ordinals) - 1], "the oldest first"
+                    self.ready -= set(ordinals)
                     unfinished = [*self.sampling, *self.scoring]
                     if unfinished:
                         assert ordinals[-1] < min(unfinished) + self.config.reorder_window, "FIFO within the window"
@@ -111,7 +137,13 @@ class World:
                 if what in self.orphans:  # the second copy is a duplicate from now on
                     self.orphans.remove(what)
                     self.sampling.pop(what, None)
-                self.carry_out(self.schedule.apply(scored(what, has_signal=self.rng.random() >= self.drop)))
+                has_signal = self.rng.random() >= self.drop
+                has_failed = not has_signal and self.rng.random() < self.fail
+                if has_signal:
+                    self.ready.add(what)
+                self.carry_out(
+                    self.schedule.apply(scored(what, has_signal, self.config.completions_per_group * has_failed))
+                )
             case "swap":
                 self.replica_version[what] = self.published
                 self.carry_out(self.schedule.apply(swapped(what, self.published)))
@@ -123,7 +155,9 @@ class World:
                 self.trained += step.ordinals
                 if (step.step + 1) % self.publish_every == 0:
                     self.published = step.step + 1
+                before = set(self.ready)
                 self.carry_out(self.schedule.apply(StepDone(step=step.step, version=step.step + 1, metrics={})))
+                self.saved = self.checkpoint(before)
             case "lose":
                 del self.replica_version[what]
                 self.absent.add(what)
@@ -140,17 +174,45 @@ class World:
                 self.replica_version[what] = self.published
                 self.carry_out(self.schedule.apply(swapped(what, self.published)))
 
-    def run(self, lose: float = 0.0) -> None:
+    def checkpoint(self, finished_groups: set[int]) -> tuple:
+        books = (self.trained, self.skipped, self.admitted_at, self.first_step)
+        return (self.schedule.snapshot(), finished_groups, *(copy.copy(book) for book in books))
+
+    def restore(self) -> None:
+        """Killed, and resumed from the checkpoint: all that is not in it is gone, some finished groups excepted."""
+        assert self.saved is not None
+        snapshot, finished_groups, *books = self.saved
+        assert set(snapshot.scored) == finished_groups, "what may be restored is what was scored"
+        self.schedule = Schedule.restore(self.config, snapshot)
+        self.trained, self.skipped, self.admitted_at, self.first_step = (copy.copy(book) for book in books)
+        self.sampling, self.scoring, self.orphans, self.to_train = {}, {}, set(), None
+        self.published = len(self.trained) // self.config.groups_per_step
+        told = {ordinal for ordinal in finished_groups if self.rng.random() < 0.5}
+        self.admitted_at = {o: v for o, v in self.admitted_at.items() if o in told}
+        self.ready = set()
+        for ordinal in self.rng.sample(sorted(told), len(told)):
+            self.ready.add(ordinal)
+            self.carry_out(self.schedule.apply(scored(ordinal)))
+        self.restores += 1
+        replicas = [*self.replica_version, *self.absent]
+        self.replica_version, self.absent = {}, set(replicas)
+
+    def run(self, lose: float = 0.0, restore: float = 0.0) -> None:
         for _ in range(100_000):
             if self.schedule.is_finished:
                 break
+            if restore and self.saved and self.rng.random() < restore / (1 + self.restores):
+                self.restore()
+                continue
             if lose and self.replica_version and self.rng.random() < lose:
                 self.happen("lose", self.rng.choice(list(self.replica_version)))
                 continue
             possible = self.choices()
             assert possible, f"deadlock after step {self.schedule.steps_done}: {self.schedule.waits_for()}"
-            self.happen(*self.rng.choice(possible))
+            weights = [self.pace[what] if kind == "finish" else 1.0 for kind, what in possible]
+            self.happen(*self.rng.choices(possible, weights)[0])
         assert self.schedule.is_finished
+        assert not self.ready, "every group with signal was trained: no finished work is discarded"
         assert len(self.trained) == self.config.steps * self.config.groups_per_step
         assert len(set(self.trained)) == len(self.trained)
         assert set(self.trained) | self.skipped == set(range(self.schedule.next_ordinal)), "nothing lost"
@@ -178,9 +240,36 @@ def test_bound_liveness_and_exactly_once_under_random_interleavings(data):
         replicas=data.draw(st.integers(1, 3), "replicas"),
         publish_every=publish_every,
         drop=data.draw(st.sampled_from([0.0, 0.3, 0.8]), "drop"),
+        fail=data.draw(st.sampled_from([0.0, 0.5]), "fail"),
+        tail=data.draw(st.sampled_from([0.0, 0.7]), "tail"),
         rng=random.Random(data.draw(st.integers(0, 2**32), "seed")),
     )
-    world.run(lose=data.draw(st.sampled_from([0.0, 0.05]), "lose"))
+    world.run(
+        lose=data.draw(st.sampled_from([0.0, 0.05]), "lose"),
+        restore=data.draw(st.sampled_from([0.0, 0.05]), "restore"),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), after=st.integers(0, 60), k=st.integers(0, 2))
+def test_a_stop_at_any_point_starts_nothing_and_its_snapshot_goes_on_to_the_end(seed, after, k):
+    config = ScheduleConfig(
+        groups_per_step=3, completions_per_group=2, max_staleness=k, reorder_window=1, steps=5, capacity=8
+    )
+    world = World(config, replicas=2, publish_every=1, drop=0.3, fail=0.5, rng=random.Random(seed))
+    for _ in range(after):
+        if world.schedule.is_finished:
+            return
+        world.happen(*world.rng.choice(world.choices()))
+    assert not [c for c in world.schedule.apply(Stop()) if not isinstance(c, Skip)]
+    in_flight = set(world.sampling) | set(world.scoring)
+    while possible := world.choices():
+        world.happen(*world.rng.choice(possible))
+        assert set(world.sampling) | set(world.scoring) <= in_flight, "nothing starts"
+    assert world.to_train is None, "the step that was begun came to its end"
+    world.saved = world.checkpoint(set(world.ready))
+    world.restore()
+    world.run()
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])
