@@ -14,7 +14,7 @@ import contextlib
 import shutil
 import signal
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,7 @@ from slipstream.core.types import (
     GroupScored,
     Left,
     Message,
+    Partial,
     Progress,
     Prompt,
     Published,
@@ -92,6 +93,7 @@ class Controller:
         observer: Observer,
         clock: Clock | None = None,
         cluster: Cluster | None = None,
+        partials: Mapping[int, tuple[Partial, ...]] | None = None,
     ) -> None:
         self.config = config
         self.pipeline = pipeline
@@ -116,6 +118,7 @@ class Controller:
         self.checkpointed: int | None = None
         self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_exported = False
+        self.partials = dict(partials or {})  # by ordinal: what a resume has found, for its first admission
         self.readmitted: set[int] = set()  # ordinals that are sampled again
         self.is_interrupted = False
 
@@ -312,6 +315,7 @@ class Controller:
                     replica=command.replica,
                     prompt=self.work.prompt_of(command.ordinal),
                     num_samples=self.config.samples_per_group,
+                    partials=self.partials.pop(command.ordinal, ()),
                 )
                 self.executors.send(f"generator-{command.replica}", admit)
             case TrainStep():
@@ -361,7 +365,8 @@ class Controller:
             cut=uuid.uuid4().hex,
             run=self.tally.saved(self.clock.now_s()),
         )
-        self.executors.send("trainer", command)
+        for executor in ("trainer", *(f"generator-{replica}" for replica in self.schedule.versions)):
+            self.executors.send(executor, command)
 
     # Evaluation
 

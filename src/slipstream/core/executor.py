@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slipstream.core.clock import Clock
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Holding, Message, Stop
+from slipstream.core.types import Checkpoint, Holding, Message, Stop
 
 if TYPE_CHECKING:
     import numpy as np
@@ -248,8 +248,8 @@ class Executor(abc.ABC):
         """Longest time `step` may be left uncalled although nothing arrives (deadlines); None for no limit."""
         return None
 
-    def save_checkpoint(self, path: Path) -> None:  # noqa: B027 - most executors have no state worth saving
-        """Write everything a resumed run needs of this executor under `path`."""
+    def save_checkpoint(self, command: Checkpoint) -> None:  # noqa: B027 - most executors have no state worth saving
+        """Write everything a resumed run needs of this executor beside, or in, `command.path`."""
 
     def close(self) -> None:  # noqa: B027
         """Release the processes and files that `init` opened. Called exactly once, also when `init` failed half-way."""

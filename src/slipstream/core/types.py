@@ -149,13 +149,28 @@ class ReplicaLost(Message):
 # Controller -> generator
 
 
+class Partial(Message):
+    """What completion `sample` of group `ordinal` had become when a checkpoint was made: T >= 1 sampled tokens.
+
+    `prompt_crc32` is that of the prompt's tokens, as bytes: what was sampled after another prompt is of no use.
+    `finish_reason` is there where the completion had ended.
+    """
+
+    ordinal: int
+    sample: int
+    prompt_crc32: int
+    segment: Segment
+    finish_reason: FinishReason | None = None
+
+
 class Admit(Message):
-    """Start group `ordinal` on `replica`: `num_samples` completions of `prompt`."""
+    """Start group `ordinal` on `replica`: `num_samples` completions of `prompt`, some perhaps from `partials` on."""
 
     ordinal: int
     replica: int
     prompt: Prompt
     num_samples: int
+    partials: tuple[Partial, ...] = ()
 
 
 class Evaluate(Message):

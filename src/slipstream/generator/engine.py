@@ -235,6 +235,14 @@ class Engine:
         rows = np.flatnonzero(self._rows.is_live)
         self._requeue(rows[np.argsort(-self._rows.starts[rows])][:count].tolist())
 
+    def begun(self) -> list[Request]:
+        """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
+        requests = [entry.request for entry in self._waiting if entry.request.resume is not None]
+        requests += [
+            self._resumable(row) for row in np.flatnonzero(self._rows.is_live & (self._rows.num_new > 0)).tolist()
+        ]
+        return sorted(requests, key=lambda request: (request.stream, request.ordinal, request.sample))
+
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         left = [entry for entry in self._waiting if entry.was_live]
@@ -262,20 +270,21 @@ class Engine:
 
     def _leave(self, rows: list[int]) -> list[Request]:
         """Close `rows`; the requests that continue them."""
-        requests = []
-        for row in rows:
-            live = self._live_at(row)
-            num_new = int(self._rows.num_new[row])
-            resume = Resume(
-                tokens=self._rows.tokens[row, :num_new].copy(),
-                logprobs=self._rows.logprobs[row, :num_new].copy(),
-                version_spans=tuple(span for span in live.version_spans if span.start < num_new),
-                started_s=live.started_s,
-                kept=None if live.kept is None else live.kept.taken(),
-            )
-            requests.append(live.request.resumed_with(resume))
+        requests = [self._resumable(row) for row in rows]
         self._close(rows)
         return requests
+
+    def _resumable(self, row: int) -> Request:
+        live = self._live_at(row)
+        num_new = int(self._rows.num_new[row])
+        resume = Resume(
+            tokens=self._rows.tokens[row, :num_new].copy(),
+            logprobs=self._rows.logprobs[row, :num_new].copy(),
+            version_spans=tuple(span for span in live.version_spans if span.start < num_new),
+            started_s=live.started_s,
+            kept=None if live.kept is None else live.kept.taken(),
+        )
+        return live.request.resumed_with(resume)
 
     def _requeue(self, rows: list[int]) -> None:
         """Let the sequences in `rows` wait, before all others, oldest first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor, Spans
+from slipstream.core.saved import SUFFIX, rollouts_dir
 from slipstream.core.types import (
     Admit,
+    Checkpoint,
     Completion,
     CompletionFinished,
     Counters,
@@ -35,6 +38,7 @@ from slipstream.core.types import (
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.native import NativeBackend
+from slipstream.generator.partials import Restored, Saver, partial_of
 from slipstream.generator.requests import Finished, GenerationEngine, Request
 from slipstream.generator.vllm.backend import VLLMBackend
 from slipstream.models.build import build_tokenizer, stop_token_ids
@@ -69,9 +73,9 @@ class Labelled:
 class Generator(Executor):
     """Continuous batching over fixed slots; never waits for the trainer except where the schedule admits nothing.
 
-    Consumes: `Admit`, `Evaluate`, `Stop` (commands), versions (its WEIGHTS channel). Produces: `Completion`
-    (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission or a version; with work, on
-    several ranks, also for the others at the beginning of a step and in every layer.
+    Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Stop` (commands), versions (its WEIGHTS channel). Produces:
+    `Completion` (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission or a version; with
+    work, on several ranks, also for the others at the beginning of a step and in every layer.
     Ends when: told to stop; what is in its slots then belongs to no step and is dropped.
     """
 
@@ -107,6 +111,9 @@ class Generator(Executor):
             probes_prepared=self.backend.probes_prepared,
         )
         self.prompts: dict[int, tuple[Prompt, int]] = {}  # ordinal -> prompt, completions still to come
+        self.restored = Restored(config, max_len=self.max_len, clock=context.clock)
+        self.saver = Saver()
+        self._ends.callback(self.saver.close)
         self.jobs: deque[EvalJob] = deque()
         self.drain_steps = 0
         self.generated_tokens = 0
@@ -175,13 +182,9 @@ class Generator(Executor):
     def _obey(self, message: Message) -> None:
         match message:
             case Admit():
-                self.prompts[message.ordinal] = (message.prompt, message.num_samples)
-                self.engine.submit(
-                    [
-                        self._request(message.ordinal, sample, message.prompt, self._temperature_of(sample))
-                        for sample in range(message.num_samples)
-                    ]
-                )
+                self._admit(message)
+            case Checkpoint():
+                self.save_checkpoint(message)
             case Evaluate():
                 self.jobs.append(EvalJob(message, self.backend.pin(), len(message.prompts)))
             case Wake():
@@ -191,6 +194,39 @@ class Generator(Executor):
                 self._is_stopped = True
             case _:
                 raise TypeError(f"a generator does not take {type(message).__name__}")
+
+    def _admit(self, message: Admit) -> None:
+        """Sample the group, or what is not there of it yet."""
+        self.prompts[message.ordinal] = (message.prompt, message.num_samples)
+        partials = {partial.sample: partial for partial in message.partials}
+        requests, finished = [], []
+        for sample in range(message.num_samples):
+            request = self._request(message.ordinal, sample, message.prompt, self._temperature_of(sample))
+            if sample in partials and self.restored.fits(partials[sample], request, self.engine.version):
+                partial = partials[sample]
+                if partial.finish_reason is not None:
+                    finished.append(self.restored.finished(partial, request))
+                    continue
+                request = self.restored.resumed(partial, request)
+            requests.append(request)
+        self.engine.submit(requests)
+        self._deliver(finished)
+
+    def save_checkpoint(self, command: Checkpoint) -> None:
+        """Save what the engine has of the groups that the cut owes, while decoding goes on: a thread writes.
+
+        Versions of a later cut may have come into it by now; whoever loads it leaves out what they have sampled.
+        """
+        if not self.together.is_leader:
+            return
+        owed = set(command.schedule["readmit"])
+        partials = [
+            partial_of(request)
+            for request in self.engine.begun()
+            if request.stream == TRAIN_STREAM and request.ordinal in owed
+        ]
+        path = rollouts_dir(Path(command.path)) / f"{self.context.name}{SUFFIX}"
+        self.saver.save(path, partials, cut=command.cut)
 
     def _temperature_of(self, sample: int) -> float:
         """Greedy for ReMax's baseline, which is sampled behind the group's own completions."""
@@ -306,6 +342,7 @@ class Generator(Executor):
                 num_tokens=completion.num_tokens,
                 min_version=completion.min_version,
                 max_version=completion.max_version,
+                num_restored=self.restored.take(item.ordinal, item.sample),
             )
         )
 

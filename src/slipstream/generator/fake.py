@@ -121,9 +121,9 @@ class ScriptedGenerator:
         for playing in self._playing:
             playing.version_spans = extended_spans(playing.version_spans, start=playing.num_new, version=version)
 
-    def export_live(self) -> list[Request]:
-        """Take every live request out, resumable by `submit`; by ordinal and sample."""
-        exported = [
+    def begun(self) -> list[Request]:
+        """Every request that has tokens, as `submit` could resume it; by ordinal and sample."""
+        requests = [
             playing.request.resumed_with(
                 Resume(
                     tokens=np.array(playing.script[: playing.num_new], dtype=np.int32),
@@ -134,8 +134,13 @@ class ScriptedGenerator:
             )
             for playing in self._playing
         ]
+        return sorted(requests, key=lambda request: (request.stream, request.ordinal, request.sample))
+
+    def export_live(self) -> list[Request]:
+        """Take every live request out, resumable by `submit`; by ordinal and sample."""
+        exported = self.begun()
         self._playing = []
-        return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
+        return exported
 
     def _start(self, request: Request, now_s: float) -> _Playing:
         script = list(self._script(request))

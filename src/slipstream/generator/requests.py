@@ -126,6 +126,10 @@ class GenerationEngine(Protocol):
         """The weights are `version` from here on; called between two steps, after they were replaced."""
         ...
 
+    def begun(self) -> list[Request]:
+        """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
+        ...
+
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         ...

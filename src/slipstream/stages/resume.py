@@ -26,6 +26,8 @@ import msgspec
 from slipstream.controller.controller import Cut, read_cut
 from slipstream.controller.ledger import cut_back
 from slipstream.core.disk import disk_errors, sync, sync_files
+from slipstream.core.saved import saved_partials
+from slipstream.core.types import Partial
 from slipstream.observe.jsonl import cut_jsonl
 from slipstream.trainer.checkpoint import settle
 
@@ -54,6 +56,8 @@ class Resumed:
     cut: Cut | None
     attempt: Path
     notes: list[str] = field(default_factory=list)
+    partials: dict[int, tuple[Partial, ...]] = field(default_factory=dict)
+    """What generators had sampled of the groups that the cut owes, by ordinal."""
 
 
 def prepare_resume(run_dir: Path) -> Resumed:
@@ -64,11 +68,14 @@ def prepare_resume(run_dir: Path) -> Resumed:
         cut = None if checkpoint is None else read_cut(checkpoint)
         notes = [f"passed over: {damage.what}" for damage in damages]
         _cut_back(run_dir, cut)
-    if checkpoint is None:
+    if checkpoint is None or cut is None:
         notes.append(f"there is no checkpoint: RL begins anew, {attempt.name} keeps what was recorded")
-    else:
-        notes.append(f"going on from {checkpoint.name}; {attempt.name} keeps what came after it")
-    return Resumed(checkpoint, cut, attempt, notes)
+        return Resumed(None, None, attempt, notes)
+    notes.append(f"going on from {checkpoint.name}; {attempt.name} keeps what came after it")
+    owed, step = cut.schedule.readmit, cut.schedule.steps_done
+    return Resumed(
+        checkpoint, cut, attempt, notes, saved_partials(checkpoint, cut=cut.cut, owed=owed, step=step, notes=notes)
+    )
 
 
 def set_aside(run_dir: Path) -> Path:

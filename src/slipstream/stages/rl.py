@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import msgspec
@@ -14,11 +15,12 @@ from slipstream.controller.build import build_schedule, build_work, default_pipe
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller
 from slipstream.controller.pipeline import Pipeline
+from slipstream.controller.restarts import Restarts
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver, write_samples
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError, DiskError
+from slipstream.core.errors import ConfigError, DiskError, ExecutorLost
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
@@ -47,8 +49,28 @@ class FromPython:
 def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, resumed: Resumed | None = None) -> dict[str, Any]:
     """Train in `run_dir`, from where it was `resumed`; returns what `summary.json` says.
 
-    `config` is saved as it is; 'stage:...' in it stands for folders under `run_dir`.
+    `config` is saved as it is; 'stage:...' in it stands for folders under `run_dir`. An attempt that loses an executor
+    without which it cannot go on (ExecutorLost: trainer, reference, reward models) is followed by another one, from the
+    last checkpoint: `max_restarts` times for each executor, after a pause that doubles. Errors that an executor reports
+    end the run. Ctrl-C ends it also in a pause.
     """
+    restarts = Restarts(config.max_restarts, WallClock())
+    while True:
+        try:
+            return _attempt(config, run_dir, given, resumed)
+        except ExecutorLost as error:
+            lost = error
+        pause_s = restarts.plan(lost.executor)
+        if pause_s is None:
+            raise lost
+        sleep(pause_s)
+        resumed = prepare_resume(run_dir)
+        count = f"{restarts.counts[lost.executor]} of {config.max_restarts}"
+        _tell(config, given, [f"{lost.what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
+
+
+def _attempt(config: RunConfig, run_dir: Path, given: FromPython, resumed: Resumed | None) -> dict[str, Any]:
+    """One run of the pipeline, to its end or to its first error."""
     tally = Tally(config, started_s=WallClock().now_s())
     checkpoint = None if resumed is None else resumed.checkpoint
     cut = None if resumed is None else resumed.cut
@@ -76,6 +98,7 @@ def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, resumed: Resu
         tally=tally,
         observer=observer,
         cluster=given.cluster,
+        partials=None if resumed is None else resumed.partials,
     )
     tally.status = "failed"  # until the controller says otherwise
     try:
@@ -107,10 +130,14 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
     if is_rl_done(run_dir):
         raise ConfigError("the run is already complete", got=f"{config.steps} of {config.steps} steps")
     resumed = prepare_resume(run_dir)
-    with watch(config, "rl", display=given.display) as watcher:
-        for note in resumed.notes:
-            watcher.note(note)
+    _tell(config, given, resumed.notes)
     return run_rl(config, run_dir, given, resumed=resumed)
+
+
+def _tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
+    with watch(config, "rl", display=given.display) as watcher:
+        for note in notes:
+            watcher.note(note)
 
 
 def is_rl_done(run_dir: Path) -> bool:

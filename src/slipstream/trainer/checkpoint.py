@@ -137,11 +137,6 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def rollouts_path(path: Path) -> Path:
-    """Where what is on its way at checkpoint `path` is saved."""
-    return path.with_name(f"{path.name}.rollouts")
-
-
 def publish(partial: Path, path: Path, manifest: Mapping[str, Any], *, keep: int | None) -> None:
     """Make the directory `partial`, whose files are on disk, the checkpoint `path`; then delete all but `keep`.
 
@@ -314,7 +309,7 @@ def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
             removed.append(path)
     left = [path.name for path in newest_first(root)]
     for path in root.glob(f"{PREFIX}*.rollouts"):
-        step = path.name.removesuffix(".rollouts")
+        step = path.name.removesuffix(".rollouts")  # `core.saved.rollouts_dir`
         if step not in left and _number(step) < _number(left[0]):  # a newer one's checkpoint is being written
             remove_tree(path)
     return removed

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, GroupCollector, NewCollector
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
+from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rollouts
 from slipstream.core.types import (
     Arrived,
     Checkpoint,
@@ -106,10 +108,8 @@ class Trainer(Executor):
         self.data_ranks, self.tensor_ranks = self.ranks.split(
             config.trainer.tensor_parallel, timeout_s=config.deadline_s
         )
-        by, mine, num_ranks = dealt_by(config), self.data_ranks.rank, self.data_ranks.world
-        self.rollouts: GroupCollector[Rollout] = self.new_buffer(
-            expects=lambda ordinal, sample: data_parallel_rank(ordinal, sample, num_ranks, by=by) == mine
-        )
+        self.rollouts: GroupCollector[Rollout] = self.new_buffer(expects=self._is_dealt_here)
+        self.restored_heads: list[RolloutHead] = []
         self.heads: GroupCollector[RolloutHead] = self.new_buffer()
         self.policy = new_policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
         self._ends.callback(self.policy.close)
@@ -139,6 +139,10 @@ class Trainer(Executor):
         context.spans.set_idle_state("wait_generation")
         if self.resume is not None or not config.warm_start.steps:
             self._be_ready()
+
+    def _is_dealt_here(self, ordinal: int, sample: int) -> bool:
+        ranks = self.data_ranks
+        return data_parallel_rank(ordinal, sample, ranks.world, by=dealt_by(self.config)) == ranks.rank
 
     @property
     def is_finished(self) -> bool:
@@ -212,6 +216,27 @@ class Trainer(Executor):
         restored = self.policy.load(path, self.critic)
         self.version = restored.step
         self.kl = replace(self.kl, coef=restored.extra.get("kl_coef", self.kl.coef))
+        if self.tensor_ranks.is_leader:
+            self._restore_rollouts(path, restored.extra)
+
+    def _restore_rollouts(self, path: Path, extra: Mapping[str, Any]) -> None:
+        """Take what waited for its step when the checkpoint was made: each rank its own, dealt as they are dealt now.
+
+        Rank 0 tells of groups that are whole before there is a version to sample from, so nobody samples them again.
+        """
+        notes: list[str] = []
+        owed = extra.get("schedule", {}).get("readmit", ())
+        heads = []
+        for rollout in saved_rollouts(path, cut=extra.get("cut", ""), owed=owed, step=self.version, notes=notes):
+            if self._is_dealt_here(rollout.ordinal, rollout.sample):
+                heads += self._taken(rollout)
+        for note in notes:
+            log.warning("%s", note)
+        if self.data_ranks.world > 1:
+            parts = self.data_ranks.gather(wire.encode(Arrived(heads=tuple(heads))))
+            heads = [head for part in parts for head in _heads_in(part)]
+        if self.ranks.is_leader:
+            self.restored_heads = heads
 
     def _build_auxiliary(self) -> None:
         """The reference and the critic, from the policy at version 0 where the config names nothing else."""
@@ -232,6 +257,7 @@ class Trainer(Executor):
         self.context.outputs["events"].put(
             Ready(executor=self.context.name, num_params=self.policy.num_params, version=self.version)
         )
+        self._count_in(self.restored_heads)
         self._publish()
 
     # The loop
@@ -247,9 +273,7 @@ class Trainer(Executor):
                 if not is_of_run(message, samples_per_group=self.config.samples_per_group):
                     self._refuse(message)
                     continue
-                rollout = vetted(message, self.limits, newest_version=self.version)
-                if self.rollouts.add(rollout):
-                    heads.append(head_of(rollout, self.config))
+                heads += self._taken(message)
         if not self.ranks.is_leader:
             if heads:
                 self.context.outputs["arrived"].put(Arrived(heads=tuple(heads)))
@@ -259,10 +283,19 @@ class Trainer(Executor):
                 has_news = True
                 assert isinstance(message, Arrived)
                 heads += message.heads
+        self._count_in(heads)
+        return has_news
+
+    def _taken(self, rollout: Rollout) -> list[RolloutHead]:
+        """Keep `rollout` until its step; its head, unless it is a duplicate."""
+        rollout = vetted(rollout, self.limits, newest_version=self.version)
+        return [head_of(rollout, self.config)] if self.rollouts.add(rollout) else []
+
+    def _count_in(self, heads: Iterable[RolloutHead]) -> None:
+        """Tell the controller of groups that are whole with `heads`, which lie on some rank."""
         for head in heads:
             if self.heads.add(head) and self.heads.is_complete(head.ordinal):
                 self._tell(self._scored(ScoredGroup(head.ordinal, self.heads.group(head.ordinal))))
-        return has_news
 
     def _refuse(self, rollout: Rollout) -> None:
         """One that names no place of any group: whose it was meant to be cannot be told, so it is only counted."""
@@ -312,7 +345,7 @@ class Trainer(Executor):
             case Waiting():
                 self.context.spans.set_idle_state(f"wait_{message.reason}")
             case Checkpoint():
-                self._save(message)
+                self.save_checkpoint(message)
             case Export():
                 with self.context.spans.span("export"):
                     self._export(Path(message.path))
@@ -392,7 +425,8 @@ class Trainer(Executor):
             if self.ranks.is_leader:
                 sync_files(path)
 
-    def _save(self, command: Checkpoint) -> None:
+    def save_checkpoint(self, command: Checkpoint) -> None:
+        """Rollouts first: a checkpoint that is there has what waited for its step beside it."""
         self._report_saved(wait=True)
         extra = {
             "schedule": command.schedule,
@@ -404,8 +438,16 @@ class Trainer(Executor):
         with self.context.spans.span("checkpoint"):
             if self.ranks.is_leader:
                 self.recorder.sync()
+            if self.tensor_ranks.is_leader:
+                self._save_rollouts(command)
             self.policy.save(Path(command.path), step=self.version, extra=extra, critic=self.critic)
         self._report_saved()
+
+    def _save_rollouts(self, command: Checkpoint) -> None:
+        rollouts = [rollout for ordinal in command.schedule["readmit"] for rollout in self.rollouts.group(ordinal)]
+        if rollouts:
+            path = rollouts_dir(Path(command.path)) / f"{self.context.name}{SUFFIX}"
+            save_messages(path, rollouts, cut=command.cut)
 
     def _report_saved(self, *, wait: bool = False) -> None:
         """Tell of a checkpoint once it is whole: a step counts as kept from then on."""
@@ -426,3 +468,9 @@ class Trainer(Executor):
                 skipped=not is_offered,
             )
         )
+
+
+def _heads_in(payload: bytes) -> Sequence[RolloutHead]:
+    message = wire.decode(payload, (Arrived,))
+    assert isinstance(message, Arrived)
+    return message.heads

@@ -169,6 +169,11 @@ class VLLMEngine:
         self.version = version
         self._versions[self._push] = version
 
+    def begun(self) -> list[Request]:
+        """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
+        begun = [live.request.resumed_with(live.resume) for live in self._live.values() if live.tokens]
+        return sorted(begun, key=lambda request: (request.stream, request.ordinal, request.sample))
+
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         try:

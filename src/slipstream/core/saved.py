@@ -1,0 +1,127 @@
+"""Messages in a file, for a resume to go on with: what was on its way when a checkpoint was made.
+
+    checkpoints/step_<n>.rollouts/<executor>.safetensors
+        trainer, trainer@<r>   rollouts that waited for their step, each rank's own
+        generator-<i>          what its slots had sampled of completions (`Partial`)
+
+All of it is an optimisation: groups that a checkpoint owes are sampled again from their ordinals, and what is found
+here is not. So each process writes its file when it likes, whole or not at all, and nobody waits; a file that is
+missing, damaged or of another cut is passed over. Arrays are the file's tensors; what is around them is JSON in its
+header, where a number stands for each. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from slipstream.core.disk import replace_file
+from slipstream.core.errors import CheckpointError
+from slipstream.core.types import Message, Partial, Rollout
+
+M = TypeVar("M", bound=Message)
+SUFFIX = ".safetensors"
+
+
+def rollouts_dir(checkpoint: Path) -> Path:
+    """Where what was on its way at `checkpoint` is saved."""
+    return checkpoint.with_name(f"{checkpoint.name}.rollouts")
+
+
+def save_messages(path: Path, messages: Sequence[Message], *, cut: str) -> None:
+    """Write `messages` to `path`, whole or not at all; `cut` is the name of the cut they belong to. DiskError."""
+    arrays: list[np.ndarray] = []
+    numbers: dict[int, int] = {}  # by identity: the rollouts of a group have one prompt
+
+    def number_of(value: Any) -> int:
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"{type(value).__name__} cannot be saved")
+        if id(value) not in numbers:
+            numbers[id(value)] = len(arrays)
+            arrays.append(value)
+        return numbers[id(value)]
+
+    text = msgspec.json.Encoder(enc_hook=number_of).encode(list(messages)).decode()
+    tensors = {str(number): np.ascontiguousarray(array) for number, array in enumerate(arrays)}
+    metadata = {"cut": cut, "messages": text, "crc32": str(_crc32(text, tensors.values()))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, save(tensors, metadata))
+
+
+def load_messages(path: Path, kind: type[M], *, cut: str) -> list[M]:
+    """The messages in `path`, all of `kind`. CheckpointError for a file that is damaged, or not of the cut `cut`."""
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata()
+            arrays = [file.get_tensor(str(number)) for number in range(len(file.keys()))]
+        if metadata["cut"] != cut:
+            raise ValueError("it belongs to another checkpoint")
+        if metadata["crc32"] != str(_crc32(metadata["messages"], arrays)):
+            raise ValueError("it is damaged")
+
+        def array_of(wanted: type, value: Any) -> np.ndarray:
+            if wanted is not np.ndarray or not isinstance(value, int) or not 0 <= value < len(arrays):
+                raise ValueError(f"{value} stands for no array")
+            found: np.ndarray = arrays[value]
+            return found
+
+        messages: list[M] = msgspec.json.Decoder(list[kind], dec_hook=array_of).decode(metadata["messages"])  # type: ignore[valid-type]
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path.name} beside {path.parent.stem} cannot be used", got=error) from error
+    return messages
+
+
+def saved_rollouts(
+    checkpoint: Path, *, cut: str, owed: Sequence[int], step: int, notes: list[str]
+) -> Iterator[Rollout]:
+    """The rollouts that the trainer's ranks saved beside `checkpoint`, whatever ranks there were.
+
+    Only those of groups that the cut owes, and whose tokens are of versions up to `step`: what weights of an abandoned
+    tail have sampled is not of this lineage. What cannot be used is told to `notes`.
+    """
+    wanted = set(owed)
+    for path in _files(checkpoint, "trainer"):
+        for rollout in _usable(path, Rollout, cut, notes):
+            if rollout.ordinal in wanted and rollout.completion.max_version <= step:
+                yield rollout
+
+
+def saved_partials(
+    checkpoint: Path, *, cut: str, owed: Sequence[int], step: int, notes: list[str]
+) -> dict[int, tuple[Partial, ...]]:
+    """What the generators saved beside `checkpoint`, by ordinal; conditions as for `saved_rollouts`."""
+    wanted = set(owed)
+    found: dict[int, dict[int, Partial]] = {}
+    for path in _files(checkpoint, "generator"):
+        for partial in _usable(path, Partial, cut, notes):
+            if partial.ordinal in wanted and all(span.version <= step for span in partial.segment.version_spans):
+                found.setdefault(partial.ordinal, {})[partial.sample] = partial
+    return {ordinal: tuple(partials.values()) for ordinal, partials in found.items()}
+
+
+def _files(checkpoint: Path, kind: str) -> list[Path]:
+    return sorted(rollouts_dir(checkpoint).glob(f"{kind}*{SUFFIX}"))
+
+
+def _usable(path: Path, kind: type[M], cut: str, notes: list[str]) -> list[M]:
+    try:
+        return load_messages(path, kind, cut=cut)
+    except CheckpointError as error:
+        notes.append(f"{error.what} ({error.got}): its groups are sampled again")
+        return []
+
+
+def _crc32(text: str, arrays: Any) -> int:
+    crc = zlib.crc32(text.encode())
+    for array in arrays:
+        crc = zlib.crc32(
+            np.ascontiguousarray(array).tobytes(), zlib.crc32(repr((array.dtype, array.shape)).encode(), crc)
+        )
+    return crc

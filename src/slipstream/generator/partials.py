@@ -1,0 +1,137 @@
+"""Completions across a resume: saved as far as they are at a checkpoint, gone on with afterwards.
+
+Why the staleness bound holds for them. A group that a checkpoint owes was admitted before it, by the admission rule, on
+a replica of version v with d drops known below it: all its tokens are of versions >= v, and the step that trains it is
+n <= floor((o - d + W - 1) / P) (`controller/schedule.py`). The snapshot has these drops, none is ever taken back, and
+the training rule is the same after the resume: so n - v <= k for the tokens that are restored as well. They are of
+versions up to the checkpoint's, which are of its lineage, and no replica holds an older one afterwards: they ascend.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.core.clock import Clock
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError, DiskError
+from slipstream.core.saved import save_messages
+from slipstream.core.types import Partial, Segment
+from slipstream.generator.requests import Finished, KeptSets, Request, Resume, check_request
+
+LAST_WRITE_S = 10.0
+log = logging.getLogger(__name__)
+
+
+def partial_of(request: Request) -> Partial:
+    """What `request`, which is resumed after something, has become so far."""
+    resume = request.resume
+    assert resume is not None, "it has begun"
+    segment = Segment(
+        tokens=resume.tokens,
+        behaviour_logprobs=resume.logprobs,
+        version_spans=resume.version_spans,
+        kept_tokens=None if resume.kept is None else resume.kept.tokens,
+        kept_counts=None if resume.kept is None else resume.kept.counts,
+    )
+    return Partial(ordinal=request.ordinal, sample=request.sample, prompt_crc32=prompt_crc32(request), segment=segment)
+
+
+def prompt_crc32(request: Request) -> int:
+    return zlib.crc32(request.prompt_tokens.astype(np.int32).tobytes())
+
+
+class Restored:
+    """Which of the saved completions a generator goes on with, and how many tokens they have brought."""
+
+    def __init__(self, config: RunConfig, *, max_len: int, clock: Clock) -> None:
+        self._max_len, self._clock = max_len, clock
+        self._spans_versions = config.weight_update == "in_flight" or config.generator.segment_tokens is not None
+        self._num_tokens: dict[tuple[int, int], int] = {}
+
+    def fits(self, partial: Partial, request: Request, version: int) -> bool:
+        """Whether `request` may go on from `partial` under weights of `version`.
+
+        With `between_batches` no completion spans versions: one that was begun under an older one is sampled again.
+        """
+        segment = partial.segment
+        if partial.prompt_crc32 != prompt_crc32(request) or segment.behaviour_logprobs is None:
+            return False
+        versions = {span.version for span in segment.version_spans}
+        if not versions or max(versions) > version:
+            return False
+        if partial.finish_reason is not None:
+            return True
+        if not self._spans_versions and versions != {version}:
+            return False
+        try:
+            check_request(request.resumed_with(self._resume(partial)), max_len=self._max_len)
+        except ConfigError as error:
+            log.warning("ordinal %d is sampled again: %s", partial.ordinal, error)
+            return False
+        return True
+
+    def resumed(self, partial: Partial, request: Request) -> Request:
+        self._num_tokens[partial.ordinal, partial.sample] = len(partial.segment.tokens)
+        return request.resumed_with(self._resume(partial))
+
+    def finished(self, partial: Partial, request: Request) -> Finished:
+        self._num_tokens[partial.ordinal, partial.sample] = len(partial.segment.tokens)
+        resume = self._resume(partial)
+        assert partial.finish_reason is not None
+        return Finished(
+            request=request,
+            tokens=resume.tokens,
+            logprobs=resume.logprobs,
+            version_spans=resume.version_spans,
+            finish_reason=partial.finish_reason,
+            started_s=resume.started_s,
+            finished_s=resume.started_s,
+            kept=resume.kept,
+        )
+
+    def take(self, ordinal: int, sample: int) -> int:
+        """Tokens of this completion that were not sampled here; asked once, when it is finished."""
+        return self._num_tokens.pop((ordinal, sample), 0)
+
+    def _resume(self, partial: Partial) -> Resume:
+        """Its time begins anew: the clock that it was begun by may be another machine's."""
+        segment = partial.segment
+        assert segment.behaviour_logprobs is not None
+        kept = None
+        if segment.kept_tokens is not None and segment.kept_counts is not None:
+            kept = KeptSets(segment.kept_tokens, segment.kept_counts)
+        return Resume(segment.tokens, segment.behaviour_logprobs, segment.version_spans, self._clock.now_s(), kept)
+
+
+class Saver:
+    """Writes what is to be saved beside the thread that decodes; while it writes, the next is left out.
+
+    What it writes is never needed, so a disk that refuses is logged here, and told by whoever needs it.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def save(self, path: Path, partials: Sequence[Partial], *, cut: str) -> None:
+        if not partials or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=_write, args=(path, partials, cut), name="save-partials", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for what is being written, ten seconds at most: a daemon thread ends with its process."""
+        if self._thread is not None:
+            self._thread.join(LAST_WRITE_S)
+
+
+def _write(path: Path, partials: Sequence[Partial], cut: str) -> None:
+    try:
+        save_messages(path, partials, cut=cut)
+    except DiskError as error:
+        log.warning("%s", error)

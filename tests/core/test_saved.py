@@ -1,0 +1,107 @@
+"""Messages in a file come back as they were, or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.core import wire
+from slipstream.core.errors import CheckpointError
+from slipstream.core.saved import load_messages, rollouts_dir, save_messages, saved_partials, saved_rollouts
+from slipstream.core.types import Completion, Partial, Prompt, Rollout, Segment, VersionSpan
+
+PROMPT = Prompt(
+    prompt_id="p", text="3 + 4 =", tokens=np.arange(5, dtype=np.int32), task="sum", columns={"a": [1, None]}
+)
+
+
+def segment(seed: int, num_tokens: int, *, version: int = 1, has_kept: bool = False) -> Segment:
+    generator = np.random.default_rng(seed)
+    counts = generator.integers(1, 4, num_tokens, dtype=np.int32)
+    return Segment(
+        tokens=generator.integers(0, 99, num_tokens, dtype=np.int32),
+        behaviour_logprobs=-generator.random(num_tokens, dtype=np.float32),
+        version_spans=(VersionSpan(start=0, version=version),),
+        kept_tokens=generator.integers(0, 99, counts.sum(), dtype=np.int32) if has_kept else None,
+        kept_counts=counts if has_kept else None,
+    )
+
+
+def rollout(ordinal: int, sample: int, *, version: int = 1) -> Rollout:
+    one = segment(ordinal * 10 + sample, 3 + sample, version=version, has_kept=sample % 2 == 1)
+    completion = Completion(
+        ordinal=ordinal, sample=sample, prompt=PROMPT, segments=(one,), text="é", finish_reason="stop"
+    )
+    return Rollout(completion=completion, reward=0.1 + sample / 3, reward_parts={"task": None}, scored_s=1e-9 / 3)
+
+
+def partial(ordinal: int, sample: int, *, version: int = 1) -> Partial:
+    return Partial(ordinal=ordinal, sample=sample, prompt_crc32=7, segment=segment(ordinal, 2, version=version))
+
+
+def test_rollouts_and_partials_come_back_bit_for_bit(tmp_path: Path) -> None:
+    """By the bytes that they have on a channel, which are made by other code."""
+    rollouts = [rollout(ordinal, sample) for ordinal in range(3) for sample in range(4)]
+    save_messages(tmp_path / "a.safetensors", rollouts, cut="one")
+    found = load_messages(tmp_path / "a.safetensors", Rollout, cut="one")
+    assert [wire.encode(each) for each in found] == [wire.encode(each) for each in rollouts]
+    partials = [partial(4, 0), partial(4, 1)]
+    save_messages(tmp_path / "b.safetensors", partials, cut="one")
+    found_partials = load_messages(tmp_path / "b.safetensors", Partial, cut="one")
+    assert [wire.encode(each) for each in found_partials] == [wire.encode(each) for each in partials]
+    save_messages(tmp_path / "c.safetensors", [], cut="one")
+    assert load_messages(tmp_path / "c.safetensors", Partial, cut="one") == []
+    header = (tmp_path / "a.safetensors").read_bytes()
+    size = int.from_bytes(header[:8], "little")
+    assert json.loads(header[8 : 8 + size])["__metadata__"]["cut"] == "one", "safetensors, and JSON in its header"
+
+
+def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_messages(path, [rollout(0, 1)], cut="one")
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 13):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x15
+        path.write_bytes(damaged)
+        try:
+            found = load_messages(path, Rollout, cut="one")
+        except CheckpointError:
+            continue
+        assert [wire.encode(each) for each in found] == [wire.encode(rollout(0, 1))], position
+    for length in range(0, len(whole), 29):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="cannot be used"):
+            load_messages(path, Rollout, cut="one")
+
+
+def test_another_cut_and_another_kind_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_messages(path, [partial(0, 0)], cut="one")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        load_messages(path, Partial, cut="two")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        load_messages(path, Rollout, cut="one")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        load_messages(tmp_path / "absent.safetensors", Rollout, cut="one")
+
+
+def test_a_resume_takes_what_is_owed_and_of_its_own_lineage(tmp_path: Path) -> None:
+    """Whatever ranks and replicas saved it; versions above the checkpoint's are of the abandoned tail."""
+    checkpoint = tmp_path / "step_5"
+    folder = rollouts_dir(checkpoint)
+    save_messages(folder / "trainer.safetensors", [rollout(0, 0), rollout(1, 0, version=5)], cut="one")
+    save_messages(folder / "trainer@1.safetensors", [rollout(1, 1), rollout(2, 0, version=6)], cut="one")
+    save_messages(folder / "trainer@2.safetensors", [rollout(1, 2)], cut="another")
+    save_messages(folder / "generator-0.safetensors", [partial(1, 3), partial(2, 0, version=6)], cut="one")
+    save_messages(folder / "generator-1.safetensors", [partial(0, 3), partial(2, 1, version=5)], cut="one")
+    notes: list[str] = []
+    taken = saved_rollouts(checkpoint, cut="one", owed=[1, 2], step=5, notes=notes)
+    assert [(each.ordinal, each.sample) for each in taken] == [(1, 0), (1, 1)]
+    assert len(notes) == 1
+    assert "trainer@2" in notes[0]
+    partials = saved_partials(checkpoint, cut="one", owed=[1, 2], step=5, notes=notes)
+    assert {ordinal: [each.sample for each in found] for ordinal, found in partials.items()} == {1: [3], 2: [1]}

@@ -1,0 +1,212 @@
+"""A run that is cut off and resumed comes to what an undisturbed one comes to; what was under way is not done again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit import audit
+
+import slipstream
+from slipstream.controller.controller import Controller
+from slipstream.core.errors import DiskError, ExecutorDied, ExecutorLost, SlipstreamError
+from slipstream.core.recipes import resolve
+from slipstream.core.types import StepDone
+from slipstream.stages import rl
+from slipstream.stages.resume import Resumed
+from slipstream.stages.rl import FromPython
+
+STEPS = 6
+SYNC = {"max_staleness": 0, "weight_update": "between_batches"}
+AHEAD = {"max_staleness": 2, "weight_update": "in_flight"}
+
+
+class Cut(Exception):
+    """The end of the process, as far as the run can tell."""
+
+
+@pytest.fixture
+def small(tiny: dict[str, Any]) -> dict[str, Any]:
+    """Long enough for completions to be under way at every step, and no step waits for a group without signal."""
+    return tiny | {
+        "host": "inline",
+        "steps": STEPS,
+        "trainer": {"checkpoint_every": 2},
+        "generator": {"num_slots": 24},
+        "warm_start": {"steps": 5, "batch_size": 8, "num_demonstrations": 40},
+        "loss": {"skip_no_signal": False},
+        "eval": {"every": 0, "num_prompts": 4, "num_slots": 8},
+    }
+
+
+def cut_off(
+    monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], out: Path, is_time: Callable[[Controller, Any], bool]
+) -> None:
+    """Run until an event for which it `is_time`; then nothing more is done, or saved."""
+    decide = Controller._decide
+
+    def ending(self: Controller, event: Any) -> None:
+        decide(self, event)
+        if is_time(self, event):
+            raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "_decide", ending)
+        with pytest.raises(Cut):
+            slipstream.run("quickstart", overrides=tables, out=out, display=False)
+
+
+def after_step(step: int) -> Callable[[Controller, Any], bool]:
+    return lambda _, event: isinstance(event, StepDone) and event.step == step
+
+
+def trained(run: Path) -> list[tuple[Any, ...]]:
+    """(step, ordinal, sample, text) in the order of training."""
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    fields = ("step", "ordinal", "sample", "completion")
+    return [tuple(line[field] for field in fields) for line in lines if line["step"] is not None]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event for event in lines if event["type"] == kind]
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_at_staleness_0_a_run_that_was_cut_off_equals_one_that_was_not(replicas, small, tmp_path, monkeypatch):
+    tables = small | SYNC | {"loss": {}, "generator": {"num_slots": 16, "replicas": replicas}}
+    whole = slipstream.run("quickstart", overrides=tables, out=tmp_path / "whole", display=False)
+    cut_off(monkeypatch, tables, tmp_path / "run", after_step(4))
+    resumed = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
+    ours, theirs = ((run.out / "model" / "model.safetensors").read_bytes() for run in (resumed, whole))
+    assert ours == theirs
+    assert trained(resumed.out) == trained(whole.out)
+    assert audit(resumed.out)["fates"] == audit(whole.out)["fates"]
+    assert resumed.summary["prompts"]["regenerated_tokens"] == 0, "nothing was under way at the checkpoint"
+    assert resumed.summary["earlier_s"] > 0
+
+
+def test_what_was_under_way_is_gone_on_with_and_the_bound_holds(small, tmp_path, monkeypatch):
+    """Rollouts that waited for their step and tokens of unfinished completions are not sampled again."""
+    tables = small | AHEAD
+    run = tmp_path / "run"
+    cut_off(monkeypatch, tables, run, after_step(2))
+    saved = run / "checkpoints" / "step_2.rollouts"
+    assert sorted(path.name for path in saved.iterdir()) == ["generator-0.safetensors", "trainer.safetensors"]
+    cut = json.loads((run / "checkpoints" / "step_2" / "state.json").read_text())["extra"]
+    owed = cut["schedule"]["readmit"]
+    assert len(owed) >= 2
+
+    resumed = slipstream.run("quickstart", resume=run, display=False)
+    assert sorted(Counter(ordinal for _, ordinal, sample, _ in trained(run) if sample == 0).items()) == [
+        (ordinal, 1) for ordinal in range(STEPS * tables["groups_per_step"])
+    ]
+    audit(run)
+    later = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()][cut["num_events"] :]
+    scored = [line["event"]["ordinal"] for line in later if line["event"]["type"] == "GroupScored"]
+    admitted = {command["ordinal"] for line in later for command in line["commands"] if command["type"] == "StartGroup"}
+    kept = set(owed) - admitted
+    assert kept, "groups that waited for their step are scored again without being sampled again"
+    assert scored[: len(kept)] == sorted(kept)
+    assert sum(event["num_restored"] for event in events(run, "CompletionFinished")) > 0
+    again = sum(
+        line["event"]["num_tokens"] - line["event"]["num_restored"]
+        for line in later
+        if line["event"]["type"] == "CompletionFinished" and line["event"]["ordinal"] in owed
+    )
+    assert resumed.summary["prompts"]["regenerated_tokens"] == again
+
+
+@pytest.mark.parametrize(
+    "damage", ["torn", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("missing", "of another cut"))]
+)
+def test_without_what_was_under_way_it_is_sampled_again(damage, small, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    cut_off(monkeypatch, small | AHEAD, run, after_step(2))
+    for path in (run / "checkpoints" / "step_2.rollouts").iterdir():
+        if damage == "missing":
+            path.unlink()
+        elif damage == "torn":
+            path.write_bytes(path.read_bytes()[:-9])
+        else:
+            path.write_bytes(path.read_bytes().replace(b'"cut":"', b'"cut":"0')[:-1] + b"0")
+    resumed = slipstream.run("quickstart", resume=run, display=False)
+    audit(run)
+    assert resumed.summary["prompts"]["trained"] == STEPS * small["groups_per_step"]
+    assert resumed.summary["prompts"]["regenerated_tokens"] > 0
+    assert all(event["num_restored"] == 0 for event in events(run, "CompletionFinished"))
+
+
+@pytest.mark.slow
+def test_a_lost_trainer_is_followed_by_another_attempt_from_the_last_checkpoint(small, tmp_path, monkeypatch, capsys):
+    decide, losses = Controller._decide, [3, 3]
+
+    def losing(self: Controller, event: Any) -> None:
+        decide(self, event)
+        if isinstance(event, StepDone) and losses and event.step == losses[0]:
+            losses.pop(0)
+            raise ExecutorLost("the process of 'trainer' ended", executor="trainer", got="killed by SIGKILL")
+
+    monkeypatch.setattr(Controller, "_decide", losing)
+    result = slipstream.run("quickstart", overrides=small | AHEAD, out=tmp_path / "run")
+    assert capsys.readouterr().out.count("going on from step_2") == 2
+    audit(tmp_path / "run")
+    assert result.summary["prompts"]["trained"] == STEPS * small["groups_per_step"]
+    assert sorted(path.name for path in result.out.glob("attempt_*")) == ["attempt_1", "attempt_2"]
+
+
+class Attempts:
+    """Stands for attempts that end one after the other as they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: BaseException | str) -> None:
+        self.ends, self.resumed, self.pauses = list(ends), [], []
+        monkeypatch.setattr(rl, "_attempt", self.attempt)
+        monkeypatch.setattr(rl, "prepare_resume", lambda run_dir: Resumed(run_dir / "step_2", None, run_dir, ["note"]))
+        monkeypatch.setattr(rl, "sleep", self.pauses.append)
+
+    def attempt(self, _config: Any, _run_dir: Path, _given: Any, resumed: Resumed | None) -> dict[str, Any]:
+        self.resumed.append(None if resumed is None else resumed.checkpoint)
+        end = self.ends.pop(0)
+        if isinstance(end, BaseException):
+            raise end
+        return {"status": end}
+
+
+def lost(executor: str) -> ExecutorLost:
+    return ExecutorLost(f"the process of '{executor}' ended", executor=executor)
+
+
+def test_each_lost_executor_has_a_budget_of_its_own_and_pauses_that_double(tmp_path, monkeypatch):
+    attempts = Attempts(monkeypatch, lost("trainer"), lost("reference"), lost("trainer"), "done")
+    config = resolve("quickstart", {"max_restarts": 2})
+    assert rl.run_rl(config, tmp_path, FromPython(display=False)) == {"status": "done"}
+    assert attempts.pauses == [0.5, 0.5, 1.0]
+    assert attempts.resumed == [None, *[tmp_path / "step_2"] * 3]
+
+    attempts = Attempts(monkeypatch, *[lost("trainer") for _ in range(3)])
+    with pytest.raises(ExecutorLost, match="'trainer' ended"):
+        rl.run_rl(config, tmp_path, FromPython(display=False))
+    assert attempts.pauses == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("error", [ExecutorDied("'trainer' failed"), SlipstreamError("no signal"), DiskError("full")])
+def test_what_would_only_repeat_itself_is_not_tried_again(error, tmp_path, monkeypatch):
+    attempts = Attempts(monkeypatch, error)
+    with pytest.raises(type(error)):
+        rl.run_rl(resolve("quickstart"), tmp_path, FromPython(display=False))
+    assert attempts.pauses == []
+
+
+def test_ctrl_c_ends_a_pause(tmp_path, monkeypatch):
+    Attempts(monkeypatch, lost("trainer"))
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rl, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rl.run_rl(resolve("quickstart"), tmp_path, FromPython(display=False))
