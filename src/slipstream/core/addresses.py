@@ -8,7 +8,6 @@ under its executor's name and incarnation. Addresses are all that the store gets
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import socket
 import threading
@@ -17,7 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, ConfigError
@@ -26,6 +27,8 @@ from slipstream.core.keys import RunKeys
 MAX_IPC_PATH_BYTES = 103  # sun_path holds 104 on macOS and 108 on Linux, with the final NUL
 LOOPBACK = "127.0.0.1"
 _PREFIX = "slipstream/channels/"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,21 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+class _Announcement(msgspec.Struct, frozen=True):
+    """Where an executor listens, in the store."""
+
+    machine: str
+    ports: dict[str, list[str]]
+
+
+def _decoded(content: bytes, kind: type[T]) -> T:
+    """What an executor wrote into the store, where anybody may write who reaches it. ChannelError when it is none."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
+        raise ChannelError("the run's store has something else where an executor announces itself", got=error) from None
 
 
 class LocalAddresses:
@@ -143,7 +161,8 @@ class StoreAddresses:
         return (ipc_address(self._transport_dir / f"{self._numbers[port]}-{incarnation}.sock"), remote)
 
     def announce(self, executor: str, incarnation: int, bound: Mapping[str, Sequence[str]]) -> None:
-        content = json.dumps({"machine": self._machine, "ports": {port: list(at) for port, at in bound.items()}})
+        ports = {port: list(at) for port, at in bound.items()}
+        content = msgspec.json.encode(_Announcement(machine=self._machine, ports=ports)).decode()
         self._check_newest(executor, incarnation)
         self._store.set(f"{_PREFIX}{executor}/{incarnation}", content)
         self._store.set(f"{_PREFIX}{executor}", str(incarnation))
@@ -151,24 +170,25 @@ class StoreAddresses:
     def find(self, port: str, incarnation: int = 0) -> Address:
         executor = port.split(".")[0]
         if not incarnation:
-            incarnation = int(self._get(f"{_PREFIX}{executor}", executor, "has announced itself"))
-        content = json.loads(
-            self._get(f"{_PREFIX}{executor}/{incarnation}", executor, f"has announced incarnation {incarnation}")
-        )
-        bound = content["ports"].get(port)
+            incarnation = _decoded(self._get(f"{_PREFIX}{executor}", executor, "has announced itself"), int)
+        told = self._get(f"{_PREFIX}{executor}/{incarnation}", executor, f"has announced incarnation {incarnation}")
+        content = _decoded(told, _Announcement)
+        bound = content.ports.get(port)
         if not bound:
             raise ChannelError(
                 f"'{executor}' does not listen at '{port}'",
-                got=", ".join(content["ports"]),
+                got=", ".join(content.ports),
                 hint="all processes of a run need the same channels",
             )
-        is_here = bool(self._machine) and content["machine"] == self._machine
-        at = next(address for address in bound if address.startswith("ipc:" if is_here else "tcp:"))
+        is_here = bool(self._machine) and content.machine == self._machine
+        at = next((address for address in bound if address.startswith("ipc:" if is_here else "tcp:")), None)
+        if at is None:
+            raise ChannelError(f"'{executor}' announced no address of '{port}' that is of use here", got=bound)
         return Address(at, incarnation)
 
     def _check_newest(self, executor: str, incarnation: int) -> None:
         key = f"{_PREFIX}{executor}"
-        newest = int(self._store.get(key)) if self._store.check([key]) else 0
+        newest = _decoded(self._store.get(key), int) if self._store.check([key]) else 0
         if newest > incarnation:
             raise ChannelClosed(f"incarnation {incarnation} of '{executor}' was replaced by {newest}")
 

@@ -163,7 +163,7 @@ class EndpointJudge:
             )
         try:
             answer = msgspec.json.decode(raw, type=_ChatCompletion)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
             raise _AttemptFailed(f"an answer that is no chat completion ({error})") from error
         if not answer.choices:
             raise _AttemptFailed("an answer without choices")

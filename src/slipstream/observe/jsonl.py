@@ -98,7 +98,7 @@ def read_jsonl(path: Path, type: type[T]) -> Iterator[T]:
                 return
             try:
                 yield decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
                 raise SlipstreamError(
                     f"{path.name} is damaged", got=f"line {number}: {error}", hint=f"inspect {path}"
                 ) from error
@@ -131,7 +131,7 @@ def intact_lines(path: Path, type: type[T]) -> Iterator[tuple[bytes, T]]:
         for line in file:
             try:
                 record = decoder.decode(line)
-            except msgspec.DecodeError:
+            except (ValueError, RecursionError):
                 return
             if not line.endswith(b"\n"):
                 return

@@ -119,7 +119,7 @@ class Worker:
             try:
                 for body in self._reader.feed(data):
                     messages.append(_decoder.decode(body))
-            except (msgspec.MsgspecError, ValueError) as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 self.failure = f"worker sent bad output: {error}"[:200]
         return messages
 

@@ -28,7 +28,9 @@ def changes_of(base: Bytes, new: Bytes) -> Bytes | None:
 def apply_changes(base: Bytes, changes: Bytes) -> None:
     """Make `base` what `changes` were found in. Raises WeightSyncError for changes that lie outside of it."""
     odd = len(base) % 2
-    count = (len(changes) - 1 - odd) // 6
+    count, rest = divmod(len(changes) - 1 - odd, 6)
+    if count < 0 or rest:
+        raise WeightSyncError("changes of a length that none have", got=len(changes), allowed=f"6 n + {1 + odd}")
     places, values = changes[: 4 * count].view(np.uint32), changes[4 * count : 6 * count].view(_WORD)
     if count and places.max() >= len(base) // 2:
         raise WeightSyncError("changes lie outside of their bucket", got=int(places.max()), allowed=len(base) // 2)

@@ -155,7 +155,7 @@ class WorkerProcess:
             return None
         try:
             frame: protocol.ToClient = protocol.decode_to_client(self._socket.recv(zmq.NOBLOCK))
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
             raise ChannelError(f"a malformed message came from {self.name}", got=error) from error
         if isinstance(frame, protocol.Failed):
             raise self.death(f"{frame.what}: {frame.error}")

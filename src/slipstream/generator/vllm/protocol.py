@@ -141,4 +141,4 @@ ToClient = Started | Tokens | Aborted | Updated | Probed | Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_client = msgspec.msgpack.Decoder(ToClient).decode
-"""Both raise msgspec.DecodeError (ValidationError among them) for whatever is not such a frame."""
+"""Both raise ValueError (msgspec.DecodeError, or one of bad UTF-8) or RecursionError for what is not such a frame."""
