@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import threading
+import time
 from pathlib import Path
 
+import pytest
 from audit import audit
 
 import slipstream
+from slipstream.core.errors import SlipstreamError
+from slipstream.observe.metrics import read_metrics
 from slipstream.observe.recorder import read_rollouts
 
 HOSTILE = """
@@ -34,6 +40,16 @@ def reward(prompts, completions, completion_ids, **columns):
         subprocess.run(["touch", MARKER], check=True)
     if kind == 6:
         os._exit(0)
+    if kind == 7:
+        return [float("nan")]
+    if kind == 8:
+        return ["very good"]
+    if kind == 9:
+        return [1.0] * 100_000
+    if kind == 10:
+        return [1e300]
+    if kind == 11:
+        raise ValueError("z" * 1_000_000)
     return [float(len(completions[0]) % 3)]
 """
 
@@ -57,3 +73,73 @@ def test_a_hostile_verifier_costs_rollouts_and_nothing_else(tiny, tmp_path):
     assert not marker.exists()
     survivors = subprocess.run(["pgrep", "-f", "slipstream.rewards.worker"], capture_output=True, text=True).stdout
     assert str(source) not in survivors
+
+
+CAUSES = {  # of the kinds above -> what the failure says
+    "timed out": "a loop, or children that sleep on",
+    "MemoryError": "memory",
+    "worker": "death of the worker, however it came",
+    "reward is": "a number that is none, or is too large",
+    "ValueError": "an exception",
+}
+
+
+@pytest.mark.slow
+def test_the_others_are_scored_meanwhile_and_the_user_is_told(tiny, tmp_path):
+    """A quarter of all verdicts is an attack; a hanging one holds up its own group for its deadline, and no more."""
+    source = tmp_path / "hostile.py"
+    source.write_text(f"MARKER = {str(tmp_path / 'marker')!r}\n{HOSTILE}".replace("% 40", "% 48"))
+    timeout_s = 2.0
+    overrides = tiny | {
+        "steps": 20,
+        "rewards": {"terms": [{"function": f"{source}:reward"}], "timeout_s": timeout_s, "num_workers": 2},
+        "eval": {"every": 0, "num_prompts": 8, "num_slots": 8},
+        "loss": {"skip_no_signal": False},
+    }
+    result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert result.status == "done"
+    assert audit(result.out)["fates"]["trained"] == 80
+    rollouts = list(read_rollouts(result.out / "rollouts.jsonl"))
+    failed = [one for one in rollouts if one.failure]
+    assert len(failed) > 0.1 * len(rollouts)
+    assert all(one.reward == 0.0 and one.num_tokens > 0 for one in failed)  # scored with failure_reward, not poisoned
+    found = {cause for cause in CAUSES if any(cause in (one.failure or "") for one in failed)}
+    assert len(found) >= 3, {one.failure for one in failed}
+    assert all(len(one.failure or "") <= 2000 for one in failed)
+    # While one worker hangs the other scores, unless nothing is left to be scored but what hangs.
+    hung = [one for one in failed if one.failure.startswith("timed out")]
+    times_s = [one.scored_s for one in rollouts]
+    accompanied = [one for one in hung if any(one.scored_s - timeout_s < t < one.scored_s - 0.1 for t in times_s)]
+    assert len(accompanied) >= max(1, len(hung) // 4)
+    metrics = read_metrics(result.out / "metrics.jsonl")
+    assert max(line.get("scored_failed_frac", 0.0) for line in metrics) > 0.1
+    assert any(line.get("poisoned", 0.0) for line in metrics) is False
+    alarms = json.loads((result.out / "summary.json").read_text())["alarms"]
+    (alarm,) = [alarm for alarm in alarms if alarm["name"] == "failed_rewards"]
+    assert "could not be scored" in alarm["text"]
+
+
+@pytest.mark.slow
+def test_a_python_function_that_hangs_costs_its_deadline_eight_times(tiny, tmp_path):
+    """Its thread cannot be killed: after eight of them it is not called again, and the run says why it ends."""
+    called = []
+
+    def hangs(completions, **columns):
+        called.append(completions[0])
+        if len(called) % 3 == 0:
+            threading.Event().wait()
+        return [float(len(called) % 2)]
+
+    overrides = tiny | {
+        "steps": 3,
+        "warm_start": {"steps": 0},
+        "rewards": {"timeout_s": 0.5},
+        "eval": tiny["eval"] | {"num_prompts": 8},
+        "loss": {"skip_no_signal": False},
+    }
+    started_s = time.monotonic()
+    with pytest.raises(SlipstreamError, match="every completion of a group fails") as caught:
+        slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", reward=hangs, display=False)
+    assert "hung 8 times and is not called again" in str(caught.value)
+    assert len(called) == 24
+    assert time.monotonic() - started_s < 60
