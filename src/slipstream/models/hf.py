@@ -113,7 +113,15 @@ def weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS_FILE).is_file():
         return [path / WEIGHTS_FILE]
     if (path / INDEX_FILE).is_file():
-        files = [path / name for name in sorted(set(_read_json(path / INDEX_FILE)["weight_map"].values()))]
+        names = sorted({str(name) for name in _read_json(path / INDEX_FILE)["weight_map"].values()})
+        foreign = [name for name in names if name != Path(name).name or not name.endswith(".safetensors")]
+        if foreign:
+            raise ConfigError(
+                f"the index of the checkpoint in {path} names what is no shard of it",
+                got=foreign[0],
+                allowed="safetensors files beside it",
+            )
+        files = [path / name for name in names]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
             raise ConfigError(f"shards of the checkpoint in {path} are absent", got=", ".join(absent))

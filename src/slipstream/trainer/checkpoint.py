@@ -266,7 +266,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         _, names = manifest["format"], list(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} is torn: its manifest cannot be read", got=error) from error
-    if foreign := [name for name in names if name != Path(name).name or (path / name).is_symlink()]:
+    if foreign := [
+        name for name in names if name in ("", "..") or name != Path(name).name or (path / name).is_symlink()
+    ]:
         raise CheckpointError(
             f"the manifest of checkpoint {path} names what is not its own", got=foreign[0], allowed="files beside it"
         )
