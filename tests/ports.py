@@ -9,17 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.clock import WallClock
+from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Context, Executor
 from slipstream.core.types import Message
 
 
 class Port:
-    """Both ends of a channel."""
+    """Both ends of a channel, to executor `target`; of `room` messages at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: str = "peer", room: int | None = None) -> None:
         self.messages: deque[Message] = deque()
+        self.targets = frozenset({target})
+        self.room = room
+        self.is_closed = False
+
+    def has_room_for(self, message: Message) -> bool:
+        return self.is_closed or self.room is None or len(self.messages) < self.room
 
     def put(self, message: Message) -> None:
+        assert self.has_room_for(message), "it would wait"
+        if self.is_closed:
+            raise ChannelClosed("it was disconnected")
         self.messages.append(message)
 
     def get_nowait(self) -> Message | None:

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from slipstream.controller import executors
-from slipstream.controller.cluster import Cluster, RemoteGroups
+from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, Work
 from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.meeting import Listen, attend, read_spec
+from slipstream.controller.membership import Membership
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
 from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
@@ -228,7 +229,7 @@ def test_a_generator_that_fails_is_shut_out_its_groups_go_elsewhere_and_it_comes
     run.until(lambda: "seen" in run.controller.tally.counters.get("generator-1", {}), "a later message")
     assert 0 not in run.schedule.versions
     follower.join()
-    run.until(lambda: not run.controller.executors._remote.is_absent("generator-0"), "it is there again")
+    run.until(lambda: not run.controller.executors._membership.is_absent("generator-0"), "it is there again")
     assert run.observer.notes[-1] == "generator-0 has joined (incarnation 2)"
     for peer in (trainer, other):
         joined = [peer.hears(PeerJoined, port=MEMBERSHIP) for _ in range(2)]
@@ -297,7 +298,7 @@ def test_without_the_trainer_there_is_no_run(run: Run, ending: Message, what: st
 
 def test_who_loads_a_model_or_trains_may_be_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr(RemoteGroups, "check", lambda _, ports, *, busy: seen.append(list(busy)) or [])
+    monkeypatch.setattr(Membership, "check", lambda _, ports, *, busy, patience: seen.append(list(busy)) or [])
     run.controller.executors.work()
     assert seen.pop() == ["trainer", "generator-0", "generator-0@1", "generator-1"], "nobody is ready yet"
     played = run.start()
@@ -333,7 +334,7 @@ def test_at_the_end_groups_are_told_and_their_last_words_heard(run: Run, monkeyp
         assert played[name].hears(Stop) == Stop()
     assert {message.executor for message in heard if isinstance(message, Left)} == {"trainer", "generator-0"}
     assert {message.executor for message in heard if isinstance(message, Counters)} == {"trainer", "generator-0"}
-    assert run.controller.executors._remote.present == ["generator-1"]
+    assert run.controller.executors._membership.remote_present == ["generator-1"]
 
 
 def test_after_a_failure_nobody_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

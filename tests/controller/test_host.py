@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.controller.host import CHECK_TETHER_EVERY_S, Host, report, serve
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect_local
 from slipstream.core.clock import VirtualClock
+from slipstream.core.errors import ChannelClosed, ChannelTimeout, RankError, ShapeError
 from slipstream.core.executor import Context, Executor
 from slipstream.core.ports import Outbox
 from slipstream.core.rank_group import RankGroup
@@ -132,6 +134,43 @@ def test_replicas_that_come_and_go_get_versions_or_not(made: Any, monkeypatch: p
     ]
 
 
+def test_what_is_known_is_no_news(made: Any) -> None:
+    """Others are told, too, whenever one joins: who has heard it does nothing."""
+    counting = Counting()
+    rejoined: list[str] = []
+    counting.rejoined = rejoined.append  # type: ignore[method-assign]
+    one, readers = made(counting), Readers()
+    one.host.context.publisher = readers
+    lost, back = (kind(executor="generator-1", incarnation=n) for kind, n in ((PeerLost, 1), (PeerJoined, 2)))
+    one.told(lost, lost, back, back, PeerJoined(executor="rewards", incarnation=2), back)
+    one.host.step()
+    one.told(back, PeerLost(executor="generator-1", incarnation=2))
+    one.host.step()
+    assert readers.calls == [("drop", 1), ("add", 1), ("drop", 1)]
+    assert rejoined == ["generator-1", "rewards"], "the executor hears of each successor once"
+
+
+@pytest.mark.parametrize(
+    ("error", "num_ranks", "may_follow"),
+    [
+        (RankError("a collective failed"), 1, True),
+        (ChannelClosed("'rewards' has ended"), 1, True),
+        (ChannelTimeout("nothing was taken"), 1, True),
+        (RuntimeError("Connection closed by peer"), 2, True),
+        (torch.distributed.DistNetworkError("reset"), 2, True),
+        (RuntimeError("no such operator"), 1, False),
+        (torch.OutOfMemoryError("no memory"), 2, False),
+        (ShapeError("they do not fit"), 2, False),
+    ],
+)
+def test_only_what_anothers_end_leads_to_may_follow_from_it(
+    made: Any, error: Exception, num_ranks: int, may_follow: bool
+) -> None:
+    one = made(Counting())
+    report(one.host.ports, "trainer", error, num_ranks=num_ranks)
+    assert [m.may_follow for m in one.said() if isinstance(m, Failed)] == [may_follow]
+
+
 def test_rank_0_alone_tells_the_publisher(made: Any) -> None:
     one, readers = made(Counting()), Readers()
     one.host.context.publisher = readers
@@ -182,14 +221,14 @@ def test_an_error_is_reported_with_its_kind_and_where_it_was(made: Any, capsys: 
     try:
         raise ValueError("boom")
     except ValueError as error:
-        code = report(one.host.ports, "trainer", error)
+        code = report(one.host.ports, "trainer", error, num_ranks=1)
     assert code == 1
     [failed] = [message for message in one.said() if isinstance(message, Failed)]
-    assert (failed.executor, failed.error) == ("trainer", "ValueError: boom")
+    assert (failed.executor, failed.error, failed.may_follow) == ("trainer", "ValueError: boom", False)
     assert 'raise ValueError("boom")' in failed.traceback
     assert "ValueError: boom" in capsys.readouterr().err, "it is in the log, too"
     one.ends["controller"].inputs["events"].close()
-    assert report(one.host.ports, "trainer", ValueError("boom")) == 1, "also when nobody listens"
+    assert report(one.host.ports, "trainer", ValueError("boom"), num_ranks=1) == 1, "also when nobody listens"
 
 
 def test_an_executor_is_closed_once_also_when_its_init_fails(made: Any) -> None:

@@ -100,6 +100,17 @@ def test_an_evaluation_of_a_lost_replica_begins_anew(others):
     assert not evaluations
 
 
+def test_an_answer_that_comes_twice_counts_once():
+    """Rewards that were started again score once more what may have been scored."""
+    evaluations = Evaluations()
+    [(_, request)] = evaluations.begin(PROMPTS, (GREEDY,), {0: 0})
+    assert [evaluations.scored(answer(request.eval_id, i)) for i in (0, 1, 0, 1)] == [None] * 4
+    done = evaluations.scored(answer(request.eval_id, 2))
+    assert done is not None
+    assert [score.ordinal for score in done.scores] == [0, 1, 2]
+    assert evaluations.scored(answer(request.eval_id, 2)) is None
+
+
 def test_without_held_out_prompts_nothing_is_evaluated():
     evaluations = Evaluations()
     assert evaluations.begin([], (GREEDY,), {0: 0}) == []

@@ -60,3 +60,46 @@ def test_sleeping_as_told_misses_neither_beat_nor_end(silences: list[float], lea
             assert clock.now_s() == pytest.approx(heard_s + lease_s, abs=1e-5)
         lease.heard("a")
         heard_s = clock.now_s()
+
+
+def test_some_may_be_silent_for_longer() -> None:
+    clock = VirtualClock()
+    lease = Lease(8.0, clock)
+    lease.watch("a")
+    lease.watch("b")
+    lease.allow("b", 20.0)
+    clock.advance(8)
+    assert lease.silent() == ["a"]
+    lease.forget("a")
+    assert lease.is_beat_due()
+    clock.advance(2)
+    assert lease.wait_s() == 0.0, "a beat"
+    assert lease.is_beat_due()
+    clock.advance(10)
+    assert lease.silent() == ["b"]
+    lease.allow("b", 30.0)
+    assert lease.silent() == []
+    lease.forget("b")
+    lease.watch("b")
+    clock.advance(8)
+    assert lease.silent() == ["b"], "what it was allowed went with it"
+
+
+def test_who_did_not_listen_accuses_nobody() -> None:
+    clock = VirtualClock(50.0)
+    lease = Lease(8.0, clock)
+    lease.watch("a")
+    for _ in range(4):
+        clock.advance(4)
+        lease.listens()
+        if lease.silence_s("a") < 8:
+            assert lease.silent() == []
+    assert lease.silent() == ["a"], "listening does not renew a lease"
+    lease.heard("a")
+    clock.advance(100)
+    lease.listens()
+    assert lease.silent() == []
+    clock.advance(7.9)
+    assert lease.silent() == []
+    clock.advance(0.1)
+    assert lease.silent() == ["a"]

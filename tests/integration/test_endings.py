@@ -99,8 +99,8 @@ def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(ti
 @pytest.mark.parametrize(
     "victim", ["trainer", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("generator-0", "rewards"))]
 )
-def test_the_death_of_any_process_ends_the_run_within_seconds_and_names_it(victim, tiny, tmp_path):
-    process = start(tiny, tmp_path / "run", steps=10_000)
+def test_without_restarts_the_death_of_any_process_ends_the_run_within_seconds_and_names_it(victim, tiny, tmp_path):
+    process = start(tiny, tmp_path / "run", steps=10_000, max_restarts=0)
     await_steps(tmp_path / "run", 1, process)
     executors = executors_of(process.pid)
     os.kill(executors[victim], signal.SIGKILL)

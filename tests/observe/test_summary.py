@@ -12,7 +12,7 @@ from slipstream.observe.summary import check, read_summary, versions, violations
 # The interface. A change here is a breaking change for everybody's scripts.
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
-    "weight_sync padding_frac versions earlier_s evaluation alarms",
+    "weight_sync padding_frac versions earlier_s evaluation alarms restarts",
     "eval": "before after",
     "eval.before": "accuracy sampled_accuracy num_prompts",
     "eval.after": "accuracy sampled_accuracy num_prompts",

@@ -190,6 +190,39 @@ def test_with_one_version_in_transit_the_newest_follows_when_that_is_read(tmp_pa
     rig.close()
 
 
+def test_a_reader_that_comes_back_gets_the_last_version_whoever_is_heard_first(transport: Transport) -> None:
+    """It asks for it, and may be offered a new one before that is heard: it is read once, and released once."""
+    rig = Rig(transport, num_readers=2, is_threaded=False)
+    for version in (0, 1):
+        rig.publish(version)
+        for subscriber in rig.subscribers:
+            subscriber.poll()
+            subscriber.commit()
+        rig.publisher.poll()
+    rig.publisher.drop_reader(0)
+    rig.publisher.add_reader(0)
+    ports = rig.ports["g0"]
+    assert rig.publish(2)  # offered to it as to all, before it is heard to ask
+    parameters = Parameters()
+    again = Subscriber(ports.inputs["offers"], ports.outputs["releases"], transport, replica=0)
+    again.open(parameters, lambda tokens: parameters.flat[: len(tokens) - 1].numpy(), 1e-3, is_threaded=False)
+    while (message := ports.inputs["offers"].get_nowait()) is not None:
+        again._waiting = message  # as taken before the second offer comes
+        again._newest_seen = message.version
+    rig.publisher.poll()  # hears it ask, and offers again
+    again.poll()
+    assert ports.outputs["releases"].depth == 1, "the slot is released when it has been read, and only then"
+    again.commit()
+    assert again.version == 2
+    assert torch.equal(parameters.flat, torch.full((NUM_PARAMS,), 2.0))
+    rig.subscribers[1].poll()
+    rig.publisher.poll()
+    assert rig.publish(3)
+    assert rig.publish(4), "no slot is held by anybody"
+    again.close()
+    rig.close()
+
+
 def test_a_dropped_reader_frees_its_slots(transport: Transport) -> None:
     rig = Rig(transport, num_readers=2)
     for version in range(2):

@@ -240,6 +240,7 @@ def nodes(
             num_threads_alone=threads[kind].alone,
             ranks=ranks,
             device=device,
+            is_replaceable=kind == "generator",
         )
 
     ranks = config.generator.tensor_parallel
@@ -255,6 +256,7 @@ def nodes(
                 factory=make_rewards,
                 kwargs={"config": config} | ({} if reward is None else {"reward": reward}),
                 host=config.host if reward is None else "inline",  # a function of the caller's lives in their process
+                is_replaceable=True,
             )
         )
     if config.rewards.models:

@@ -52,6 +52,7 @@ from slipstream.core.types import (
     Published,
     Ready,
     ReplicaLost,
+    Settled,
     Skip,
     StartGroup,
     StepDone,
@@ -111,8 +112,18 @@ class Controller:
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
         self.vitals = Vitals(config.samples_per_group, config.max_staleness)
         self.watchman = Watchman(config.health, run_dir)
-        self.executors = Executors(config, pipeline, self.run_dir, clock=self.clock, note=observer.note)
+        self.executors = Executors(
+            config,
+            pipeline,
+            self.run_dir,
+            clock=self.clock,
+            note=observer.note,
+            lost=tally.lost,
+            spans=self.timeline,
+            restarts=tally.restarts,
+        )
         self.evaluations = Evaluations()
+        self.holders: dict[int, int] = {}  # ordinal -> the replica that samples it, or keeps it until it is scored
         self.evaluation_due: int | None = None  # once a replica holds this version
         self.waiting_reason = ""
         self.checkpointed: int | None = None
@@ -206,13 +217,11 @@ class Controller:
     def _sleep(self) -> None:
         with self.timeline.idle():
             self.executors.sleep()
-        if (death := self.executors.death) is not None:
-            self._take_events()  # it may have said why
-            raise death
 
     def _check_deadline(self, what: str, started_s: float) -> None:
         silent_s = self.clock.now_s() - max(started_s, self.executors.heard_s)
         if silent_s > self.config.deadline_s:
+            self.executors.accuse_the_silent()
             missing = self.executors.missing
             raise SlipstreamError(
                 f"nothing happened for {silent_s:.0f} s while waiting for {what}",
@@ -250,6 +259,7 @@ class Controller:
                     self.tally.regenerated_tokens += message.num_tokens - message.num_restored
                 self._decide(message)
             case GroupScored():
+                self._settle(message)
                 self._decide(message)
             case Swapped():
                 self.tally.swapped(message)
@@ -259,7 +269,7 @@ class Controller:
                 self._stepped(message)
                 self._decide(message)
             case ReplicaLost():
-                self.tally.lost(f"generator-{message.replica}")
+                self.holders = {o: replica for o, replica in self.holders.items() if replica != message.replica}
                 self._decide(message)
             case Ready():
                 self.tally.num_params = max(self.tally.num_params, message.num_params)
@@ -303,6 +313,12 @@ class Controller:
             self.evaluation_due = None
             self._evaluate(with_samples=False)
 
+    def _settle(self, message: GroupScored) -> None:
+        """What its replica has kept of the group, in case the rewards are lost, has done its duty."""
+        replica = self.holders.pop(message.ordinal, None)
+        if replica is not None:
+            self.executors.send(f"generator-{replica}", Settled(ordinals=(message.ordinal,)))
+
     def _carry_out(self, command: Command) -> None:
         match command:
             case StartGroup():
@@ -310,6 +326,7 @@ class Controller:
                 if command.ordinal in self.ledger.states:
                     self.readmitted.add(command.ordinal)
                 self.ledger.admit(command.ordinal)
+                self.holders[command.ordinal] = command.replica
                 admit = Admit(
                     ordinal=command.ordinal,
                     replica=command.replica,
@@ -384,6 +401,9 @@ class Controller:
         evaluation = self.evaluations.scored(message)
         if evaluation is None:
             return
+        if evaluation.replica is not None:
+            settled = Settled(eval_ids=(evaluation.eval_id,))
+            self.executors.send(f"generator-{evaluation.replica}", settled)
         accuracy = float(np.mean([score.reward >= 1 - 1e-6 for score in evaluation.scores]))
         is_greedy = evaluation.temperature == GREEDY
         self.tally.evaluated(message.version, accuracy, evaluation.scores, is_greedy=is_greedy)

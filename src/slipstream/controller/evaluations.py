@@ -18,7 +18,12 @@ class Evaluation:
     temperature: float
     prompts: tuple[Prompt, ...]
     replica: int | None = None
-    scores: list[EvalScored] = field(default_factory=list)
+    answers: dict[int, EvalScored] = field(default_factory=dict)
+    """By ordinal: an answer may come again from rewards that were started again."""
+
+    @property
+    def scores(self) -> list[EvalScored]:
+        return list(self.answers.values())
 
 
 Request = tuple[int, Evaluate]
@@ -57,8 +62,8 @@ class Evaluations:
         evaluation = self._pending.get(message.eval_id)
         if evaluation is None:
             return None
-        evaluation.scores.append(message)
-        if len(evaluation.scores) < len(evaluation.prompts):
+        evaluation.answers.setdefault(message.ordinal, message)
+        if len(evaluation.answers) < len(evaluation.prompts):
             return None
         return self._pending.pop(message.eval_id)
 

@@ -1,26 +1,36 @@
 """The executors of a run, as its controller sees them: children, those inside its process, groups on other machines.
 
-Whoever ends before its time is found out here. A child's death ends the run. So does a group's on another machine,
-except a generator's, which may come back (`controller/cluster.py`): for the controller that is an event, ReplicaLost.
+Whoever ends before its time, or is silent for too long, is found out here. What of it may go on is decided here, too:
+
+    reported an error                 the run ends with that error: it would only come again
+    lost, and nobody misses its state a child is killed for certain and started again, with a higher incarnation; a
+                                      group on another machine is started by its agent (`controller/membership.py`)
+    any other lost                    ExecutorLost: this attempt ends, and the run may go on from its last checkpoint
+
+For the controller's loop the loss of a replica is an event, ReplicaLost; of other losses it sees nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.controller.cluster import Cluster, MeetingPlace, RemoteGroups
+from slipstream.controller.cluster import Cluster, MeetingPlace
 from slipstream.controller.host import Child, Host
 from slipstream.controller.members import Change
-from slipstream.controller.pipeline import CONTROLLER, Pipeline, replica_of
+from slipstream.controller.membership import Membership
+from slipstream.controller.pipeline import CONTROLLER, Node, Pipeline, replica_of
+from slipstream.controller.restarts import Restarts
 from slipstream.core.addresses import AddressBook, LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ChannelClosed, ExecutorDied, SlipstreamError
-from slipstream.core.ranks import RANK_MARK
+from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost, SlipstreamError
+from slipstream.core.executor import Spans
+from slipstream.core.ranks import RANK_MARK, split_rank_name
 from slipstream.core.types import (
     CompletionFinished,
     Counters,
@@ -37,33 +47,59 @@ from slipstream.core.types import (
 WAKE_EVERY_S = 1.0  # how often a silent run is looked at; decisions never wait for it
 STOP_DEADLINE_S = 10.0
 LET_GO_DEADLINE_S = 2.0
+CAUSE_DEADLINE_S = 2.0  # so long is a cause looked for, where an error may be the consequence of another's end
+
+
+@dataclass(frozen=True)
+class _Gone:
+    """These processes are; what they have said before comes before."""
+
+    members: tuple[str, ...]
 
 
 class Executors:
-    """Starts them, passes commands and events, ends them. `note` is told, in words, who comes and goes."""
+    """Starts them, passes commands and events, starts again whom the run can do without for a while, ends them.
+
+    `note` is told, in words, who comes and goes; `lost` the names of processes that are gone; `spans` gets the instants
+    of both. `restarts` counts per executor how often it was started again, and goes on counting.
+    """
 
     def __init__(
-        self, config: RunConfig, pipeline: Pipeline, run_dir: Path, *, clock: Clock, note: Callable[[str], None]
+        self,
+        config: RunConfig,
+        pipeline: Pipeline,
+        run_dir: Path,
+        *,
+        clock: Clock,
+        note: Callable[[str], None],
+        lost: Callable[[Sequence[str]], None],
+        spans: Spans,
+        restarts: Counter[str],
     ) -> None:
         self.config, self.pipeline, self.run_dir = config, pipeline, run_dir
         self.ready: set[str] = set()
         self.heard_s = clock.now_s()
         """When the last event came, other than a report of counters."""
-        self._clock, self._note = clock, note
+        self._clock, self._note, self._lost, self._spans = clock, note, lost, spans
         self._ports = Ports()
         self._inline: list[Host] = []
-        self._children: list[Child] = []
-        self._remote = RemoteGroups(pipeline, lease_s=config.lease_s, clock=clock)
-        self._losses: deque[ReplicaLost] = deque()  # found out here, for the controller to take
+        self._nodes = {node.name: node for node in pipeline.nodes}
+        self._children: dict[str, Child] = {}
+        self._incarnations = dict.fromkeys(self._nodes, 1)  # of the groups of children
+        self._coming: dict[str, float] = {}  # groups that are being started again -> by when they must be there
+        self._membership = Membership(pipeline, lease_s=config.lease_s, clock=clock)
+        self._restarts = Restarts(config.max_restarts, clock, restarts)
+        self._found: deque[Message | _Gone] = deque()  # out here, for the controller to take before anything else
+        self._suspects: dict[str, tuple[Failed, float]] = {}  # whose error may follow from another's end -> until when
 
     def launch(self, transport_dir: Path, run_id: str, cluster: Cluster | None) -> None:
         """Start children, let groups join, connect. Waits for all to announce their ports: `deadline_s` for each."""
         channels, deadline_s = self.pipeline.all_channels, self.config.deadline_s
         book: AddressBook = LocalAddresses(channels, transport_dir)
-        place: MeetingPlace | None = None
+        self._transport_dir, self._run_id, self._place = transport_dir, run_id, None
         if cluster is not None:
             place = MeetingPlace(cluster, self.pipeline, lease_s=self.config.lease_s, deadline_s=deadline_s)
-            book = place.addresses(transport_dir)
+            book, self._place = place.addresses(transport_dir), place
             generator = self.config.generator
             place.announce(
                 self.run_dir,
@@ -74,20 +110,8 @@ class Executors:
             )
             self._note(f"the controller listens at {place.address}")
         for node in self.pipeline.nodes:
-            for rank in range(node.ranks if node.host == "process" else 0):
-                self._children.append(
-                    Child.start(
-                        node,
-                        rank,
-                        channels,
-                        run_dir=self.run_dir,
-                        transport_dir=transport_dir,
-                        run_id=run_id,
-                        incarnation=1,
-                        deadline_s=deadline_s,
-                        place=place,
-                    )
-                )
+            if node.host == "process":
+                self._start(node)
         inline = [node for node in self.pipeline.nodes if node.host == "inline"]
         ports = connect_by_book(channels, [CONTROLLER, *(node.name for node in inline)], book, incarnation=1)
         self._ports = ports[CONTROLLER]
@@ -101,13 +125,15 @@ class Executors:
         return sorted(set(self.pipeline.members) - self.ready)
 
     def send(self, executor: str, message: Message) -> None:
-        """To a group on another machine, if it is there: one that has ended is lost, and what it was sent with it."""
+        """To a group of processes, if it is there: one that has ended is lost, and what it was sent with it."""
         try:
             self._ports.outputs[f"to-{executor}"].put(message)
         except ChannelClosed:
-            if executor not in self._remote:
+            if executor not in self._membership:
                 raise
-            self._changed(self._remote.lost(executor, self._ports))
+            if self._membership.is_remote(executor):
+                self._lose_remote(executor)
+            # Of a child the operating system tells.
 
     def receive(self) -> Message | None:
         """The next event, or None. What is about the coming and going of groups ends here, but for what is lost."""
@@ -115,16 +141,14 @@ class Executors:
             if not isinstance(message, Counters):
                 self.heard_s = self._clock.now_s()
             match message:
-                case Swapped() | CompletionFinished() if self._remote.is_absent(f"generator-{message.replica}"):
+                case Swapped() | CompletionFinished() if self._membership.is_absent(f"generator-{message.replica}"):
                     pass  # last words of a replica that was lost
                 case Joined():
-                    self._changed(self._remote.joined(message, self._ports))
-                case Failed() if self._remote.may_come_back(message.executor):
-                    self._note(f"{message.executor} failed: {message.error}")
-                    self._changed(self._remote.lost(message.executor, self._ports))
+                    self._changed(self._membership.joined(message, self._ports))
                 case Failed():
-                    log = f"see logs/{message.executor}.log"
-                    raise ExecutorDied(f"'{message.executor}' failed", got=message.error, hint=log)
+                    self._failed(message)
+                case _Gone():
+                    self._lost(message.members)
                 case Ready():
                     self.ready.add(message.executor)
                     return message
@@ -133,32 +157,52 @@ class Executors:
         return None
 
     def work(self) -> bool:
-        """Do what is to be done in this process: steps of executors inside it, signs of life. False: there was nothing.
+        """Do what is to be done in this process: steps of executors inside it, signs of life, burials and restarts.
 
-        Groups on other machines that have given no sign of life for `lease_s` are shut out.
+        Processes that have given no sign of life for too long are shut out. False: there was nothing to do.
         """
         has_worked = False
         for host in self._inline:
             has_worked |= host.step()
-        changes = self._remote.check(self._ports, busy=self._busy())
-        self._changed(changes)
-        return has_worked or bool(changes)
+        has_worked |= self._bury()
+        for name in self._membership.check(self._ports, busy=self._busy(), patience=self._patience()):
+            has_worked = True
+            if self._membership.is_remote(name):
+                self._lose_remote(name)
+            elif name in self._children:
+                self._lose(name, f"silent for {self._membership.silence_s(name):.0f} s")
+        for group in self._restarts.take_due():
+            has_worked = True
+            self._start_again(self._nodes[group])
+        now_s = self._clock.now_s()
+        for group in [group for group, end_s in self._coming.items() if end_s <= now_s]:
+            has_worked = True
+            self._lose(group, f"not there {self._start_deadline_s:g} s after it was started")
+        return has_worked
 
     def sleep(self) -> None:
         """Until there may be an event or work; a second at most."""
-        if self._losses:
+        if self._found:
             return
         inboxes = [*self._ports.inputs.values(), *(i for host in self._inline for i in host.ports.inputs.values())]
-        fds = [child.pidfd for child in self._children]
+        fds = [child.pidfd for name, child in self._children.items() if name not in self._suspects]
         fds += [fd for host in self._inline for fd in host.executor.wait_fds()]
-        deadlines = [s for host in self._inline if (s := host.executor.wait_s()) is not None]
-        wait(inboxes, self._ports.outputs.values(), fds, min([WAKE_EVERY_S, self._remote.wait_s(), *deadlines]))
+        ends = [s for host in self._inline if (s := host.executor.wait_s()) is not None]
+        now_s = self._clock.now_s()
+        ends += [max(0.0, end_s - now_s) for _, end_s in self._suspects.values()]
+        ends += [WAKE_EVERY_S, self._membership.wait_s(), self._restarts.wait_s()]
+        wait(inboxes, self._ports.outputs.values(), fds, min(ends))
 
-    @property
-    def death(self) -> ExecutorDied | None:
-        """Of a child, if one has ended."""
-        dead = next((child for child in self._children if child.has_ended), None)
-        return None if dead is None else dead.death()
+    def accuse_the_silent(self) -> None:
+        """The run does not go on: where that may be because a process says nothing, that one is lost."""
+        name = self._membership.most_silent()
+        if name is None:
+            return
+        why = f"silent for {self._membership.silence_s(name):.0f} s"
+        if self._membership.is_remote(name):
+            self._lose_remote(name)
+        else:
+            self._lose(name, why)
 
     def end(self, hear: Callable[[Message], None], *, is_failed: bool) -> None:
         """Stop who still listens, wait for it, kill what does not end. Runs after errors too.
@@ -168,20 +212,19 @@ class Executors:
         with contextlib.ExitStack() as ends:  # each is closed whatever the others do
             for host in reversed(self._inline):
                 ends.callback(host.close)
-            for child in self._children:
-                ends.callback(child.end, LET_GO_DEADLINE_S)
-            for child in self._children:
+            ends.callback(self._end_children)
+            for child in self._children.values():
                 ends.callback(child.let_go)
-            for child in self._children:
+            for child in self._children.values():
                 if not child.has_ended and child.name in self.ready and RANK_MARK not in child.name:
                     with contextlib.suppress(SlipstreamError):
                         self.send(child.name, Stop())
             if is_failed:
                 return
-            for name in self._remote.present:
+            for name in self._membership.remote_present:
                 with contextlib.suppress(SlipstreamError):
                     self.send(name, Stop())
-            for who in (None, *self._children):
+            for who in (None, *self._children.values()):
                 self._take_last_words(who, hear)
 
     def close(self) -> None:
@@ -190,36 +233,195 @@ class Executors:
             for ports in (*(host.ports for host in self._inline), self._ports):
                 ends.callback(ports.close)
 
-    def _next(self) -> Message | None:
-        return self._losses.popleft() if self._losses else self._ports.inputs["events"].get_nowait()
+    def _next(self) -> Message | _Gone | None:
+        return self._found.popleft() if self._found else self._ports.inputs["events"].get_nowait()
+
+    # Silence
 
     def _busy(self) -> list[str]:
-        """Who may be at work for longer than a lease: loading a model, or training."""
-        return [name for name in self.pipeline.members if name not in self.ready or replica_of(name) is None]
+        """Who of other machines may be at work for longer than a lease: loading a model, or training."""
+        return [
+            name
+            for name in self.pipeline.members
+            if self._membership.is_remote(name) and (name not in self.ready or replica_of(name) is None)
+        ]
+
+    def _patience(self) -> dict[str, float]:
+        """How long children may be at work without a word: `deadline_s` where they load a model, or train."""
+        patience = {}
+        for name in self._children:
+            if name not in self.ready:
+                patience[name] = self._start_deadline_s
+            elif not self._nodes[split_rank_name(name)[0]].is_replaceable:
+                patience[name] = max(self.config.lease_s, self.config.deadline_s)
+            elif replica_of(name) is not None:
+                patience[name] = max(self.config.lease_s, self._vllm_s)
+        return patience
+
+    @property
+    def _vllm_s(self) -> float:
+        """The longest wait for vLLM in a step of a generator."""
+        generator = self.config.generator
+        if generator.engine != "vllm":
+            return 0.0
+        return generator.vllm.start_timeout_s + generator.vllm.answer_timeout_s
+
+    @property
+    def _start_deadline_s(self) -> float:
+        return max(self.config.deadline_s, self.config.lease_s, self._vllm_s)
+
+    # Errors and losses
+
+    def _failed(self, message: Failed) -> None:
+        """An executor says why it ends. Its error is the run's, but for one that may be another's fault."""
+        name = message.executor
+        if self._membership.is_remote(name) and replica_of(name) is not None:
+            self._note(f"{name} failed: {message.error}")
+            self._lose_remote(name)
+        elif message.may_follow and name in self._children:
+            self._suspects.setdefault(name, (message, self._clock.now_s() + CAUSE_DEADLINE_S))
+        else:
+            raise _error(message)
+
+    def _bury(self) -> bool:
+        """See to the children that have ended, the cause before its consequences; whether there was one.
+
+        A child that only gave up because of another is left until that one is found, for `CAUSE_DEADLINE_S` at most.
+        """
+        ended = [name for name, child in self._children.items() if child.has_ended]
+        if ended and any(name not in self._suspects for name in ended):
+            self._drain()  # it may have said why
+        for name in ended:
+            if name in self._children and name not in self._suspects:
+                self._lose(name, self._children[name].how_it_ended)
+                return True
+        now_s = self._clock.now_s()
+        for message, end_s in self._suspects.values():
+            if end_s <= now_s:
+                raise _error(message)
+        return False
+
+    def _drain(self) -> None:
+        """All that was said so far is heard before somebody is taken for lost."""
+        while (message := self._ports.inputs["events"].get_nowait()) is not None:
+            if isinstance(message, Failed):
+                self._failed(message)
+            else:
+                self._found.append(message)
+
+    def _lose(self, executor: str, why: str) -> None:
+        """`executor`, a child, has ended or is taken for dead: its group is killed, and started again or given up."""
+        group = split_rank_name(executor)[0]
+        node = self._nodes[group]
+        tail = self._children[executor].log_tail() if executor in self._children else ""
+        for member in node.members:
+            if (child := self._children.pop(member, None)) is not None:
+                child.kill()
+            self._suspects.pop(member, None)
+        self._coming.pop(group, None)
+        self._spans.instant("lost", executor=executor, why=why)
+        has_ended = why.startswith(("killed by", "exit code"))
+        what = f"the process of '{executor}' ended" if has_ended else f"'{executor}' was lost"
+        if not node.is_replaceable:
+            raise ExecutorLost(what, executor=group, got=why, hint=tail or f"nothing in {executor}.log")
+        self._forget(group, node.members, self._membership.lost(group, self._ports))
+        delay_s = self._restarts.plan(group)
+        if delay_s is None:
+            times = self._restarts.max_restarts
+            raise ExecutorDied(
+                f"{what}: '{group}' was lost {times + 1} time{'s' if times else ''}",
+                got=why,
+                allowed=f"max_restarts = {times}",
+                hint=tail or f"nothing in {executor}.log",
+            )
+        left = self._restarts.left(group)
+        self._note(
+            f"{executor} was lost: {why}. {group} is started again in {delay_s:g} s;"
+            f" {left} restart{'' if left == 1 else 's'} of it left{_indented(tail)}"
+        )
+        self.heard_s = self._clock.now_s()
+        while self._suspects:  # that was their cause
+            self._lose(next(iter(self._suspects)), f"gave up because of {executor}")
+
+    def _lose_remote(self, executor: str) -> None:
+        self._changed(self._membership.lost(executor, self._ports))
 
     def _changed(self, changes: Sequence[Change]) -> None:
         """A lost generator's groups go elsewhere, and it is welcome back; without another group there is no run."""
         for change in changes:
             if not change.is_lost:
+                self._coming.pop(change.group, None)
+                self._spans.instant("joined", executor=change.group, incarnation=change.incarnation)
                 self._note(f"{change.group} has joined (incarnation {change.incarnation})")
                 continue
-            replica = replica_of(change.group)
-            if replica is None:
-                raise ExecutorDied(
+            self._spans.instant("lost", executor=change.group)
+            if replica_of(change.group) is None:
+                raise ExecutorLost(
                     f"'{change.group}' was lost: silent for {self.config.lease_s:g} s, or started again",
+                    executor=change.group,
                     hint="its own log says why; `--resume` goes on from the last checkpoint",
                 )
             self._note(f"{change.group} was lost; its unfinished groups go elsewhere")
-            self.ready.difference_update(change.members)
-            self._losses.append(ReplicaLost(replica=replica))
+            self._forget(change.group, change.members, [change])
+
+    def _forget(self, group: str, members: Sequence[str], changes: Collection[Change]) -> None:
+        """What is known of processes that are gone; the schedule hears of a replica that was there."""
+        self.ready.difference_update(members)
+        self._found.append(_Gone(tuple(members)))
+        replica = replica_of(group)
+        if replica is not None and changes:
+            self._found.append(ReplicaLost(replica=replica))
+
+    # Children
+
+    def _start(self, node: Node) -> None:
+        incarnation = self._incarnations[node.name]
+        for rank, member in enumerate(node.members):
+            self._children[member] = Child.start(
+                node,
+                rank,
+                self.pipeline.all_channels,
+                run_dir=self.run_dir,
+                transport_dir=self._transport_dir,
+                run_id=self._run_id,
+                incarnation=incarnation,
+                incarnations=self._membership.incarnations | dict.fromkeys(node.members, incarnation),
+                deadline_s=self.config.deadline_s,
+                place=self._place,
+            )
+        if incarnation == 1:
+            self._membership.watch(node.members)
+
+    def _start_again(self, node: Node) -> None:
+        """It joins when it is ready, and nobody waits for it meanwhile."""
+        self._incarnations[node.name] += 1
+        self._coming[node.name] = self._clock.now_s() + self._start_deadline_s
+        self._spans.instant("started again", executor=node.name, incarnation=self._incarnations[node.name])
+        self._start(node)
+
+    def _end_children(self) -> None:
+        deadline_s = self._clock.now_s() + LET_GO_DEADLINE_S
+        for child in self._children.values():
+            child.end(max(0.0, deadline_s - self._clock.now_s()))
 
     def _take_last_words(self, child: Child | None, hear: Callable[[Message], None]) -> None:
         """Give a child that was told to stop its time to end by itself, or (None) all groups on other machines."""
         fds = [] if child is None else [child.pidfd]
         deadline_s = self._clock.now_s() + STOP_DEADLINE_S
-        while self._clock.now_s() < deadline_s and (self._remote.present if child is None else not child.has_ended):
+        while self._clock.now_s() < deadline_s and (
+            self._membership.remote_present if child is None else not child.has_ended
+        ):
             wait(self._ports.inputs.values(), self._ports.outputs.values(), fds, WAKE_EVERY_S)
             while (message := self._ports.inputs["events"].get_nowait()) is not None:
                 hear(message)
                 if isinstance(message, Left):
-                    self._remote.left(message.executor)
+                    self._membership.left(message.executor)
+
+
+def _error(message: Failed) -> ExecutorDied:
+    return ExecutorDied(f"'{message.executor}' failed", got=message.error, hint=f"see logs/{message.executor}.log")
+
+
+def _indented(tail: str) -> str:
+    """The last lines of a log, below a note."""
+    return "".join(f"\n    {line}" for line in tail.splitlines()[-3:])

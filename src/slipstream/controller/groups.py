@@ -23,16 +23,18 @@ LOOPBACK_DEVICE = "lo"
 GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
-def join_on_one_machine(node: Node, rank: int, transport_dir: Path, *, timeout_s: float) -> RankGroup:
+def join_on_one_machine(
+    node: Node, rank: int, transport_dir: Path, *, timeout_s: float, incarnation: int = 1
+) -> RankGroup:
     """The group of `node`'s ranks, which meet through a file of the run; alone where nobody else is needed.
 
-    Waits for the others, at most `timeout_s`, as every collective of the group does.
+    Waits for the others, at most `timeout_s`, as every collective of the group does. Each incarnation has its own file.
     """
     if not node.needs_group:
         return RankGroup.alone()
     if LOOPBACK_DEVICE in {name for _, name in socket.if_nameindex()}:
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE  # whatever the machine calls itself
-    store = FileStore(str(transport_dir / f"{node.name}.store"), node.ranks)
+    store = FileStore(str(transport_dir / f"{node.name}-{incarnation}.store"), node.ranks)
     return _join(node, rank, timeout_s=timeout_s, store=store)
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,17 +31,17 @@ from slipstream.controller.pipeline import (
     replica_of,
 )
 from slipstream.controller.placement import thread_environment
-from slipstream.core.addresses import StoreAddresses
-from slipstream.core.channel import ChannelSpec, Ports, connect, connect_by_book, wait
+from slipstream.core.addresses import LocalAddresses, StoreAddresses
+from slipstream.core.channel import ChannelSpec, Ports, connect_by_book, wait
 from slipstream.core.clock import Clock, WallClock
-from slipstream.core.errors import ChannelError, ExecutorDied
+from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, RankError
 from slipstream.core.executor import Context
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
 from slipstream.core.scratch import file_prefix
-from slipstream.core.types import Counters, Failed, Left, PeerJoined, PeerLost
+from slipstream.core.types import Counters, Failed, Joined, Left, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the 
 CHECK_TETHER_EVERY_S = 0.5
 COUNTERS_EVERY_S = 1.0
 LOG_TAIL_CHARS = 2000
+KILL_DEADLINE_S = 5.0
 
 
 class Host:
@@ -85,6 +86,10 @@ class Host:
             from slipstream.controller.weights import weights_ends
 
             publisher, subscriber = weights_ends(node, ports, channels, run_id, group, links)
+        self._peers: dict[str, tuple[int, bool]] = {}
+        if MEMBERSHIP in ports.inputs:
+            for inbox in ports.inputs.values():
+                inbox.await_word()
         self.counted_s = clock.now_s()
         self.while_idle = ExitStack()
         self.ends = ExitStack()
@@ -142,16 +147,21 @@ class Host:
         self.ends.close()
 
     def _meet(self) -> None:
-        """Take to those who joined, forget those who were lost; where a run is on several machines."""
+        """Take to those who joined, forget those who were lost. What is known already is told for others to hear."""
         inbox = self.ports.inputs.get(MEMBERSHIP)
         while inbox is not None and (message := inbox.get_nowait()) is not None:
-            match message:
-                case PeerJoined():
-                    self.ports.rejoin(message.executor, message.incarnation)
-                    self._publish_to(message.executor, is_there=True)
-                case PeerLost():
-                    self.ports.shut_out(message.executor, message.incarnation)
-                    self._publish_to(message.executor, is_there=False)
+            assert isinstance(message, PeerJoined | PeerLost), "the port is the controller's"
+            is_there = isinstance(message, PeerJoined)
+            if self._peers.get(message.executor) == (message.incarnation, is_there):
+                continue
+            self._peers[message.executor] = (message.incarnation, is_there)
+            if is_there:
+                self.ports.rejoin(message.executor, message.incarnation)
+            else:
+                self.ports.shut_out(message.executor, message.incarnation)
+            self._publish_to(message.executor, is_there=is_there)
+            if is_there:
+                self.executor.rejoined(message.executor)
 
     def _publish_to(self, executor: str, *, is_there: bool) -> None:
         publisher, replica = self.context.publisher, replica_of(executor)
@@ -221,31 +231,34 @@ def main(spec_path: str) -> int:
     host: Host | None = None
     try:
         node = decode_node(spec["node"])
-        group = _join(node, spec["rank"], transport_dir, timeout_s=spec["deadline_s"])
+        group = _join(node, spec["rank"], transport_dir, timeout_s=spec["deadline_s"], incarnation=spec["incarnation"])
         host = Host(node, ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"], group=group)
         host.timeline.backdate("start_up", spec["started_s"])
         host.init()
+        if spec["incarnation"] > 1:  # the first ones need not join; later ones do when nobody has to wait for them
+            ports.outputs["events"].put(Joined(executor=name, incarnation=spec["incarnation"]))
         return serve(host, PipeTether(sys.stdin.fileno()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-        return report(ports, name, error)
+        return report(ports, name, error, num_ranks=spec["node"]["ranks"])
     finally:
         if host is not None:
             host.close()
         ports.close()
 
 
-def _join(node: Node, rank: int, transport_dir: Path, *, timeout_s: float) -> RankGroup:
+def _join(node: Node, rank: int, transport_dir: Path, *, timeout_s: float, incarnation: int) -> RankGroup:
     if not node.needs_group:
         return RankGroup.alone()
     from slipstream.controller.groups import join_on_one_machine
 
-    return join_on_one_machine(node, rank, transport_dir, timeout_s=timeout_s)
+    return join_on_one_machine(node, rank, transport_dir, timeout_s=timeout_s, incarnation=incarnation)
 
 
 def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, spec: Mapping[str, Any]) -> Ports:
     """On one machine ports meet in `transport_dir`; where groups are on others, through the controller's store too."""
     if spec["store"] is None:
-        return connect(channels, name, transport_dir, spec["incarnation"])
+        local = LocalAddresses(channels, transport_dir, spec["incarnations"])
+        return connect_by_book(channels, [name], local, spec["incarnation"])[name]
     from slipstream.controller.meeting import attend
 
     book = StoreAddresses(
@@ -278,15 +291,34 @@ def serve(host: Host, tether: Tether) -> int:
     return 0
 
 
-def report(ports: Ports, name: str, error: Exception) -> int:
+def report(ports: Ports, name: str, error: Exception, *, num_ranks: int) -> int:
+    """Tell the controller why this process ends, which is one of `num_ranks`."""
     text = traceback.format_exc()
     sys.stderr.write(text)
     try:
-        ports.outputs["events"].put(Failed(executor=name, error=f"{type(error).__name__}: {error}", traceback=text))
+        ports.outputs["events"].put(
+            Failed(
+                executor=name,
+                error=f"{type(error).__name__}: {error}",
+                traceback=text,
+                may_follow=_may_follow(error, num_ranks),
+            )
+        )
         ports.outputs["events"].flush(deadline_s=2.0)
     except ChannelError:
         return 1  # the controller is gone, or will learn of it from our exit code
     return 1
+
+
+def _may_follow(error: Exception, num_ranks: int) -> bool:
+    """Whether another process's end may have led to it: a closed channel, or a collective that torch has given up."""
+    if isinstance(error, RankError | ChannelClosed | ChannelTimeout):
+        return True
+    if num_ranks == 1:
+        return False
+    from torch.distributed import DistError
+
+    return type(error) is RuntimeError or isinstance(error, DistError)  # gloo has no type of its own
 
 
 # In the controller
@@ -300,6 +332,7 @@ class Child:
     process: subprocess.Popen[bytes]
     pidfd: int
     log_path: Path
+    log_start: int = 0
 
     @classmethod
     def start(
@@ -312,10 +345,14 @@ class Child:
         transport_dir: Path,
         run_id: str,
         incarnation: int,
+        incarnations: Mapping[str, int],
         deadline_s: float,
         place: MeetingPlace | None = None,
     ) -> Child:
-        """Start the process of one rank of `node`, which meets groups on other machines at `place`."""
+        """Start the process of one rank of `node`, which meets groups on other machines at `place`.
+
+        `incarnations` are those of processes that have been started again.
+        """
         name = node.members[rank]
         spec: dict[str, Any] = {
             "node": encode_node(node),
@@ -325,6 +362,7 @@ class Child:
             "transport_dir": str(transport_dir),
             "run_id": run_id,
             "incarnation": incarnation,
+            "incarnations": dict(incarnations),
             "deadline_s": deadline_s,
             "store": None if place is None else place.address,
             "store_host": None if place is None else place.host,
@@ -339,6 +377,7 @@ class Child:
         if place is not None:
             environment |= place.child_environment()
         with log_path.open("ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", "slipstream.controller.host", str(spec_path)],
                 stdin=subprocess.PIPE,
@@ -347,20 +386,36 @@ class Child:
                 env=environment,
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the controller only
             )
-        return cls(name, process, os.pidfd_open(process.pid), log_path)
+        return cls(name, process, os.pidfd_open(process.pid), log_path, log_start)
 
     @property
     def has_ended(self) -> bool:
-        return self.process.poll() is not None
+        """Its number is not given to another process before `kill` or `end`."""
+        return self.process.returncode is not None or bool(select.select([self.pidfd], [], [], 0)[0])
 
-    def death(self) -> ExecutorDied:
-        """Who died and why, with the end of its log."""
-        code = self.process.wait()
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        tail = self.log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
-        return ExecutorDied(
-            f"the process of '{self.name}' ended", got=how, hint=tail or f"nothing in {self.log_path.name}"
-        )
+    @property
+    def how_it_ended(self) -> str:
+        """Of one that has."""
+        status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        assert status is not None, "it has ended"
+        is_exit = status.si_code == os.CLD_EXITED
+        return f"exit code {status.si_status}" if is_exit else f"killed by {signal.Signals(status.si_status).name}"
+
+    def log_tail(self) -> str:
+        """The end of what this process has logged."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_CHARS))
+            return log.read().decode(errors="replace").strip()
+
+    def kill(self) -> None:
+        """End it and what it has started at once, so that it cannot come back."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # it is in the kernel, and comes out of it dead
+            self.process.wait(KILL_DEADLINE_S)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        os.close(self.pidfd)
 
     def let_go(self) -> None:
         """Close the lifeline: the child ends by itself."""
@@ -372,9 +427,9 @@ class Child:
         try:
             self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.pidfd)
+            self.kill()
+        else:
+            os.close(self.pidfd)
 
 
 if __name__ == "__main__":

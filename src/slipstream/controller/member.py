@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         host.init()
         return serve(host, LeaseTether(ports, spec.lease_s, agent=agent))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-        return report(ports, name, error)
+        return report(ports, name, error, num_ranks=node.ranks)
     finally:
         if host is not None:
             host.close()

@@ -1,12 +1,13 @@
-"""Which groups on other machines are there, and in which incarnation. Pure: no clock, no I/O.
+"""Which groups are there, and in which incarnation. Pure: no clock, no I/O.
 
-A group has joined when all its ranks have said so with one incarnation; a higher one replaces it, since its agent has
-started it again. A group that was lost comes back with a higher incarnation only.
+A group has joined when all its ranks have said so with one incarnation; a higher one replaces it, since its agent, or
+the controller, has started it again. A group that was lost comes back with a higher incarnation only. Those that the
+controller has started are there from the beginning, with incarnation 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.ranks import split_rank_name
@@ -31,14 +32,25 @@ class _Group:
 
 
 class Members:
-    """`groups`: name -> the names of its processes, by rank."""
+    """`groups`: name -> the names of its processes, by rank; `present`: those that need not join at first."""
 
-    def __init__(self, groups: Mapping[str, Sequence[str]]) -> None:
-        self._groups = {name: _Group(tuple(members)) for name, members in groups.items()}
+    def __init__(self, groups: Mapping[str, Sequence[str]], present: Collection[str] = ()) -> None:
+        self._groups = {
+            name: _Group(tuple(members), 1, is_lost=False) if name in present else _Group(tuple(members))
+            for name, members in groups.items()
+        }
 
     @property
     def groups(self) -> list[str]:
         return list(self._groups)
+
+    def news(self) -> list[Change]:
+        """What somebody must be told who knows each group as it was at first; nothing of those that never joined."""
+        return [
+            Change(name, group.members, group.incarnation, is_lost=group.is_lost)
+            for name, group in self._groups.items()
+            if group.incarnation > 1 or (group.is_lost and group.incarnation)
+        ]
 
     @property
     def absent(self) -> list[str]:

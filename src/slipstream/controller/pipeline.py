@@ -24,7 +24,7 @@ from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
 
 CONTROLLER = "controller"
 MEMBERSHIP = "membership"
-"""The port at which processes of a run on several machines hear who has joined and who was lost."""
+"""The port at which processes hear who has joined and who was lost."""
 HostKind = Literal["process", "inline", "torchrun"]
 
 SCRIPTS_BEING_IMPORTED: set[str] = set()
@@ -47,6 +47,9 @@ class Node:
     process group. `device` is that of its tensors: where it is CUDA, a single process has a group, too. Executors whose
     ranks only share work out have no collectives and need no group on CUDA, whatever they compute on. Thread counts,
     each rank's, are those of `controller/placement.py`.
+
+    One that `is_replaceable` has no state that the others could not give it again: where the controller has started its
+    processes, it starts them again when they are lost, while the run goes on.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Node:
     num_threads_alone: int = 1
     ranks: int = 1
     device: str = "cpu"
+    is_replaceable: bool = False
 
     def __post_init__(self) -> None:
         if self.host == "inline" and self.ranks > 1:
@@ -95,6 +99,7 @@ def encode_node(node: Node) -> dict[str, Any]:
         "host": node.host,
         "ranks": node.ranks,
         "device": node.device,
+        "is_replaceable": node.is_replaceable,
     }
 
 
@@ -113,6 +118,7 @@ def decode_node(data: Mapping[str, Any]) -> Node:
         host=data["host"],
         ranks=data["ranks"],
         device=data["device"],
+        is_replaceable=data["is_replaceable"],
     )
 
 
@@ -202,7 +208,7 @@ class Pipeline:
     def all_channels(self) -> tuple[ChannelSpec, ...]:
         """The channels given, and what every executor has besides: commands, events, releases, relays between ranks."""
         own = [channel for node in self.nodes for channel in _own_channels(node, self.deadline_s)]
-        if any(node.host == "torchrun" for node in self.nodes):
+        if any(node.host != "inline" for node in self.nodes):
             own += [
                 ChannelSpec(
                     name=f"{MEMBERSHIP}/{member}",

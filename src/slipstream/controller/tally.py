@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
 from slipstream.core.config import RunConfig
-from slipstream.core.types import Counters, EvalScored, Published, Skip, SkipCause, StepDone, Swapped
+from slipstream.core.types import (
+    Counters,
+    EvalScored,
+    Published,
+    Skip,
+    SkipCause,
+    StepDone,
+    Swapped,
+)
 from slipstream.observe import summary as s
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
 from slipstream.observe.timeline import account_file, process_files
@@ -56,6 +64,7 @@ class Tally:
     payload_bytes: int = 0
     prompts: dict[str, int] = field(default_factory=dict)
     dropped: Counter[SkipCause] = field(default_factory=Counter)  # groups since the last step, by cause
+    restarts: Counter[str] = field(default_factory=Counter)  # executor -> how often it was started again
     earlier_s: float = 0.0
     """What the attempts before this one took up to where it goes on."""
     regenerated_tokens: int = 0
@@ -75,10 +84,11 @@ class Tally:
         self.publishes_skipped += message.skipped
         self.payload_bytes = message.payload_bytes
 
-    def lost(self, executor: str) -> None:
-        """What `executor` has counted stays; when it comes back it counts from 0."""
-        if executor in self.counters:
-            self.counters[f"{executor} until {len(self.counters)}"] = self.counters.pop(executor)
+    def lost(self, executors: Iterable[str]) -> None:
+        """What these processes have counted stays; when they come back they count from 0."""
+        for executor in executors:
+            if executor in self.counters:
+                self.counters[f"{executor} until {len(self.counters)}"] = self.counters.pop(executor)
 
     def skipped(self, command: Skip) -> None:
         """Groups that no step will train, by cause; the next step's metrics tell of them."""
@@ -213,6 +223,7 @@ class Tally:
                 updates_max=self.staleness_updates_max,
             ),
             accounting=accounting,
+            restarts=dict(self.restarts),
             prompts=s.Prompts(**self.prompts, regenerated_tokens=self.regenerated_tokens),
             weight_sync=s.WeightSync(
                 count=len(swaps),

@@ -93,12 +93,22 @@ def _decoded(content: bytes, kind: type[T]) -> T:
 
 
 class LocalAddresses:
-    """Sockets in `transport_dir` (0700, short path), numbered as their ports occur in `specs`. Nobody waits."""
+    """Sockets in `transport_dir` (0700, short path), numbered as their ports occur in `specs`. Nobody waits.
+
+    Each incarnation has paths of its own: what was on its way to a dead one never reaches its successor. `incarnations`
+    are those of executors that have been started again; of the others it is 1.
+    """
 
     keys: RunKeys | None = None
 
-    def __init__(self, specs: Sequence[ChannelSpec], transport_dir: Path | None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ChannelSpec],
+        transport_dir: Path | None,
+        incarnations: Mapping[str, int] | None = None,
+    ) -> None:
         self._transport_dir = transport_dir
+        self._incarnations = {} if incarnations is None else incarnations
         self._numbers = {port: number for number, port in enumerate(dict.fromkeys(spec.target for spec in specs))}
 
     def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
@@ -110,7 +120,9 @@ class LocalAddresses:
     def find(self, port: str, incarnation: int = 0) -> Address:
         if self._transport_dir is None:
             raise ChannelError(f"port '{port}' is in another process, but there is no transport_dir")
-        return Address(ipc_address(self._transport_dir / f"{self._numbers[port]}.sock"), incarnation)
+        incarnation = incarnation or self._incarnations.get(port.split(".")[0], 1)
+        name = f"{self._numbers[port]}.sock" if incarnation == 1 else f"{self._numbers[port]}-{incarnation}.sock"
+        return Address(ipc_address(self._transport_dir / name), incarnation)
 
 
 class StoreAddresses:

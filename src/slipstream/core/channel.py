@@ -201,8 +201,8 @@ def wait(
 ) -> bool:
     """Sleep until something can go on; False when `timeout_s` passed first.
 
-    Unblocked by: a message at a receiver, a readable descriptor, a closed end. Meanwhile the senders read their
-    acknowledgements and send again what a broken connection lost.
+    Unblocked by: a message at a receiver, room at a sender that was asked for it in vain, a readable descriptor, a
+    closed end. Meanwhile the senders read their acknowledgements and send again what a broken connection lost.
     """
     receivers, senders, extra_fds = list(receivers), list(senders), list(extra_fds)
     ends: list[Inbox | Outbox] = [*receivers, *senders]
@@ -218,6 +218,8 @@ def wait(
             for sender in senders:
                 sender.pump()
             if any(end.is_closed for end in ends) or any(receiver.depth for receiver in receivers):
+                return True
+            if any(sender.is_relieved for sender in senders):
                 return True
             remaining_s = None if deadline_s is None else deadline_s - _CLOCK.now_s()
             if remaining_s is not None and remaining_s <= 0 and timeout_s != 0:

@@ -30,6 +30,15 @@ class Sender(Protocol):
         """Hand `message` over; blocks while the channel is full, at most until its deadline (ChannelTimeout)."""
         ...
 
+    def has_room_for(self, message: Message) -> bool:
+        """Whether `put` would not block. After a no, the host calls `step` again when there is room."""
+        ...
+
+    @property
+    def targets(self) -> frozenset[str]:
+        """The executors it leads to."""
+        ...
+
 
 class Receiver(Protocol):
     """The reading end of a channel."""
@@ -247,6 +256,9 @@ class Executor(abc.ABC):
     def wait_s(self) -> float | None:
         """Longest time `step` may be left uncalled although nothing arrives (deadlines); None for no limit."""
         return None
+
+    def rejoined(self, executor: str) -> None:  # noqa: B027 - most are sent nothing that would have to be sent again
+        """`executor` was lost, with whatever had reached it, and a successor is there."""
 
     def save_checkpoint(self, command: Checkpoint) -> None:  # noqa: B027 - most executors have no state worth saving
         """Write everything a resumed run needs of this executor beside, or in, `command.path`."""

@@ -47,6 +47,7 @@ class Verdict(enum.Enum):
     WAITING = enum.auto()  # in a gap whose resend was already asked for
     COMPLETE = enum.auto()  # a probe finds nothing missing
     FENCED = enum.auto()
+    EARLY = enum.auto()  # of an incarnation that nobody has announced yet
     EXCESS = enum.auto()  # more than the channel's capacity: no sender of ours does it
 
 
@@ -94,16 +95,20 @@ class Stream:
         self.incarnation = 0
         self.arrived = 0
         self.taken = 0
-        self._capacity = spec.capacity
+        self.capacity = spec.capacity
         self._ack_every = max(1, spec.capacity // 4)
         self._num_untold = 0
         self._resend_after: int | None = None
         self._is_new = True
+        self.awaits_word = False
+        """Whether a successor has to be announced (`fence`) before anything of it counts."""
 
     def admit(self, peer: bytes, frame: Frame) -> Verdict:
         """Judge a frame; NEW counts it as arrived."""
         if frame.incarnation < self.incarnation:
             return Verdict.FENCED
+        if frame.incarnation > self.incarnation and self.awaits_word and not self._is_new:
+            return Verdict.EARLY
         if frame.incarnation > self.incarnation or self._is_new:
             self.incarnation = frame.incarnation
             self.arrived = self.taken = frame.base - 1
@@ -121,7 +126,7 @@ class Stream:
                 return Verdict.WAITING
             self._resend_after = self.arrived
             return Verdict.GAP
-        if self.arrived - self.taken >= self._capacity:
+        if self.arrived - self.taken >= self.capacity:
             return Verdict.EXCESS
         self.arrived, self._resend_after = frame.sequence, None
         return Verdict.NEW

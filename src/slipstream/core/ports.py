@@ -15,7 +15,7 @@ from slipstream.core.addresses import AddressBook
 from slipstream.core.channel_spec import ChannelSpec, ChannelStats, Kind, Route
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout
-from slipstream.core.frames import Reply
+from slipstream.core.frames import Frame, Reply
 from slipstream.core.links import Link, Listener, LocalLink, Stream, Verdict, WakeUp, ZmqLink
 from slipstream.core.types import Message
 
@@ -88,6 +88,8 @@ class Inbox(_End):
         self._streams = {spec.name: Stream(spec) for spec in specs}
         self._heard_s: dict[str, float] = {}
         self._unacknowledged: set[str] = set()
+        self._early: dict[str, list[tuple[bytes, bytes]]] = {}
+        self._early_probes: dict[str, tuple[bytes, bytes]] = {}
         self._listener: Listener | None = None
         if book is not None:
             self._listener = Listener(
@@ -98,6 +100,15 @@ class Inbox(_End):
                 max_bytes=max(spec.max_bytes for spec in specs),
                 stats=self.stats,
             )
+
+    def await_word(self) -> None:
+        """From now on an executor's successor has to be announced by `fence`; what comes of it before that waits.
+
+        So whoever reads here hears first that the old one is lost, and then what the new one says.
+        """
+        with self._lock:
+            for stream in self._streams.values():
+                stream.awaits_word = True
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -137,6 +148,11 @@ class Inbox(_End):
             kept = [w for w in self._queue if w.origin not in fenced or w.incarnation >= incarnation]
             self.stats.refused += len(self._queue) - len(kept)
             self._queue = deque(kept)
+            for stream in fenced:
+                for peer, raw in self._early.pop(stream.name, []):
+                    self._arrived(peer, raw)
+                if stream.name in self._early_probes:
+                    self._arrived(*self._early_probes.pop(stream.name))
 
     @property
     def heard_s(self) -> Mapping[str, float]:
@@ -227,10 +243,19 @@ class Inbox(_End):
             case Verdict.FENCED:
                 self.stats.refused += 1
                 self._send(peer, frames.pack_reply(Reply.FENCED, stream.incarnation, 0))
+            case Verdict.EARLY:
+                self._wait_for_word(stream, peer, raw, frame)
             case Verdict.EXCESS:
                 self.stats.refused += 1
             case Verdict.WAITING:
                 pass
+
+    def _wait_for_word(self, stream: Stream, peer: bytes, raw: bytes, frame: Frame) -> None:
+        """Keep what a successor sends, and the last it has asked: that finds out what a broken connection has lost."""
+        if frame.kind is frames.Kind.PROBE:
+            self._early_probes[stream.name] = peer, raw
+        elif len(early := self._early.setdefault(stream.name, [])) < stream.capacity:
+            early.append((peer, raw))
 
     def _acknowledge_all(self) -> None:
         for name in self._unacknowledged:
@@ -278,6 +303,7 @@ class Outbox(_End):
         self._accepts = tuple({kind: None for spec in specs for kind in wire.message_types(spec.accepts)})
         self._put_lock = threading.RLock()
         self._links: list[Link] = []
+        self._blocked: list[Link] = []
         try:
             for spec in specs:
                 if spec.target in inboxes:
@@ -322,8 +348,22 @@ class Outbox(_End):
         return all(link.has_room() for link in self._links if not link.is_closed)
 
     def has_room_for(self, message: Message) -> bool:
-        """True when a `put` of this message would not have to wait: other targets than its own may be full."""
-        return all(link.has_room() for link in self._targets(message))
+        """True when a `put` of this message would not have to wait: other targets than its own may be full.
+
+        After a no, `wait` returns when there is room.
+        """
+        self._blocked = [link for link in self._targets(message) if not link.has_room()]
+        return not self._blocked
+
+    @property
+    def is_relieved(self) -> bool:
+        """Whether there is room where `has_room_for` has last found none."""
+        return bool(self._blocked) and all(link.has_room() for link in self._blocked)
+
+    @property
+    def targets(self) -> frozenset[str]:
+        """The executors that this port leads to."""
+        return frozenset(spec.target.split(".")[0] for spec in self._specs)
 
     @property
     def depth(self) -> int:

@@ -181,6 +181,13 @@ class Evaluate(Message):
     temperature: float
 
 
+class Settled(Message):
+    """These groups are scored and these evaluations complete: whatever is kept of them is no longer needed."""
+
+    ordinals: tuple[int, ...] = ()
+    eval_ids: tuple[int, ...] = ()
+
+
 # Controller -> trainer
 
 
@@ -406,7 +413,7 @@ class Left(Message):
     executor: str
 
 
-# Controller -> hosts, in a run on several machines; no executor sees these
+# Controller -> hosts; no executor sees these
 
 
 class PeerJoined(Message):
@@ -424,11 +431,15 @@ class PeerLost(Message):
 
 
 class Failed(Message):
-    """The executor cannot go on; `traceback` is for the log, `error` for the user."""
+    """The executor cannot go on; `traceback` is for the log, `error` for the user.
+
+    `may_follow`: it may be the consequence of another process's end, which is then to be told instead.
+    """
 
     executor: str
     error: str
     traceback: str
+    may_follow: bool = False
 
 
 # Weight sync, trainer <-> generators

@@ -31,6 +31,7 @@ from slipstream.core.types import (
     Purpose,
     Ready,
     Segment,
+    Settled,
     Stop,
     Swapped,
     Wake,
@@ -40,6 +41,7 @@ from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.native import NativeBackend
 from slipstream.generator.partials import Restored, Saver, partial_of
 from slipstream.generator.requests import Finished, GenerationEngine, Request
+from slipstream.generator.unsettled import Unsettled
 from slipstream.generator.vllm.backend import VLLMBackend
 from slipstream.models.build import build_tokenizer, stop_token_ids
 
@@ -73,7 +75,7 @@ class Labelled:
 class Generator(Executor):
     """Continuous batching over fixed slots; never waits for the trainer except where the schedule admits nothing.
 
-    Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Stop` (commands), versions (its WEIGHTS channel). Produces:
+    Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Settled`, `Stop` (commands), versions (its WEIGHTS channel). Produces:
     `Completion` (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission or a version; with
     work, on several ranks, also for the others at the beginning of a step and in every layer.
     Ends when: told to stop; what is in its slots then belongs to no step and is dropped.
@@ -111,6 +113,8 @@ class Generator(Executor):
             probes_prepared=self.backend.probes_prepared,
         )
         self.prompts: dict[int, tuple[Prompt, int]] = {}  # ordinal -> prompt, completions still to come
+        self.unsettled = Unsettled(context.outputs["completions"]) if self.together.is_leader else None
+        self.settled_early: set[int] = set()  # ordinals of `prompts` whose group was scored, as others had sampled it
         self.restored = Restored(config, max_len=self.max_len, clock=context.clock)
         self.saver = Saver()
         self._ends.callback(self.saver.close)
@@ -147,6 +151,11 @@ class Generator(Executor):
     def wait_s(self) -> float | None:
         return self.backend.wait_s()
 
+    def rejoined(self, executor: str) -> None:
+        """Whoever scores is a new one, which has nothing of what the one before was sent."""
+        if self.unsettled is not None:
+            self.unsettled.rejoined(executor)
+
     def close(self) -> None:
         self._ends.close()
 
@@ -157,6 +166,8 @@ class Generator(Executor):
             if self._is_stopped:
                 return has_news
             has_news = self.weights.poll() or has_news
+            if self.unsettled is not None:
+                has_news = self.unsettled.send() or has_news
         agreed = self._agree()
         if agreed is None:
             return has_news
@@ -187,6 +198,10 @@ class Generator(Executor):
                 self.save_checkpoint(message)
             case Evaluate():
                 self.jobs.append(EvalJob(message, self.backend.pin(), len(message.prompts)))
+            case Settled():
+                self.settled_early.update(ordinal for ordinal in message.ordinals if ordinal in self.prompts)
+                if self.unsettled is not None:
+                    self.unsettled.settle(message)
             case Wake():
                 pass  # it has done what it is for: this step
             case Stop():
@@ -327,13 +342,17 @@ class Generator(Executor):
     def _send(self, item: Finished) -> None:
         """One finished completion to its verifier, at once and alone (M2), and word of it to the controller."""
         prompt, remaining = self.prompts.pop(item.ordinal)
+        is_settled = item.ordinal in self.settled_early
         if remaining > 1:
             self.prompts[item.ordinal] = (prompt, remaining - 1)
-        if not self.together.is_leader:
+        else:
+            self.settled_early.discard(item.ordinal)
+        if self.unsettled is None:
             return
         completion = self._completion(item, prompt, "train")
         self.generated_tokens += completion.num_tokens
-        self.context.outputs["completions"].put(completion)
+        if not is_settled:
+            self.unsettled.add(completion)
         self.context.outputs["events"].put(
             CompletionFinished(
                 ordinal=item.ordinal,
@@ -402,9 +421,9 @@ class Generator(Executor):
     def _send_evaluated(self, item: Finished) -> None:
         job = self.jobs[0]  # one evaluation runs at a time
         assert {span.version for span in item.version_spans} == {job.pin.version}, "not of the version it is pinned to"
-        if self.together.is_leader:
+        if self.unsettled is not None:
             completion = self._completion(item, job.request.prompts[item.ordinal], "eval", job.request.eval_id)
-            self.context.outputs["completions"].put(completion)
+            self.unsettled.add(completion)
         job.remaining -= 1
         if not job.remaining:
             self.jobs.popleft()

@@ -114,6 +114,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     earlier_s: float = 0.0
     evaluation: dict[str, Any] | None = None  # what the stage `evaluate` found (`stages/evaluate.py`)
     alarms: list[AlarmSpan] = []  # each with the steps it lasted, by the step it began at
+    restarts: dict[str, int] = {}  # executor -> how often it was started again
 
 
 def write_summary(summary: Summary, path: Path) -> None:

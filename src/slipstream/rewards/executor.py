@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -63,6 +64,7 @@ class Rewards(Executor):
         self._tasks = {key: TaskConfig.model_validate(task) for key, task in tasks.items()}
         self._function = function
         self._completions: dict[int, Completion] = {}
+        self._unsent: deque[Rollout] = deque()  # with those being scored, at most `_MAX_PENDING`
         self._next_job = 0
         self._counts = {"scored": 0, "failed": 0, "eval_scored": 0}
         self._counted_s = 0.0
@@ -105,11 +107,12 @@ class Rewards(Executor):
                 self._emit(self._completions.pop(one.job_id), one)
         num_done = len(scored)
         self._report(is_last=False)
-        if self._is_stopping and not self._completions and not self._is_finished:
+        has_sent = self._send()
+        if self._is_stopping and not self._completions and not self._unsent and not self._is_finished:
             self._report(is_last=True)
             self._is_finished = True
             return True
-        return num_taken + num_done > 0
+        return has_sent or num_taken + num_done > 0
 
     @property
     def is_finished(self) -> bool:
@@ -130,7 +133,7 @@ class Rewards(Executor):
     def _take(self, pool: _Pool) -> int:
         """Hand every completion that arrived to the workers, up to a bound; how many."""
         num_taken = 0
-        while not self._is_stopping and len(self._completions) < _MAX_PENDING:
+        while not self._is_stopping and len(self._completions) + len(self._unsent) < _MAX_PENDING:
             completion = self._context.inputs["completions"].get_nowait()
             if completion is None:
                 break
@@ -183,7 +186,7 @@ class Rewards(Executor):
             )
             return
         self._counts["scored"] += 1
-        self._context.outputs["rollouts"].put(
+        self._unsent.append(
             Rollout(
                 completion=completion,
                 reward=reward,
@@ -192,6 +195,17 @@ class Rewards(Executor):
                 scored_s=self._context.clock.now_s(),
             )
         )
+
+    def _send(self) -> bool:
+        """Pass on what there is room for: one that waited in a `put` would seem dead, and could kill no worker in time.
+
+        Whether any was.
+        """
+        has_sent = False
+        while self._unsent and self._context.outputs["rollouts"].has_room_for(self._unsent[0]):
+            self._context.outputs["rollouts"].put(self._unsent.popleft())
+            has_sent = True
+        return has_sent
 
     def _accuracy_reward(self, reward: float, scored: Scored, failure: str | None) -> float:
         """Of several terms, the first says whether an answer is right; the others shape the training reward."""

@@ -233,6 +233,8 @@ class Subscriber:
                 raise WeightSyncError("an offer was expected", got=type(message).__name__)
             if message.replica not in (-1, self._replica):
                 continue
+            if message.version in self._in_hand:
+                continue  # offered again to one that has come back: it is released once, when it has been read
             if message.version <= self._newest_seen:
                 self._pass_over(message)
                 continue
@@ -241,6 +243,12 @@ class Subscriber:
                 self._pass_over(self._waiting)
             self._waiting = message
         return took
+
+    @property
+    def _in_hand(self) -> tuple[int, ...]:
+        """Versions that are being read, or are to be read next."""
+        reading = None if self._staging is None or self._staging.is_void else self._staging.offer
+        return tuple(offer.version for offer in (reading, self._waiting) if offer is not None)
 
     def _start(self) -> bool:
         if self._waiting is None or self._staging is not None or self._fetch is None:

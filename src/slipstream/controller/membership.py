@@ -1,0 +1,134 @@
+"""The controller's dealings with groups of processes: who is there, who is silent, and who must be told of it.
+
+    a group's agent starts it      -> Joined -> PeerJoined to all, who connect to its new addresses
+    it has ended, or is silent     -> lost   -> PeerLost to all, who forget it and refuse what still comes of it
+    it is started again            -> Joined, with a higher incarnation
+
+Groups on other machines are started by their agents, which start them again, too. The controller's own children are
+there from the beginning, and `controller/executors.py` starts them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from slipstream.controller.members import Change, Members
+from slipstream.controller.pipeline import MEMBERSHIP, Pipeline
+from slipstream.core.channel import Ports
+from slipstream.core.clock import Clock
+from slipstream.core.lease import Lease
+from slipstream.core.ranks import split_rank_name
+from slipstream.core.types import Joined, PeerJoined, PeerLost
+
+
+class Membership:
+    """Which groups of processes of a pipeline are there. Inline executors are always.
+
+    Whoever calls hands in the controller's ports, to which everybody listens. A process that is silent for `lease_s` is
+    taken for lost, also when the fault is the network's; `check` says who may be silent for longer.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, lease_s: float, clock: Clock) -> None:
+        local = [node.name for node in pipeline.nodes if node.host == "process"]
+        self._remote = frozenset(node.name for node in pipeline.nodes if node.host == "torchrun")
+        self._members = Members(
+            {node.name: node.members for node in pipeline.nodes if node.host != "inline"}, present=local
+        )
+        self._lease = Lease(lease_s, clock)
+
+    def __contains__(self, executor: str) -> bool:
+        return split_rank_name(executor)[0] in self._members.groups
+
+    def is_remote(self, executor: str) -> bool:
+        """Whether its group is on another machine."""
+        return split_rank_name(executor)[0] in self._remote
+
+    def is_absent(self, executor: str) -> bool:
+        """Whether `executor` is of a group that has not joined, or was lost."""
+        return split_rank_name(executor)[0] in self._members.absent
+
+    @property
+    def remote_present(self) -> list[str]:
+        """The groups on other machines that are there."""
+        return [name for name in self._members.groups if name in self._remote and name not in self._members.absent]
+
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """Of each process, that of its group, or of the last one that was there."""
+        return {member: change.incarnation for change in self._members.news() for member in change.members}
+
+    def watch(self, members: Sequence[str]) -> None:
+        """Children that have been started: their leases begin."""
+        for member in members:
+            self._lease.watch(member)
+
+    def lost(self, executor: str, ports: Ports) -> list[Change]:
+        """`executor` has ended, and with it its group; nothing changes where that is known."""
+        changes = self._members.lost(executor)
+        self._tell(changes, ports)
+        return changes
+
+    def joined(self, message: Joined, ports: Ports) -> list[Change]:
+        """`message.executor` is there: what changes by it, which everybody has been told."""
+        if message.executor not in self:
+            return []
+        changes = self._members.joined(message.executor, message.incarnation)
+        self._tell(changes, ports)
+        if any(not change.is_lost for change in changes):
+            # The newcomer knows the others as they were when it was started. To everybody else this is no news.
+            _broadcast([news for news in self._members.news() if news not in changes], ports)
+        return changes
+
+    def check(self, ports: Ports, *, busy: Collection[str], patience: Mapping[str, float]) -> list[str]:
+        """Give a sign of life when one is due; the processes that have given none for too long, the worst first.
+
+        Those in `busy` need not answer while they are connected: they load a model, or train. Those in `patience` may
+        be silent for so many seconds, in place of a lease.
+        """
+        if self.wait_s() > 0.0:
+            return []
+        for member in self._lease.watched:
+            self._lease.allow(member, patience.get(member, self._lease.lease_s))
+        if self._lease.is_beat_due():
+            ports.beat()
+        ports.hear(self._lease, busy=busy)
+        self._lease.listens()
+        return self._lease.silent()
+
+    def silence_s(self, executor: str) -> float:
+        """Seconds since it was heard of."""
+        return self._lease.silence_s(executor)
+
+    def most_silent(self) -> str | None:
+        """Who has not been heard of for longest, where that is a lease at least."""
+        watched = [name for name in self._lease.watched if self._lease.silence_s(name) >= self._lease.lease_s]
+        return max(watched, key=self._lease.silence_s, default=None)
+
+    def left(self, executor: str) -> None:
+        """`executor` has ended as it was told to."""
+        if executor in self:
+            self._members.lost(executor)
+            self._lease.forget(executor)
+
+    def wait_s(self) -> float:
+        """Seconds until `check` has work."""
+        return self._lease.wait_s() if self._lease.watched or self._remote else math.inf
+
+    def _tell(self, changes: Sequence[Change], ports: Ports) -> None:
+        for change in changes:
+            for member in change.members:
+                if change.is_lost:
+                    self._lease.forget(member)
+                    ports.shut_out(member, change.incarnation)
+                else:
+                    self._lease.watch(member)
+                    ports.rejoin(member, change.incarnation)
+            _broadcast([change], ports)
+
+
+def _broadcast(changes: Sequence[Change], ports: Ports) -> None:
+    for change in changes:
+        kind = PeerLost if change.is_lost else PeerJoined
+        for member in change.members:
+            ports.outputs[MEMBERSHIP].put(kind(executor=member, incarnation=change.incarnation))

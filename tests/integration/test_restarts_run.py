@@ -1,0 +1,178 @@
+"""Whole runs whose processes are killed or stopped: started again alone, nothing lost, nothing trained twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit import audit
+from processes import is_alive
+from test_endings import await_steps, executors_of, start
+
+from slipstream.observe.timeline import Instant, read_timeline, timeline_path
+
+ENDS_WITHIN_S = 90.0
+
+
+def finished(process: subprocess.Popen[str], out: Path, *, steps: int) -> dict[str, Any]:
+    """The summary of a run that has gone through all its steps, each prompt once."""
+    output, _ = process.communicate(timeout=ENDS_WITHIN_S)
+    assert process.returncode == 0, output
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("done", steps)
+    prompts = summary["prompts"]
+    assert (prompts["lost"], prompts["repeated"], prompts["pending"]) == (0, 0, 0)
+    audit(out)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("slipstream.") and str(process.pid) in name]
+    return summary | {"output": output}
+
+
+def starts_of(out: Path, executor: str) -> int:
+    """How often a process of this name has begun."""
+    return (out / "timeline" / f"{executor}.jsonl").read_text().count('"kind":"process"')
+
+
+def await_starts(out: Path, executor: str, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while starts_of(out, executor) < count:
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < deadline, f"'{executor}' did not start {count} times"
+        time.sleep(0.05)
+
+
+def test_generator_and_rewards_are_killed_and_the_run_goes_on(tiny, tmp_path):
+    process = start(tiny, tmp_path / "run", steps=12)
+    await_steps(tmp_path / "run", 1, process)
+    executors = executors_of(process.pid)
+    for victim in ("generator-0", "rewards"):
+        os.kill(executors[victim], signal.SIGKILL)
+    summary = finished(process, tmp_path / "run", steps=12)
+    assert summary["restarts"] == {"generator-0": 1, "rewards": 1}
+    for victim in ("generator-0", "rewards"):
+        assert f"{victim} was lost: killed by SIGKILL" in summary["output"]
+        assert f"{victim} has joined (incarnation 2)" in summary["output"]
+        assert starts_of(tmp_path / "run", victim) == 2
+    instants = [r for r in read_timeline(timeline_path(tmp_path / "run", "controller")) if isinstance(r, Instant)]
+    assert [i.name for i in instants if i.args.get("executor") == "rewards"] == ["lost", "started again", "joined"]
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+    assert not any(is_alive(pid) for pid in executors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["generator-0", "rewards"])
+def test_one_that_is_stopped_for_longer_than_a_lease_is_killed_and_replaced(victim, tiny, tmp_path):
+    process = start(tiny, tmp_path / "run", steps=12, lease_s=4.0)
+    await_steps(tmp_path / "run", 1, process)
+    stopped = executors_of(process.pid)[victim]
+    os.kill(stopped, signal.SIGSTOP)
+    summary = finished(process, tmp_path / "run", steps=12)
+    assert summary["restarts"] == {victim: 1}
+    assert f"{victim} was lost: silent for" in summary["output"]
+    assert not is_alive(stopped)
+
+
+@pytest.mark.slow
+def test_a_second_of_standstill_of_any_process_is_nothing(tiny, tmp_path):
+    process = start(tiny, tmp_path / "run", steps=30)
+    await_steps(tmp_path / "run", 1, process)
+    for pid in (*executors_of(process.pid).values(), process.pid):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.0)  # what is tested
+        os.kill(pid, signal.SIGCONT)
+    assert finished(process, tmp_path / "run", steps=30)["restarts"] == {}
+
+
+@pytest.mark.slow
+def test_a_controller_that_stood_still_for_longer_than_a_lease_accuses_nobody(tiny, tmp_path):
+    process = start(tiny, tmp_path / "run", steps=12, lease_s=2.0)
+    await_steps(tmp_path / "run", 1, process)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(5.0)  # what is tested
+    os.kill(process.pid, signal.SIGCONT)
+    assert finished(process, tmp_path / "run", steps=12)["restarts"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["generator-0", "rewards"])
+def test_killed_before_it_is_ready_and_again_right_after(victim, tiny, tmp_path):
+    """Before the first version, and while the first evaluation is under way."""
+    out = tmp_path / "run"
+    process = start(tiny, out, steps=4)
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while victim not in executors_of(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(executors_of(process.pid)[victim], signal.SIGKILL)
+    await_starts_again = time.monotonic() + ENDS_WITHIN_S
+    while victim not in executors_of(process.pid) and time.monotonic() < await_starts_again:
+        time.sleep(0.02)
+    os.kill(executors_of(process.pid)[victim], signal.SIGKILL)
+    assert finished(process, out, steps=4)["restarts"] == {victim: 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["generator-0", "rewards"])
+def test_killed_in_the_last_evaluation_it_is_asked_again(victim, tiny, tmp_path):
+    out = tmp_path / "run"
+    process = start(tiny, out, steps=3)
+    await_steps(out, 3, process)
+    os.kill(executors_of(process.pid)[victim], signal.SIGKILL)
+    summary = finished(process, out, steps=3)
+    assert summary["eval"]["after"]["accuracy"] is not None
+    assert summary["eval"]["after"]["sampled_accuracy"] is not None
+
+
+@pytest.mark.slow
+def test_replicas_that_die_one_after_the_other_are_replaced(tiny, tmp_path):
+    out = tmp_path / "run"
+    process = start(tiny, out, steps=16, generator={"num_slots": 16, "replicas": 2})
+    await_steps(out, 1, process)
+    os.kill(executors_of(process.pid)["generator-0"], signal.SIGKILL)
+    await_starts(out, "generator-0", 2, process)
+    os.kill(executors_of(process.pid)["generator-1"], signal.SIGKILL)
+    await_starts(out, "generator-1", 2, process)
+    assert finished(process, out, steps=16)["restarts"] == {"generator-0": 1, "generator-1": 1}
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_generator_takes_the_other_along(tiny, tmp_path):
+    out = tmp_path / "run"
+    process = start(tiny, out, steps=8, generator={"num_slots": 16, "tensor_parallel": 2})
+    await_steps(out, 1, process)
+    os.kill(executors_of(process.pid)["generator-0@1"], signal.SIGKILL)
+    summary = finished(process, out, steps=8)
+    assert summary["restarts"] == {"generator-0": 1}
+    assert "generator-0@1 was lost: killed by SIGKILL" in summary["output"], "and not what that did to the other rank"
+
+
+@pytest.mark.slow
+def test_one_loss_too_many_ends_the_run_and_leaves_nothing(tiny, tmp_path):
+    process = start(tiny, tmp_path / "run", steps=10_000, max_restarts=0)
+    await_steps(tmp_path / "run", 1, process)
+    executors = executors_of(process.pid)
+    os.kill(executors["rewards"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "'rewards' was lost 1 time" in output
+    assert "max_restarts = 0" in output
+    assert not any(is_alive(pid) for pid in executors.values())
+
+
+@pytest.mark.slow
+def test_the_rank_that_was_killed_is_named_and_not_the_survivor(tiny, tmp_path):
+    """The other rank sits in a collective; the run ends at once, not when that gives up."""
+    process = start(tiny, tmp_path / "run", steps=10_000, max_restarts=0, trainer={"minibatches": 2, "ranks": 2})
+    await_steps(tmp_path / "run", 1, process)
+    executors = executors_of(process.pid)
+    os.kill(executors["trainer@1"], signal.SIGKILL)
+    killed_s = time.monotonic()
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - killed_s < 20, "deadline_s is 60"
+    assert "the process of 'trainer@1' ended" in output
+    assert "SIGKILL" in output
+    assert not any(is_alive(pid) for pid in executors.values())
