@@ -127,6 +127,76 @@ def test_nothing_is_pickled() -> None:
     )
 
 
+FORBIDDEN_ATTRIBUTES = {
+    "torch.load": "it unpickles; safetensors",
+    "torch.save": "it pickles; safetensors",
+    "np.load": "it may unpickle; safetensors",
+    "numpy.load": "it may unpickle; safetensors",
+    "yaml.load": "it builds any object; yaml.safe_load",
+    "yaml.full_load": "it builds any object; yaml.safe_load",
+    "yaml.unsafe_load": "it builds any object; yaml.safe_load",
+    "os.system": "a shell; subprocess with a list",
+    "re.compile": "text of a model may meet it: `regex` with a timeout, or a place in PATTERNS_ON_BOUNDED_TEXT",
+}
+FORBIDDEN_NAMES = {
+    "all_gather_object": "pickles of peers",
+    "broadcast_object_list": "pickles of peers",
+    "gather_object": "pickles of peers",
+    "scatter_object_list": "pickles of peers",
+    "send_object_list": "pickles of peers",
+    "recv_object_list": "pickles of peers",
+}
+PATTERNS_ON_BOUNDED_TEXT = {"evals/judge.py"}  # linear ones, see docs/rewards.md
+RUNS_TEXT = {  # who may compile and run text, and why
+    "rewards/functions.py": "the user's own reward function",
+    "rewards/jailed.py": "a model's program and its tests, in a jail",
+}
+
+
+def dotted_calls(source: Source) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def untrusted_calls(source: Source) -> list[str]:
+    """Calls that run what they read, with what to use instead."""
+    found = []
+    for name, call in dotted_calls(source):
+        where = f"{source.name}:{call.lineno}: {name}"
+        if name in FORBIDDEN_ATTRIBUTES and not (name == "re.compile" and source.name in PATTERNS_ON_BOUNDED_TEXT):
+            found.append(f"{where}: {FORBIDDEN_ATTRIBUTES[name]}")
+        if name.rpartition(".")[2] in FORBIDDEN_NAMES:
+            found.append(f"{where}: {FORBIDDEN_NAMES[name.rpartition('.')[2]]}")
+        if name == "exec" and source.name not in RUNS_TEXT:
+            found.append(f"{where}: only {', '.join(RUNS_TEXT)}")
+        for keyword in call.keywords:
+            is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            if keyword.arg in ("trust_remote_code", "allow_pickle", "shell") and not is_off:
+                found.append(f"{where}({keyword.arg}=...)")
+    return found
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_nothing_runs_what_it_reads(source: Source) -> None:
+    assert not untrusted_calls(source)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.load('x', weights_only=False)",
+        "dist.all_gather_object(a, b)",
+        "AutoModel.from_pretrained(p, trust_remote_code=True)",
+        "np.fromfile(f); np.load(f, allow_pickle=True)",
+        "exec(text)",
+        "subprocess.run(command, shell=is_shell)",
+    ],
+)
+def test_the_rules_about_untrusted_calls_bite(text: str) -> None:
+    assert untrusted_calls(parsed("trainer", text))
+
+
 @pytest.mark.parametrize(
     ("name", "instead"),
     [

@@ -103,7 +103,7 @@ def test_an_index_reaches_no_files_but_its_own(folder: Path, tmp_path: Path, nam
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.embed_tokens.weight": name}})
     )
-    with pytest.raises(SlipstreamError):
+    with pytest.raises(SlipstreamError, match="no shard of it"):
         load_model(folder)
 
 

@@ -30,6 +30,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 _console = Console()
 _errors = Console(stderr=True)
+_MAX_ERROR_LINE = 4000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -424,7 +425,9 @@ def _print_help() -> None:
 
 
 def _print_error(error: SlipstreamError) -> None:
-    first, *rest = str(error).split("\n")
+    from slipstream.observe.display import printable  # an error may quote a data set or a model
+
+    first, *rest = (printable(line, limit=_MAX_ERROR_LINE) for line in str(error).split("\n"))
     _errors.print(Text.assemble(("error: ", "bold red"), (first, "bold")), soft_wrap=True)
     for line in rest:
         _errors.print(Text(line), soft_wrap=True)
