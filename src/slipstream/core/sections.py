@@ -303,7 +303,7 @@ class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
     function: str = Field(
-        description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', or "
+        description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', 'code', or "
         "'module:function', 'file.py:function' with TRL's signature."
     )
     weight: float = Field(1.0, description="Factor of this term in the sum.")
