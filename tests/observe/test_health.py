@@ -71,7 +71,7 @@ SICK = {
         "reward": 0.6 + rng.normal(0, 0.01),
         "reward_std": 0.3,
     },
-    "grad_norm_spike": lambda rng, age: {"grad_norm": 100.0} if age == 0 else {},
+    "grad_norm_spikes": lambda rng, age: {"grad_norm": 100.0} if age in (0, 7) else {},
     "no_signal": lambda rng, age: {"no_signal_frac": rng.uniform(0.96, 1.0)},
     "failed_rewards": lambda rng, age: {"scored_failed_frac": rng.uniform(0.15, 0.4)},
     "poisoned": lambda rng, age: {"poisoned": float(age == 3)},
@@ -136,7 +136,7 @@ def test_an_alarm_rings_in_time_once_and_ends(name, seed):
     assert [alarm.event for alarm in mine] == ["began", "ended"]
     began, ended = mine
     assert ONSET <= began.step < ONSET + 50
-    if name not in ("grad_norm_spike", "poisoned", "length_hacking"):  # those end by themselves
+    if name not in ("grad_norm_spikes", "poisoned", "length_hacking"):  # those end by themselves
         assert ended.step >= NUM_STEPS
     assert ended.step < NUM_STEPS + 60
     assert RULES[name].meaning in began.text
@@ -145,9 +145,9 @@ def test_an_alarm_rings_in_time_once_and_ends(name, seed):
     assert (span.began, span.ended, span.text) == (began.step, ended.step, began.text)
 
 
-@pytest.mark.parametrize("name", [name for name in SICK if name not in ("poisoned", "grad_norm_spike")])
+@pytest.mark.parametrize("name", [name for name in SICK if name != "poisoned"])
 def test_one_bad_step_rings_nothing(name):
-    """`poisoned` and `grad_norm_spike` are about single ones."""
+    """`poisoned` and `grad_norm_spikes` are about single ones."""
     assert watched(sick_series(name, 0, until=ONSET + 1)) == []
 
 
@@ -203,7 +203,7 @@ def test_thresholds_are_the_users():
     deaf = HealthConfig(thresholds={"straggler": 0.99})
     assert watched(series, deaf) == []
     assert watched(series, HealthConfig(alarms=False)) == []
-    keen = watched(series, HealthConfig(thresholds={"grad_norm_spike": 1.5, "slow_rewards": 0.01}))
+    keen = watched(series, HealthConfig(thresholds={"grad_norm_spikes": 1.5, "slow_rewards": 0.01}))
     assert {alarm.threshold for alarm in keen if alarm.name == "slow_rewards"} == {0.01}
 
 

@@ -724,7 +724,7 @@ AlarmName = Literal[
     "length_hacking",
     "truncation_growing",
     "entropy_collapse",
-    "grad_norm_spike",
+    "grad_norm_spikes",
     "no_signal",
     "failed_rewards",
     "poisoned",
