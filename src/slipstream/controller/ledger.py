@@ -74,8 +74,10 @@ class Ledger:
         self._writer.sync()
 
     def close(self) -> None:
-        self._writer.sync()
-        self._writer.close()
+        try:
+            self._writer.sync()
+        finally:
+            self._writer.close()
 
 
 def cut_back(path: Path, snapshot: Snapshot) -> None:

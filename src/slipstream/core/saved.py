@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from slipstream.core.disk import replace_file
+from slipstream.core.disk import disk_errors, replace_file
 from slipstream.core.errors import CheckpointError
 from slipstream.core.types import Message, Partial, Rollout
 
@@ -51,7 +51,8 @@ def save_messages(path: Path, messages: Sequence[Message], *, cut: str) -> None:
     text = msgspec.json.Encoder(enc_hook=number_of).encode(list(messages)).decode()
     tensors = {str(number): np.ascontiguousarray(array) for number, array in enumerate(arrays)}
     metadata = {"cut": cut, "messages": text, "crc32": str(_crc32(text, tensors.values()))}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, save(tensors, metadata))
 
 

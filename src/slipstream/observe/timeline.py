@@ -21,6 +21,7 @@ import msgspec
 
 from slipstream.core.clock import Clock
 from slipstream.core.disk import disk_errors, replacing
+from slipstream.core.errors import DiskError
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 
 UNLABELLED = "unlabelled"
@@ -177,9 +178,7 @@ class Timeline:
     def close(self) -> None:
         """Flush and release the file; what happens later is not recorded."""
         self.flush()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._stop_writing()
 
     def _cut(self, now_s: float) -> None:
         """End the slice of the innermost frame at `now_s` and begin its next one there."""
@@ -221,9 +220,18 @@ class Timeline:
             self._last_state = ""
 
     def _write(self) -> None:
+        """A disk that refuses is told by those whose files matter; who only watches goes without, and disturbs none."""
         if self._writer is not None:
-            self._writer.write(*self._buffer)
+            try:
+                self._writer.write(*self._buffer)
+            except DiskError:
+                self._stop_writing()
             self._buffer.clear()
+
+    def _stop_writing(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 _IDLE: dict[str, Any] = {}  # marks idle frames by identity
