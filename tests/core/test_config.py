@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from slipstream.controller.build import build_schedule
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
@@ -64,6 +65,14 @@ def test_derived_values() -> None:
         ({"publish_every": 4, "max_staleness": 2}, "publish_every leaves"),
         ({"reorder_window": 2, "max_staleness": 0}, "reorder_window is too wide"),
         ({"reorder_window": 34, "groups_per_step": 16, "max_staleness": 2}, r"allowed: 1\.\.33"),
+        ({"schedule": {"policy": "sample_budget"}}, "staleness_threshold belongs"),
+        ({"schedule": {"staleness_threshold": 0.5}}, "staleness_threshold belongs"),
+        ({"schedule": {"policy": "finish_order"}}, "queue_groups belongs"),
+        ({"schedule": {"policy": "areal", "queue_groups": 99}}, "queue_groups belongs"),
+        ({"schedule": {"policy": "finish_order", "queue_groups": 15}}, "does not hold a batch"),
+        ({"schedule": {"policy": "areal"}, "reorder_window": 2}, "has a window"),
+        ({"schedule": {"policy": "drop_stale"}, "publish_every": 4, "max_staleness": 2}, "publish_every leaves"),
+        ({"schedule": {"policy": "one_step"}, "max_staleness": 2}, "one step stale"),
         ({"generator": {"num_slots": 12}}, "bit-reproducible"),
         ({"generator": {"segment_tokens": 8}}, "in_flight swaps need no cut"),
         ({"completions_per_group": 1}, "at least two completions"),
@@ -84,6 +93,23 @@ def test_conflicts_raise(overrides: dict[str, Any], message: str) -> None:
 
 def test_the_widest_reorder_window_is_accepted() -> None:
     assert resolve(BASE, {"reorder_window": 33, "groups_per_step": 16, "max_staleness": 2}).reorder_window == 33
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        ({"schedule": {"policy": "oldest_first"}, "max_staleness": 3}, 3),
+        ({"schedule": {"policy": "drop_stale"}, "max_staleness": 3}, 3),
+        ({"schedule": {"policy": "one_step"}, "max_staleness": 1}, 1),
+        ({"schedule": {"policy": "areal"}}, None),
+        ({"schedule": {"policy": "sample_budget", "staleness_threshold": 0.0}, "publish_every": 9}, None),
+        ({"schedule": {"policy": "finish_order", "queue_groups": 16}, "publish_every": 9}, None),
+    ],
+)
+def test_a_scheduling_policy_promises_what_it_keeps(overrides: dict[str, Any], bound: int | None) -> None:
+    config = resolve(BASE, overrides)
+    assert config.staleness_bound == bound
+    assert build_schedule(config).staleness_bound == bound
 
 
 def test_sizes_of_a_fresh_model_do_not_matter_with_a_checkpoint() -> None:
