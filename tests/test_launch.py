@@ -116,7 +116,7 @@ def test_a_group_on_two_machines_meets_by_the_address_that_the_others_reach(job:
     ("wrong", "what"),
     [
         ({"nnodes": 3, "rendezvous": "10.0.0.1:1"}, "do not divide"),
-        ({"nnodes": 2, "node_rank": 2, "rendezvous": "10.0.0.1:1"}, "do not divide"),
+        ({"nnodes": 2, "node_rank": 2, "rendezvous": "10.0.0.1:1"}, "counted from 0"),
         ({"nnodes": 2}, "rendezvous"),
         ({"rendezvous": "10.0.0.1:1"}, "rendezvous"),
         ({"group": "rewards"}, "no such group"),

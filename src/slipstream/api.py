@@ -10,19 +10,23 @@ a reward given as a Python function (a lambda, too) is called in the caller's pr
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.controller.cluster import Cluster
+from slipstream.controller.meeting import check_listening
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
-from slipstream.stages.chain import check_stages, run_stages
+from slipstream.stages.chain import check_data, check_stages, run_stages
 from slipstream.stages.rl import FromPython, resume_rl, run_rl
 
 PROMPTS_FILE = "prompts.jsonl"  # in the run's directory: the prompts given from Python
@@ -78,27 +82,72 @@ def run(
         config = resolve(config, overrides, preset)
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
-    check_stages(config, has_own_reward=reward is not None, remote=given.remote)
     run_dir = _new_run_dir(config, out)
-    if prompts is not None:
-        config = _with_prompts(config, prompts, run_dir)
-    if config.stages == ["rl"]:
-        return Result(out=run_dir, summary=run_rl(config, run_dir, given))
-    return Result(out=run_dir, summary=run_stages(config, run_dir, given))
+    check_stages(config, has_own_reward=reward is not None, remote=given.remote)
+    if cluster is not None:
+        check_listening(cluster.listen)
+    with _made(run_dir):
+        if prompts is not None:
+            config = _with_prompts(config, prompts, run_dir)
+        check_data(config, run_dir)
+        if config.stages == ["rl"]:
+            return Result(out=run_dir, summary=run_rl(config, run_dir, given))
+        return Result(out=run_dir, summary=run_stages(config, run_dir, given))
+
+
+@contextmanager
+def _made(run_dir: Path) -> Iterator[None]:
+    """`run_dir` exists within; it goes again where bad input is found before the folder is that of a run."""
+    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not os.access(run_dir, os.W_OK):
+            raise OSError(errno.EROFS, "it cannot be written to")
+    except OSError as error:
+        _remove(new)
+        raise ConfigError(
+            f"the run's directory '{run_dir}' cannot be made",
+            got=error.strerror,
+            allowed="a folder that this user can make and write to",
+            hint="choose another one with --out",
+        ) from error
+    try:
+        yield
+    except ConfigError:
+        if not (run_dir / "config.toml").exists():
+            (run_dir / PROMPTS_FILE).unlink(missing_ok=True)
+            _remove(new)
+        raise
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    """Those of `folders`, inner ones first, that are there and empty."""
+    for folder in folders:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _new_run_dir(config: RunConfig, out: str | Path | None) -> Path:
     run_dir = Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}" if out is None else Path(out)
     if out is None and run_dir.exists():
         run_dir = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns() % 1000:03d}")
-    if run_dir.exists() and any(run_dir.iterdir()):
+    try:
+        is_file, is_used = run_dir.exists() and not run_dir.is_dir(), run_dir.is_dir() and any(run_dir.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"the run's directory '{run_dir}' cannot be made", got=error.strerror, allowed="a new or empty directory"
+        ) from error
+    if is_file:
+        raise ConfigError(
+            "the run's directory is a file", got=str(run_dir), allowed="a new or empty directory", hint="see --out"
+        )
+    if is_used:
         raise ConfigError(
             "the run's directory is not empty",
             got=str(run_dir),
             allowed="a new or empty directory",
             hint=f"choose another --out, or continue that run with --resume {run_dir}",
         )
-    run_dir.mkdir(parents=True, exist_ok=True)
     return run_dir
 
 
@@ -108,7 +157,11 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
         raise ConfigError("too few prompts", got=len(prompts), allowed="at least 2: one is held out")
     path = (run_dir / PROMPTS_FILE).resolve()
     rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    try:
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    except (TypeError, ValueError) as error:
+        raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
+    path.write_text("".join(lines), encoding="utf-8")
     num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
     tables = config.model_dump()
     tables["prompts"] |= {
@@ -129,6 +182,9 @@ def _resume(run_dir: Path, given: FromPython) -> Result:
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
     config = resolve(config_path)
+    check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
+    if given.cluster is not None:
+        check_listening(given.cluster.listen)
     if config.stages == ["rl"]:
         return Result(out=run_dir, summary=resume_rl(config, run_dir, given))
     return Result(out=run_dir, summary=run_stages(config, run_dir, given))

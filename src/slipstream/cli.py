@@ -10,7 +10,6 @@ import dataclasses
 import os
 import sys
 import time
-import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,16 @@ from rich.text import Text
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
-from slipstream.core.recipes import check_model_path, defaults, list_recipes, load_recipe, merge, recipes_dir, resolve
+from slipstream.core.recipes import (
+    check_model_path,
+    defaults,
+    list_recipes,
+    load_recipe,
+    merge,
+    read_toml,
+    recipes_dir,
+    resolve,
+)
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -42,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             raise ConfigError(
-                f"unknown command '{name}'", allowed=", ".join(COMMANDS), hint=did_you_mean(name, COMMANDS)
+                f"unknown command '{name}'",
+                allowed=", ".join(COMMANDS),
+                hint=did_you_mean(name, COMMANDS) or "a command comes first: `slipstream run RECIPE ...`",
             )
         return COMMANDS[name](rest)
     except ConfigError as error:
@@ -104,7 +114,13 @@ def report_command(argv: Sequence[str]) -> int:
         raise ConfigError(f"'{options.run}' is no run: it has no metrics.jsonl", hint="give the folder of a run")
     from slipstream.observe.report import write_report
 
-    _console.print(f"report: {write_report(options.run)}")
+    try:
+        path = write_report(options.run)
+    except ConfigError:
+        raise
+    except SlipstreamError as error:  # what lies in the folder is input here
+        raise ConfigError(error.what, got=error.got, allowed=error.allowed, hint=error.hint) from error
+    _console.print(f"report: {path}")
     return EXIT_DONE
 
 
@@ -260,7 +276,9 @@ def override_flags(model: type[BaseModel], shown: Mapping[str, Any]) -> Any:
         if name == "recipe":  # every command takes it as an argument of its own
             continue
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys[name] = annotated[override_flags(kind, value or {}), tyro.conf.arg(help=info.description)]
+            keys[name] = annotated[
+                override_flags(kind, value if isinstance(value, Mapping) else {}), tyro.conf.arg(help=info.description)
+            ]
         elif get_origin(kind) is dict:  # as pairs: tyro cannot leave a dict out
             pairs: Any = types.GenericAlias(list, types.GenericAlias(tuple, get_args(kind)))
             keys[name] = annotated[pairs, tyro.conf.arg(help=info.description, help_behavior_hint=_hint(value))]
@@ -412,7 +430,7 @@ def _saved_config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.toml"
     if not path.is_file():
         raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return read_toml(path)
 
 
 def _print_help() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.controller.cluster import ALWAYS_REMOTE, Cluster
-from slipstream.controller.meeting import JOIN_TIMEOUT_S, Listen, attend, parse_address, read_spec
+from slipstream.controller.meeting import JOIN_TIMEOUT_S, Listen, attend, check_listening, parse_address, read_spec
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -61,8 +61,9 @@ def cluster_of(
             got=listen,
             allowed="an address or name of this machine in their network",
         )
-    remote = ALWAYS_REMOTE | set(also_remote)
-    return Cluster(Listen(host, port, address_file), run_keys(key_file, makes_file=True), remote)
+    there = Listen(host, port, address_file)
+    check_listening(there)  # before a key is made
+    return Cluster(there, run_keys(key_file, makes_file=True), ALWAYS_REMOTE | set(also_remote))
 
 
 def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
@@ -90,19 +91,25 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
     """
     keys = run_keys(job.key_file)
     numeric_address(job.address)
-    spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), keys, timeout_s=JOIN_TIMEOUT_S)
-    node = spec.node(job.group)
-    if node.ranks % job.nnodes or not 0 <= job.node_rank < job.nnodes:
+    if job.nnodes < 1 or not 0 <= job.node_rank < job.nnodes:
         raise ConfigError(
-            "the ranks of the group do not divide over its machines",
-            got=f"{node.ranks} ranks of '{node.name}', --nnodes {job.nnodes} --node-rank {job.node_rank}",
-            allowed="--nnodes: a divisor of the ranks, --node-rank: below it",
+            "a group's machines are counted from 0",
+            got=f"--nnodes {job.nnodes} --node-rank {job.node_rank}",
+            allowed="--nnodes: 1 or more, --node-rank: below it",
         )
     if (job.nnodes > 1) != (job.rendezvous is not None):
         raise ConfigError(
             "machines of one group meet at a rendezvous",
             got=f"--nnodes {job.nnodes}, --rendezvous {job.rendezvous}",
             allowed="both, or neither",
+        )
+    spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), keys, timeout_s=JOIN_TIMEOUT_S)
+    node = spec.node(job.group)
+    if node.ranks % job.nnodes:
+        raise ConfigError(
+            "the ranks of the group do not divide over its machines",
+            got=f"{node.ranks} ranks of '{node.name}', --nnodes {job.nnodes}",
+            allowed="--nnodes: a divisor of the ranks",
         )
     per_machine = node.ranks // job.nnodes
     threads = max(1, num_cores() // per_machine) if job.threads is None else job.threads

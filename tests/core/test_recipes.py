@@ -183,8 +183,12 @@ configs = st.builds(
     generator=st.builds(GeneratorConfig, temperature=positive, stop_token_ids=st.lists(st.integers(0, 9))),
     rewards=st.builds(
         RewardsConfig,
-        terms=st.lists(st.builds(RewardTerm, function=texts, weight=st.floats(allow_nan=False), params=params)),
-        failure_reward=st.floats(allow_nan=False),
+        terms=st.lists(
+            st.builds(
+                RewardTerm, function=texts, weight=st.floats(allow_nan=False, allow_infinity=False), params=params
+            )
+        ),
+        failure_reward=st.floats(allow_nan=False, allow_infinity=False),
     ),
     trainer=st.builds(TrainerConfig, optimizer=optimizers, microbatch_tokens=counts),
     warm_start=st.builds(

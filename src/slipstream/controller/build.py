@@ -28,9 +28,8 @@ from slipstream.generator.device import check_device
 from slipstream.generator.executor import Generator
 from slipstream.generator.vllm.backend import check_vllm
 from slipstream.models.build import build_tokenizer, check_division
-from slipstream.models.config import config_from_hf
 from slipstream.models.device import check_gpus
-from slipstream.models.hf import read_hf_config
+from slipstream.models.preflight import Head, check_checkpoint, check_policy
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.checks import check_rewards
@@ -64,36 +63,41 @@ def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection
             check_gpus(section, device, field, ranks)
     for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
         check_division(config.model, ranks)
+    check_policy(config)
     check_loss(config)
     check_checkpoints(config, readers(config))
     if not has_own_reward and (config.rewards.terms or not config.rewards.models):
         check_rewards(config.rewards, task_table(config.prompts.tasks))
 
 
-def readers(config: RunConfig) -> list[tuple[str, str | None]]:
-    """What reads the policy's tokens during RL, in words, and where its checkpoint is (None: the policy's own)."""
-    found: list[tuple[str, str | None]] = [
-        (f"reward model '{model.name}' (rewards.models)", model.path) for model in config.rewards.models
+Reader = tuple[str, str | None, Head]
+"""What reads the policy's tokens, in words; where its checkpoint is (None: the policy's own); what that ends in."""
+
+
+def readers(config: RunConfig) -> list[Reader]:
+    """What reads the policy's tokens during RL."""
+    found: list[Reader] = [
+        (f"reward model '{model.name}' (rewards.models)", model.path, "score") for model in config.rewards.models
     ]
     if "reference_logprobs" in needed_columns(config):
-        found.append(("reference policy (kl.reference)", config.kl.reference))
+        found.append(("reference policy (kl.reference)", config.kl.reference, "language"))
     if config.has_critic and config.critic.model == "own":
-        found.append(("critic (critic.path)", config.critic.path))
+        found.append(("critic (critic.path)", config.critic.path, "any"))
     return found
 
 
-def check_checkpoints(config: RunConfig, named: Sequence[tuple[str, str | None]]) -> None:
+def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
     """Raise ConfigError for a checkpoint of `named` that is not there, or reads other tokens than the policy writes.
 
     It may know more tokens than the policy, under other ids. One without a tokenizer must have as many tokens at least.
     Those of stages that have not run yet are passed over.
     """
-    given = [(what, Path(path)) for what, path in named if path is not None and stage_of(path) is None]
+    given = [(what, Path(path), head) for what, path, head in named if path is not None and stage_of(path) is None]
     if not given:
         return
     policy = policy_tokenizer(config)
     vocabulary = policy.get_vocab().items()
-    for what, path in given:
+    for what, path, head in given:
         if not (path / "config.json").is_file():
             raise ConfigError(f"there is no {what}", got=path, allowed="a folder with config.json")
         if has_tokenizer(path) and not vocabulary <= load_tokenizer(path).get_vocab().items():
@@ -103,7 +107,7 @@ def check_checkpoints(config: RunConfig, named: Sequence[tuple[str, str | None]]
                 allowed="a model with the policy's tokens, under the same ids",
                 hint="it reads the tokens that were sampled, not their text",
             )
-        vocab_size = config_from_hf(read_hf_config(path)).vocab_size
+        vocab_size = check_checkpoint(path, head).vocab_size
         if vocab_size < len(policy):
             raise ConfigError(
                 f"{what} has a smaller vocabulary than the policy",

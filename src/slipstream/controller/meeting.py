@@ -10,6 +10,7 @@ only with its seal, and an address leads nowhere without the keys. Nothing secre
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -101,18 +102,7 @@ class Meeting:
     """The controller's side: hosts the store."""
 
     def __init__(self, listen: Listen, *, timeout_s: float) -> None:
-        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-        server = socket.socket(family)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind((listen.host, listen.port))
-        except OSError as error:
-            server.close()
-            raise ConfigError(
-                "the controller cannot listen there",
-                got=f"{listen.host}:{listen.port}: {error}",
-                allowed="an address of this machine with a free port",
-            ) from error
+        server = _bound(listen)
         server.listen(4096)
         self.host, self.port = listen.host, int(server.getsockname()[1])
         # Bound here, since a store that binds by itself listens on every interface.
@@ -132,6 +122,45 @@ class Meeting:
     def announce(self, spec: RunSpec, keys: RunKeys) -> None:
         """From here on groups may join."""
         self.store.set(SPEC_KEY, keys.seal(spec.encode()))
+
+
+def check_listening(listen: Listen) -> None:
+    """Raise ConfigError where the controller could not listen, or not write its address."""
+    server = _bound(listen)
+    try:
+        server.listen(1)  # two may be bound to a port, one may listen
+    except OSError as error:
+        raise _not_there(listen, error) from error
+    finally:
+        server.close()
+    file = listen.address_file
+    if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+        raise ConfigError(
+            "the controller's address cannot be written there",
+            got=str(file),
+            allowed="a file in an existing folder",
+            hint="see --address-file",
+        )
+
+
+def _bound(listen: Listen) -> socket.socket:
+    server = socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((listen.host, listen.port))
+    except OSError as error:
+        server.close()
+        raise _not_there(listen, error) from error
+    return server
+
+
+def _not_there(listen: Listen, error: OSError) -> ConfigError:
+    return ConfigError(
+        "the controller cannot listen there",
+        got=f"{listen.host}:{listen.port}: {error.strerror}",
+        allowed="an address of this machine with a free port",
+        hint="--listen HOST:0 takes any free port",
+    )
 
 
 def attend(controller: str, *, timeout_s: float) -> Store:

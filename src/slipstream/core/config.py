@@ -6,7 +6,7 @@ loads TOML into it and applies overrides.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -89,6 +89,8 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 """In the order in which a run goes through them."""
 JUST_RL: tuple[Stage, ...] = ("rl",)
 STAGE_PREFIX = "stage:"
+MAX_SEED = 2**62 - 1
+"""What is added to it on the way to a generator of 64 bits has room."""
 
 
 def stage_of(path: str | None) -> str | None:
@@ -108,7 +110,9 @@ class RunConfig(Section):
     """A whole run."""
 
     recipe: str = Field("custom", description="Name of the recipe, for file names and reports.")
-    seed: NonNegative = Field(0, description="Seed of everything random: model, prompts, sampling.")
+    seed: Annotated[NonNegative, Field(le=MAX_SEED)] = Field(
+        0, description="Seed of everything random: model, prompts, sampling."
+    )
     steps: Positive = Field(100, description="Training steps.")
     groups_per_step: Positive = Field(16, description="P: prompts per step.")
     completions_per_group: Positive = Field(8, description="G: completions per prompt.")

@@ -6,6 +6,8 @@ and free-form tables (`params`) are replaced as a whole. Every mistake is a Conf
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ _ALLOWED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": "a string",
+    "string_pattern_mismatch": "a name as the hint says",
     "list_type": "a list",
     "tuple_type": "a list",
     "dict_type": "a table",
@@ -41,7 +44,23 @@ _ALLOWED = {
     "too_long": "at most {max_length} values",
     "too_short": "at least {min_length} values",
     "missing": "a value: the field has no default",
+    "finite_number": "a finite number",
 }
+
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "max_tokens": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "num_generations": "completions_per_group",
+    "group_size": "completions_per_group",
+    "staleness": "max_staleness",
+    "max_steps": "steps",
+    "kl_coef": "coef",
+    "ppo_epochs": "epochs",
+    "num_epochs": "epochs",
+}
+"""What other trainers call our fields."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +91,37 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
     unreadable file or invalid TOML; field names and values are checked by `resolve`.
     """
     path = _find(name_or_path)
+    return {"recipe": path.stem} | read_toml(path)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. ConfigError when it cannot be read, or is none."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe '{path}' cannot be read", got=error) from error
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read", got=error.strerror, allowed="a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"'{path}' cannot be read",
+            got=f"bytes that are not UTF-8, from byte {error.start}",
+            allowed="a TOML file in UTF-8",
+            hint="save it as UTF-8, without a byte order mark",
+        ) from error
+    if text.startswith("\ufeff"):
+        raise ConfigError(
+            f"'{path}' cannot be read",
+            got="a byte order mark at its start",
+            allowed="a TOML file in UTF-8 without one",
+            hint="save it as 'UTF-8', not as 'UTF-8 with BOM'",
+        )
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the recipe '{path}' is not valid TOML", got=error) from error
-    return {"recipe": path.stem} | tables
+        raise ConfigError(
+            f"'{path}' is not valid TOML",
+            got=error,
+            hint="text goes in quotes, a field is `name = value`, a section [name]; each of them once",
+        ) from error
 
 
 def resolve(
@@ -197,15 +240,20 @@ def _first_comment(path: Path) -> str:
 def _find(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.suffix == ".toml" or len(path.parts) > 1:
-        if path.is_file():
+        if os.path.lexists(path) and not path.is_dir():
             return path
-        raise ConfigError(f"there is no recipe file '{path}'", hint="`slipstream recipes` lists the shipped ones")
+        raise ConfigError(
+            f"there is no recipe file '{path}'",
+            got="a folder" if path.is_dir() else "nothing of that name",
+            allowed="a file, or the name of a shipped recipe",
+            hint="`slipstream recipes` lists the shipped ones",
+        )
     shipped = {recipe.name: recipe.path for recipe in list_recipes()}
     if path.name not in shipped:
         raise ConfigError(
             f"unknown recipe '{name_or_path}'",
             allowed=", ".join([*shipped, "the path of a .toml file"]),
-            hint=did_you_mean(path.name, shipped),
+            hint=did_you_mean(path.name, shipped) or "`slipstream recipes` says what they do",
         )
     return shipped[path.name]
 
@@ -273,7 +321,8 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
         )
     template = _ALLOWED.get(first["type"])
     info = model.model_fields.get(name)
-    hints = [text for text in (info.description if info else None, also) if text]
+    guess = _guess_value(first)
+    hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
         got="nothing" if first["type"] == "missing" else repr(first["input"]),
@@ -298,8 +347,15 @@ def _owner(loc: Sequence[str | int]) -> tuple[type[BaseModel], str]:
 
 def _guess_field(name: str, model: type[BaseModel]) -> str | None:
     """A near field of the same section, else the full path of a field of that very name in another one."""
-    elsewhere = [path for path in field_paths() if path.split(".")[-1] == name]
+    elsewhere = [path for path in field_paths() if path.split(".")[-1] == OTHER_NAMES.get(name, name)]
     return f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(name, model.model_fields)
+
+
+def _guess_value(error: Any) -> str | None:
+    """A near value of those that the field knows, for a misspelt one."""
+    if error["type"] != "literal_error" or not isinstance(error["input"], str):
+        return None
+    return did_you_mean(error["input"], re.findall(r"'([^']*)'", error["ctx"]["expected"]))
 
 
 def _dotted(loc: Sequence[str | int]) -> str:

@@ -12,11 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slipstream.core.errors import ConfigError
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(gt=0, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+Number = Annotated[float, Field(strict=True)]
+PositiveFloat = Annotated[Number, Field(gt=0)]
+NonNegativeFloat = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True)]
+"""inf: there is none. All other numbers are finite."""
 
 
 Precision = Literal["float32", "bfloat16", "int8", "fp8"]
@@ -26,7 +29,7 @@ Precision = Literal["float32", "bfloat16", "int8", "fp8"]
 class Section(BaseModel):
     """Base of all sections: immutable, unknown fields are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 PolicyName = Literal["oldest_first", "drop_stale", "areal", "one_step", "sample_budget", "finish_order"]
@@ -131,7 +134,7 @@ class VLLMConfig(Section):
     )
     enforce_eager: bool = Field(True, description="Run vLLM without compiling: a faster start, slower decoding.")
     kv_cache_gb: Positive = Field(1, description="Memory of the KV cache on a CPU, in GiB.")
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+    gpu_memory_utilization: Annotated[Number, Field(gt=0, le=1)] = Field(
         0.5, description="Share of a GPU's memory for vLLM, weights and cache; the trainer may need the rest."
     )
     max_model_len: Positive | None = Field(
@@ -211,7 +214,7 @@ class GeneratorConfig(Section):
     max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
     top_k: NonNegative = Field(0, description="Training samples come from the k likeliest tokens; 0: from all.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+    top_p: Annotated[Number, Field(gt=0, le=1)] = Field(
         1.0,
         description="Then from the fewest of them that hold this share of the probability. Without top_k the whole "
         "vocabulary is sorted for every token.",
@@ -245,7 +248,9 @@ class GeneratorConfig(Section):
     time_limit_s: PositiveFloat | None = Field(
         None, description="A completion that takes longer, from its start in seconds, ends with reason 'deadline'."
     )
-    stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens besides the tokenizer's EOS.")
+    stop_token_ids: list[NonNegative] = Field(
+        default_factory=list, description="Stop tokens besides the tokenizer's EOS."
+    )
     seeds: Literal["shared", "per_replica"] = Field(
         "shared",
         description="Noise of training samples by the run's seed alone: a completion is the same on any replica. Or by "
@@ -306,8 +311,8 @@ class RewardTerm(Section):
         description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', 'code', or "
         "'module:function', 'file.py:function' with TRL's signature."
     )
-    weight: float = Field(1.0, description="Factor of this term in the sum.")
-    at_least: float | None = Field(
+    weight: Number = Field(1.0, description="Factor of this term in the sum.")
+    at_least: Number | None = Field(
         None, description="Makes the term a constraint: below this, the reward is at most rewards.violation_cap (CGPO)."
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword parameters of a built-in function.")
@@ -320,8 +325,8 @@ class RewardModelTerm(Section):
         description="Folder of a `*ForSequenceClassification` checkpoint with one label, or 'stage:reward_model'."
     )
     name: str = Field("reward_model", description="Name of its part of the reward, in metrics and rollouts.")
-    weight: float = Field(1.0, description="Factor of this term in the sum.")
-    at_least: float | None = Field(
+    weight: Number = Field(1.0, description="Factor of this term in the sum.")
+    at_least: Number | None = Field(
         None, description="Makes the term a constraint: below this, the reward is at most rewards.violation_cap (CGPO)."
     )
 
@@ -353,7 +358,7 @@ class RewardsConfig(Section):
         5.0, description="Limit of one scoring call in seconds; then the worker is killed."
     )
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
-    violation_cap: float = Field(0.0, description="Largest reward of a completion that violates a constraint.")
+    violation_cap: Number = Field(0.0, description="Largest reward of a completion that violates a constraint.")
     max_chars: Positive = Field(20_000, description="Longer completions are cut to so many characters before scoring.")
     truncate_token: NonNegative | None = Field(
         None,
@@ -361,7 +366,7 @@ class RewardsConfig(Section):
         "Training still covers all sampled tokens (N).",
     )
     truncate_after: NonNegative = Field(0, description="Completion tokens to pass over before looking for it.")
-    failure_reward: float = Field(0.0, description="Reward of a completion whose scoring failed or timed out.")
+    failure_reward: Number = Field(0.0, description="Reward of a completion whose scoring failed or timed out.")
     trust_verifier: bool = Field(
         False, description="Run verifiers known to evaluate model text even where the platform cannot isolate them."
     )
@@ -397,7 +402,7 @@ class LossConfig(Section):
     """The policy loss, its advantages, and which completions of a group are trained on."""
 
     name: str = Field("aipo", description="Key of `algorithms.losses.LOSSES`, of kind 'policy'.")
-    params: dict[str, float | str] = Field(
+    params: dict[str, Annotated[float, Field(allow_inf_nan=True)] | str] = Field(
         default_factory=dict, description="The loss's own constants, e.g. max_ratio = 4."
     )
     reduction: Literal["token", "sequence", "constant"] = Field(
@@ -436,7 +441,7 @@ class LossConfig(Section):
         description="Completions without their end: train as they are, mask, replace their reward by "
         "truncation_reward, or add it (TRL).",
     )
-    truncation_reward: float = Field(0.0, description="Of completions without their end; -1 in most sources.")
+    truncation_reward: Number = Field(0.0, description="Of completions without their end; -1 in most sources.")
     skip_no_signal: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
 
 
@@ -496,7 +501,7 @@ class OptimizerConfig(Section):
         "which makes early updates by small gradients smaller, as in the original RLHF code.",
     )
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of matrices (not norms or biases).")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Global gradient norm is clipped to this.")
+    max_grad_norm: Limit = Field(1.0, description="Global gradient norm is clipped to this.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up, to 0.")
     schedule_by: Literal["update", "step"] = Field(
         "update",
@@ -516,7 +521,7 @@ class CriticConfig(Section):
         "zero", description="Fresh heads: all 0 (N), or like a reward model's."
     )
     coef: PositiveFloat = Field(0.1, description="Weight of the value loss.")
-    clip: PositiveFloat = Field(0.2, description="Values move at most so far from those before the step; inf: free.")
+    clip: Limit = Field(0.2, description="Values move at most so far from those before the step; inf: free.")
     gamma: Fraction = Field(1.0, description="Discount per token.")
     lam: Fraction = Field(0.95, description="GAE's lambda: 1 is the return, 0 one step of bootstrapping.")
     whiten_rewards: bool = Field(
@@ -528,8 +533,8 @@ class CriticConfig(Section):
         "last", description="The score's token: the last one, or the step after it (TL;DR reproduction, TRL)."
     )
     vtrace: bool = Field(False, description="Correct advantages and values for staleness (IMPALA); off: plain GAE.")
-    max_rho: PositiveFloat = Field(1.0, description="V-trace's largest importance weight of an error.")
-    max_c: PositiveFloat = Field(1.0, description="V-trace's largest weight of what is traced back.")
+    max_rho: Limit = Field(1.0, description="V-trace's largest importance weight of an error.")
+    max_c: Limit = Field(1.0, description="V-trace's largest weight of what is traced back.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The critic's own optimizer.")
 
 
@@ -670,7 +675,7 @@ class RewardModelConfig(Section):
         description="Scores of the untrained policy's samples get mean 0 and standard deviation 1 before and after "
         "training (before it those of the ratings); or those of reference completions mean 0 after it; or neither.",
     )
-    normalise_samples: Annotated[int, Field(ge=2)] = Field(
+    normalise_samples: Annotated[int, Field(ge=2, strict=True)] = Field(
         256, description="Completions of the untrained policy that before_and_after measures."
     )
     normalise_unbiased: bool = Field(False, description="Standard deviation over n - 1 instead of n samples.")

@@ -22,7 +22,8 @@ from slipstream.evals.pass_at_k import mean_pass_at_k
 from slipstream.evals.sampling import sample_completions
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.target import eval_target
-from slipstream.models.build import build_policy
+from slipstream.models.build import build_policy, build_tokenizer
+from slipstream.models.preflight import check_policy
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 
@@ -106,8 +107,10 @@ def evaluate(
         raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
     if reward is None and (config.rewards.terms or not config.rewards.models):
         check_rewards(config.rewards, task_table(config.prompts.tasks))
-    model, tokenizer = build_policy(config.model, seed=config.seed)
+    check_policy(config)
+    tokenizer = build_tokenizer(config.model)
     held_out = _held_out(config, tokenizer, num_prompts)
+    model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
     answer = partial(sample_completions, config, model, tokenizer, held_out, num_slots=config.eval.num_slots)
     completions = answer(temperature=0.0)
     num_greedy = len(completions)

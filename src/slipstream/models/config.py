@@ -100,7 +100,13 @@ def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) 
             got=raw["quantization_config"],
             hint="dequantize the model with transformers and save it with save_pretrained",
         )
-    hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(dict(raw)).to_dict()
+    from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+
+    try:
+        hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(dict(raw)).to_dict()
+    except (StrictDataclassError, StrictDataclassFieldValidationError, TypeError, ValueError) as error:
+        told = " ".join(str(error).split())
+        raise ConfigError(f"config.json is not that of a {family} model", got=told[:300]) from error
     config = _gpt2_from_hf(hf) if family == "gpt2" else _rotary_from_hf(family, hf)
     if max_positions is not None:
         config = replace(config, max_positions=min(max_positions, config.max_positions))

@@ -32,6 +32,8 @@ IGNORED_SUFFIXES = (
     ".attention.masked_bias",
 )
 """Constant buffers that old checkpoints carry along."""
+MAX_SHOWN = 5
+"""Of the tensors that are wrong: an error is to fit one screen."""
 
 
 def logical_tensors(model: Transformer) -> dict[str, Tensor]:
@@ -68,13 +70,15 @@ def load_model(
                 problems += write_tensor(wanted.pop(name), tensors.get_tensor(stored_name))
     problems += [f"missing {name}" for name in wanted]
     if problems:
-        shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        raise ConfigError(
-            f"the checkpoint in {path} does not fit its config.json",
-            got="; ".join(shown),
-            allowed=f"exactly the tensors of a {config.family} model",
-        )
+        raise misfit(path, problems, allowed=f"exactly the tensors of a {config.family} model")
     return model
+
+
+def misfit(path: Path, problems: list[str], *, allowed: str) -> ConfigError:
+    """The error of a checkpoint whose tensors are others than its config.json asks for."""
+    num_more = len(problems) - MAX_SHOWN
+    shown = problems if num_more <= 0 else [*problems[:MAX_SHOWN], f"and {num_more} more"]
+    return ConfigError(f"the checkpoint in {path} does not fit its config.json", got="; ".join(shown), allowed=allowed)
 
 
 def open_tensors(file: Path) -> Any:
@@ -86,9 +90,13 @@ def open_tensors(file: Path) -> Any:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"'{file}' is not valid JSON", got=error) from error
+        raise ConfigError(f"'{file}' is not valid JSON", got=error, hint="was its download interrupted?") from error
+    except OSError as error:
+        raise ConfigError(f"'{file}' cannot be read", got=error.strerror) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"'{file}' is no JSON object", got=type(data).__name__, allowed="an object")
     return data
 
 
@@ -113,7 +121,10 @@ def weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS_FILE).is_file():
         return [path / WEIGHTS_FILE]
     if (path / INDEX_FILE).is_file():
-        names = sorted({str(name) for name in _read_json(path / INDEX_FILE)["weight_map"].values()})
+        weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"'{path / INDEX_FILE}' has no weight_map", allowed="tensors, each with its file")
+        names = sorted({str(name) for name in weight_map.values()})
         foreign = [name for name in names if name != Path(name).name or not name.endswith(".safetensors")]
         if foreign:
             raise ConfigError(
@@ -124,7 +135,11 @@ def weight_files(path: Path) -> list[Path]:
         files = [path / name for name in names]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            raise ConfigError(f"shards of the checkpoint in {path} are absent", got=", ".join(absent))
+            raise ConfigError(
+                f"shards of the checkpoint in {path} are absent",
+                got=", ".join(absent[:MAX_SHOWN]),
+                allowed=f"all that {INDEX_FILE} names",
+            )
         return files
     raise ConfigError("no weights found", got=str(path), allowed=f"{WEIGHTS_FILE} or {INDEX_FILE}", hint=_GGUF_HINT)
 

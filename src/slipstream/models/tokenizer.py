@@ -22,7 +22,11 @@ def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     alphabet = PRINTABLE if alphabet is None else alphabet
     if not alphabet or len(set(alphabet)) != len(alphabet):
         repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
-        raise ConfigError("an alphabet is a string of distinct characters", got=repeated or "an empty alphabet")
+        raise ConfigError(
+            "an alphabet is a string of distinct characters",
+            got=repeated or "an empty alphabet",
+            hint="see model.alphabet",
+        )
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -48,6 +52,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ConfigError("no tokenizer found", got=str(path), allowed="a folder with tokenizer.json")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:  # what transformers raises for torn files and unknown classes
-        raise ConfigError(f"the tokenizer in '{path}' cannot be loaded", got=error) from error
+    except (OSError, ValueError, TypeError, KeyError) as error:  # what transformers raises for torn files
+        told = " ".join(str(error).split())
+        raise ConfigError(
+            f"the tokenizer in '{path}' cannot be loaded",
+            got=f"{type(error).__name__}: {told[:200]}",
+            hint="`transformers.AutoTokenizer.from_pretrained` on that folder says more",
+        ) from error
     return tokenizer

@@ -7,7 +7,6 @@ a model or a data set is escaped.
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from slipstream.core.disk import replace_file
+from slipstream.core.recipes import read_toml
 from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.display import duration, printable
 from slipstream.observe.evaluation import evaluation_rows
@@ -64,7 +64,7 @@ def _read(run_dir: Path) -> Run:
     summary = read_summary(summary_path) if summary_path.exists() else None
     return Run(
         name=run_dir.resolve().name,
-        config=tomllib.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {},
+        config=read_toml(config_path) if config_path.exists() else {},
         metrics=read_metrics(run_dir / "metrics.jsonl"),
         samples=read_samples(run_dir / "samples.json") or list(_samples_of(read_rollouts(run_dir / "rollouts.jsonl"))),
         summary=summary,

@@ -55,6 +55,9 @@ class _Collector:
         self.seen: set[str] = set()
         self.num_candidates = self.num_duplicates = self.num_too_long = 0
 
+    def __str__(self) -> str:
+        return f"{self.num_candidates} rows ({self.num_duplicates} repeated, {self.num_too_long} too long)"
+
     def take(self, rows: Iterable[Row], limit: int) -> list[tuple[str, Prompt]]:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
         fresh: list[tuple[str, Row]] = []
@@ -122,7 +125,12 @@ def demonstrations(
     completion ends with the tokenizer's EOS.
     """
     if tokenizer.eos_token_id is None:
-        raise ConfigError("demonstrations end with an EOS token", got="a tokenizer without one")
+        raise ConfigError(
+            "demonstrations end with an EOS token",
+            got="a tokenizer without one",
+            allowed="a tokenizer with eos_token",
+            hint="set it in tokenizer_config.json, or warm_start.steps = 0",
+        )
     templates = [
         Template(kind.template, field=f"warm_start.demonstrations[{i}].template")
         for i, kind in enumerate(config.demonstrations)
@@ -212,10 +220,18 @@ def _from_dataset(config: PromptsConfig, collector: _Collector, seed: int) -> tu
     assert config.dataset is not None
     if config.eval_dataset is not None:  # held-out prompts first: what they share with the training data leaves it
         held_out = [p for _, p in _read(config.eval_dataset, config, template, collector, config.num_eval)]
-        _check_num_eval(config, config.eval_dataset, len(held_out))
-        return [p for _, p in _read(config.dataset, config, template, collector, config.num_train)], held_out
+        _check_num_eval(config, config.eval_dataset, len(held_out), collector)
+        train = [p for _, p in _read(config.dataset, config, template, collector, config.num_train)]
+        if not train:
+            raise ConfigError(
+                "there are no training prompts",
+                got=f"{collector} of both datasets",
+                allowed="prompts in prompts.dataset that fit and are not in prompts.eval_dataset",
+                hint="see prompts.max_prompt_tokens",
+            )
+        return train, held_out
     prompts = _read(config.dataset, config, template, collector, None)
-    _check_num_eval(config, config.dataset, len(prompts) - 1)
+    _check_num_eval(config, config.dataset, len(prompts) - 1, collector)
     train, held_out = _split_by_hash(prompts, config.num_eval, seed)
     return train[: config.num_train], held_out
 
@@ -231,11 +247,22 @@ def _read(
     return prompts
 
 
-def _check_num_eval(config: PromptsConfig, source: str, available: int) -> None:
+def _check_num_eval(config: PromptsConfig, source: str, available: int, collector: _Collector) -> None:
+    if not collector.num_candidates:
+        raise ConfigError(
+            f"dataset '{source}' has no rows", got="nothing to read in it", allowed="one prompt a row, at least"
+        )
+    if collector.num_too_long and collector.num_too_long + collector.num_duplicates == collector.num_candidates:
+        raise ConfigError(
+            f"all prompts of dataset '{source}' are over prompts.max_prompt_tokens",
+            got=str(collector),
+            allowed=f"at most {config.max_prompt_tokens} tokens",
+            hint="raise prompts.max_prompt_tokens, or see prompts.too_long",
+        )
     if available < config.num_eval:
         raise ConfigError(
             f"dataset '{source}' cannot supply enough distinct held-out prompts",
-            got=f"num_eval = {config.num_eval}",
+            got=f"num_eval = {config.num_eval}, of {collector}",
             allowed=f"at most {max(0, available)}",
             hint="lower prompts.num_eval and eval.num_prompts, or give prompts.eval_dataset",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
@@ -28,9 +28,15 @@ def read_records(source: str, name: str | None, split: str) -> Iterable[Mapping[
     if path.is_file() and path.suffix in {".jsonl", ".ndjson"}:
         return _jsonl(path)
     if path.is_file() and path.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet
 
-        records: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        try:
+            records: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(
+                f"'{path}' cannot be read", got=" ".join(str(error).split())[:200], allowed="a parquet file"
+            ) from error
         return records
     if path.is_file():
         raise ConfigError("unknown kind of dataset file", got=source, allowed=".jsonl, .ndjson, .parquet or a folder")
@@ -38,23 +44,44 @@ def read_records(source: str, name: str | None, split: str) -> Iterable[Mapping[
         return _folder(path, name, split)
     if path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1:
         raise ConfigError(
-            "dataset not found", got=source, hint="give an existing file or folder, or a hub id 'owner/name'"
+            "dataset not found",
+            got=source,
+            allowed="an existing file or folder, or a hub id 'owner/name'",
+            hint=f"relative paths are from {Path.cwd()}",
         )
     return _load(source, name, split)
 
 
 def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            where = f"{path}, line {number}"
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number} is not JSON: {error}") from error
+                record = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{where} is not UTF-8", got=f"{line[max(0, error.start - 20) : error.end + 20]!r}", allowed="UTF-8"
+                ) from error
+            except ValueError as error:
+                raise ConfigError(
+                    f"{where} is not JSON: {error}",
+                    got=f"{line[:60]!r}",
+                    allowed='one object a line, such as {"prompt": "...", "answer": "..."}',
+                ) from error
             if not isinstance(record, dict):
-                raise ConfigError(f"{path}, line {number} is not a JSON object", got=type(record).__name__)
+                raise ConfigError(
+                    f"{where} is not a JSON object", got=type(record).__name__, allowed="one object a line"
+                )
             yield record
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read", got=error.strerror) from error
 
 
 def _folder(path: Path, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
@@ -75,7 +102,8 @@ def _load(source: str, name: str | None, split: str) -> Iterable[Mapping[str, An
         loaded = datasets.load_dataset(source, name)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # not found, offline, unreadable
         raise ConfigError(
-            f"dataset '{source}' cannot be loaded: {type(error).__name__}: {error}",
+            f"dataset '{source}' cannot be loaded",
+            got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
             hint="without network, download it first and give its folder, a JSONL or a parquet file",
         ) from error
     return _split(loaded, split, source=source)
@@ -97,7 +125,7 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
     if config.prompt_column not in record:
         raise ConfigError(
             f"{where} has no column '{config.prompt_column}'",
-            allowed=", ".join(record),
+            allowed=", ".join(record) or "an object with columns",
             hint=did_you_mean(config.prompt_column, record) or "see prompts.prompt_column",
         )
     columns = to_json_types(dict(record), where=where)
@@ -128,7 +156,12 @@ def between_periods(text: str) -> str | None:
 
 def _messages(prompt: Any, *, where: str) -> list[dict[str, Any]]:
     if not isinstance(prompt, list) or not prompt:
-        raise ConfigError(f"{where}: the prompt is neither text nor a chat", got=type(prompt).__name__)
+        raise ConfigError(
+            f"{where}: the prompt is neither text nor a chat",
+            got=type(prompt).__name__,
+            allowed="a string, or a list of messages",
+            hint="see prompts.prompt_column",
+        )
     for message in prompt:
         if not (
             isinstance(message, dict) and message.get("role") in _ROLES and isinstance(message.get("content"), str)

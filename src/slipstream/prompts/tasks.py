@@ -7,6 +7,7 @@ from the global random state: it is seeded here, and given back as it was.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -68,10 +69,12 @@ class TaskSource:
         import reasoning_gym
 
         if self._task.name not in task_names():
+            guess = did_you_mean(self._task.name, task_names())
             raise ConfigError(
-                f"unknown task '{self._task.name}'",
-                allowed=", ".join(task_names()),
-                hint=did_you_mean(self._task.name, task_names()),
+                f"unknown task '{self._task.name}'" + (f"; {guess}" if guess else ""),
+                got=self._task.name,
+                allowed=f"one of {len(task_names())}",
+                hint="`slipstream recipes --tasks` lists them",
             )
         reserved = sorted({"seed", "size"} & self._task.params.keys())
         if reserved:
@@ -85,7 +88,19 @@ class TaskSource:
             return create(seed=self._next_seed, size=size, **self._task.params)
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError(
-                f"task '{self._task.name}' does not accept its parameters: {error}", got=self._task.params
+                f"task '{self._task.name}' does not accept its parameters: {error}",
+                got=self._task.params,
+                allowed=", ".join(_parameters(self._task.name)) or None,
+                hint=next(
+                    filter(
+                        None,
+                        (
+                            did_you_mean(name, _parameters(self._task.name))
+                            for name in self._task.params.keys() - _parameters(self._task.name)
+                        ),
+                    ),
+                    None,
+                ),
             ) from error
 
     def _row(self, entry: dict[str, Any]) -> Row:
@@ -94,6 +109,16 @@ class TaskSource:
         return Row(
             text=self._template.render(columns), task=self.key, answer=_answer_text(entry["answer"]), columns=columns
         )
+
+
+def _parameters(task: str) -> dict[str, None]:
+    """Names of what a reasoning-gym task can be told, in order; none of ours."""
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        return {}
+    config = DATASETS[task][1]
+    return {field.name: None for field in dataclasses.fields(config) if field.name not in ("seed", "size")}
 
 
 def _answer_text(answer: Any) -> str | None:

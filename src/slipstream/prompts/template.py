@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -155,6 +156,15 @@ class Encoder:
                 got="a tokenizer without one",
                 hint="use an instruction-tuned checkpoint, or prompts.chat = false",
             )
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ConfigError(
+                "the tokenizer's chat template does not take these messages",
+                got=f"{error}{line}",
+                allowed=f"a template for {', '.join(str(message['role']) for message in messages)}",
+                hint="some know no system message: drop prompts.system; others need users and assistants in turn",
+            ) from error
         assert isinstance(text, str)
         return text

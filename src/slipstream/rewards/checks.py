@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.types import Prompt
 from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
 from slipstream.rewards.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Setup, Task
+
+COMPARING = frozenset({"exact_match", "overlap", "math"})
+"""Built-ins that abstain without an answer to compare with."""
 
 
 @lru_cache(maxsize=1)
@@ -28,7 +32,12 @@ def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
     """The workers' setup; ConfigError for unknown functions or parameters."""
     terms = [make_term(term.function, term.params) for term in config.terms]
     if not terms:
-        raise ConfigError("a run needs at least one reward function", hint="see rewards.terms")
+        raise ConfigError(
+            "a run needs at least one reward function",
+            got="rewards.terms = [], and no rewards.models",
+            allowed=", ".join(f"'{name}'" for name in BUILTINS) + ", or your own function",
+            hint="see rewards.terms",
+        )
     if any(term.function == "task" for term in terms) and not tasks:
         raise ConfigError(
             "reward 'task' needs reasoning-gym tasks",
@@ -48,6 +57,20 @@ def unsafe_verifiers(setup: Setup) -> list[str]:
     functions = {term.function for term in setup.terms}
     tasks = {task.name for task in setup.tasks.values()} if "task" in functions else set()
     return sorted((functions | tasks) & UNSAFE_VERIFIERS.keys())
+
+
+def check_answers(config: RewardsConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for prompts that nothing would score: without an answer, where all rewards compare with it."""
+    functions = [term.function for term in config.terms]
+    without = [prompt for prompt in prompts if prompt.answer is None]
+    if not without or config.models or not COMPARING.issuperset(functions):
+        return
+    raise ConfigError(
+        f"reward {', '.join(repr(name) for name in functions)} compares with an answer, and prompts have none",
+        got=f"{len(without)} of {len(prompts)} prompts without, such as {without[0].text[:60]!r}",
+        allowed="an answer in every row",
+        hint="see prompts.answer_column; rows without an answer can only be scored by other rewards",
+    )
 
 
 def check_isolation(setup: Setup, held: Collection[str], *, trust_verifier: bool) -> None:

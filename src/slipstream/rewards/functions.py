@@ -24,6 +24,7 @@ from slipstream.core.config import RewardModelTerm, RewardTerm
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.rewards.code import Programs, Scorer, code_reward
 from slipstream.rewards.protocol import Job, Task, Term
+from slipstream.rewards.user_functions import check_function
 
 # Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9), or
 # start it as a program.
@@ -246,7 +247,12 @@ def check_term(term: Term) -> None:
             )
         location = term.function.rpartition(":")[0]
         if location.endswith(".py") and not Path(location).expanduser().is_file():
-            raise ConfigError(f"reward function '{term.function}': there is no such file", got=location)
+            raise ConfigError(
+                f"reward function '{term.function}': there is no such file",
+                got=location,
+                allowed="'module:function' or 'path/to/file.py:function'",
+            )
+        check_function(term.function)
         return
     if term.function not in BUILTINS:
         raise ConfigError(
@@ -265,9 +271,18 @@ def check_term(term: Term) -> None:
             )
     required = {name for name in allowed if parameters[name].default is inspect.Parameter.empty}
     if missing := required - term.params.keys():
-        raise ConfigError(f"reward '{term.function}' needs the parameter '{missing.pop()}'")
+        raise ConfigError(
+            f"reward '{term.function}' needs the parameter '{missing.pop()}'",
+            allowed=", ".join(sorted(allowed)),
+            hint="see params of rewards.terms",
+        )
     if term.function not in ("task", "math"):  # those import; the others check the values of their parameters
-        BUILTINS[term.function](**term.params, **_provided(term, {}, None, 1.0))
+        try:
+            BUILTINS[term.function](**term.params, **_provided(term, {}, None, 1.0))
+        except TypeError as error:
+            raise ConfigError(
+                f"reward '{term.function}' does not take these parameters", got=f"{term.params}: {error}"
+            ) from error
 
 
 def _provided(term: Term, tasks: Mapping[str, Task], programs: Programs | None, timeout_s: float) -> dict[str, Any]:

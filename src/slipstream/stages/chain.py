@@ -9,26 +9,27 @@ from typing import Any
 import msgspec
 import torch
 
-from slipstream.controller.build import check, check_checkpoints
+from slipstream.controller.build import Reader, check, check_checkpoints, policy_tokenizer
 from slipstream.controller.placement import check_remote, num_cores
-from slipstream.core.config import RunConfig
+from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
 from slipstream.models.device import check_gpus
+from slipstream.models.preflight import check_policy
 from slipstream.observe.display import duration
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import read_summary, write_summary
-from slipstream.prompts import task_table
+from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.stages.child import run_in_child
 from slipstream.stages.evaluate import run_evaluation
 from slipstream.stages.judging import build_judge
 from slipstream.stages.preferences import run_preferences
-from slipstream.stages.progress import Progress, read_record, record_path, watch
-from slipstream.stages.reward_model import run_reward_model
+from slipstream.stages.progress import Progress, Quiet, read_record, record_path, watch
+from slipstream.stages.reward_model import read_preferences, run_reward_model
 from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl
-from slipstream.stages.sft import run_sft
+from slipstream.stages.sft import run_sft, stage_demonstrations
 
 STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str, Any]]] = {
     "sft": run_sft,
@@ -45,6 +46,7 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
     else:
         check_model_path(config)
         check_remote(config, remote)
+        check_policy(config)
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
         if rewards.models:  # these stages score in this process
@@ -56,17 +58,33 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
         build_judge(config.judge)
 
 
-def _readers(config: RunConfig) -> list[tuple[str, str | None]]:
-    """What stages besides RL read the policy's tokens with, and where it is."""
-    found: list[tuple[str, str | None]] = []
+def check_data(config: RunConfig, run_dir: Path) -> None:
+    """Raise ConfigError for data that a stage could not work on, by reading all of it, before the first one starts.
+
+    A run of RL alone reads its data once, before anything else, and needs no check.
+    """
+    if config.stages == list(JUST_RL):
+        return
+    tokenizer = policy_tokenizer(config)
+    build_prompts(config, tokenizer)
+    if "sft" in config.stages and config.sft.dataset is not None:
+        stage_demonstrations(config, tokenizer)
+    if "reward_model" in config.stages and config.reward_model.preferences is not None:
+        read_preferences(config, run_dir, tokenizer, Quiet())
+
+
+def _readers(config: RunConfig) -> list[Reader]:
+    """What stages besides RL read the policy's tokens with."""
+    found: list[Reader] = []
     if "preferences" in config.stages:
-        found.append(("policy to sample from (preferences.path)", config.preferences.path))
+        found.append(("policy to sample from (preferences.path)", config.preferences.path, "language"))
     if "reward_model" in config.stages:
-        found.append(("start of the reward model (reward_model.path)", config.reward_model.path))
+        found.append(("start of the reward model (reward_model.path)", config.reward_model.path, "any"))
     if {"preferences", "evaluate"} & set(config.stages):
-        found += [(f"gold reward model '{model.name}' (gold.models)", model.path) for model in config.gold.models]
+        gold = config.gold.models
+        found += [(f"gold reward model '{model.name}' (gold.models)", model.path, "score") for model in gold]
     if "evaluate" in config.stages:
-        found.append(("reference policy (kl.reference)", config.kl.reference))
+        found.append(("reference policy (kl.reference)", config.kl.reference, "language"))
     return found
 
 

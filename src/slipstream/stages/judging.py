@@ -17,7 +17,18 @@ def build_judge(config: JudgeConfig) -> Judge:
             allowed="one of the two",
         )
     if config.function is not None:
-        return resolve_import(config.function)
+        try:
+            found = resolve_import(config.function)
+        except (ImportError, SyntaxError) as error:
+            raise ConfigError(
+                f"the judge '{config.function}' cannot be imported",
+                got=error,
+                allowed="'module:function' or 'path/to/file.py:function'",
+                hint="is it installed in this environment, or on PYTHONPATH?",
+            ) from error
+        if not callable(found):
+            raise ConfigError(f"the judge '{config.function}' is no function", got=repr(found)[:80])
+        return found
     assert config.base_url is not None
     return EndpointJudge(
         base_url=config.base_url,

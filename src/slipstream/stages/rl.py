@@ -13,7 +13,7 @@ import msgspec
 
 from slipstream.controller.build import build_schedule, build_work, default_pipeline
 from slipstream.controller.cluster import Cluster
-from slipstream.controller.controller import Controller
+from slipstream.controller.controller import Controller, Work
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.restarts import Restarts
 from slipstream.controller.tally import Tally
@@ -22,13 +22,19 @@ from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError, ExecutorLost
 from slipstream.core.recipes import save_config, with_stage_paths
+from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import Summary, read_summary, write_summary
 from slipstream.observe.timeline import merge_timelines
+from slipstream.prompts import PromptSet
+from slipstream.rewards.checks import check_answers
 from slipstream.stages.progress import watch
 from slipstream.stages.resume import Resumed, prepare_resume
+from slipstream.trainer import checkpoint as one_rank
+from slipstream.trainer.checkpoint import newest_whole, policy_shapes, read_manifest
+from slipstream.trainer.shard_storage import FORMAT as FORMAT_OF_RANKS
 
 
 @dataclass(frozen=True)
@@ -46,41 +52,55 @@ class FromPython:
         return frozenset() if self.cluster is None else self.cluster.remote
 
 
-def run_rl(config: RunConfig, run_dir: Path, given: FromPython, *, resumed: Resumed | None = None) -> dict[str, Any]:
+def run_rl(
+    config: RunConfig,
+    run_dir: Path,
+    given: FromPython,
+    *,
+    resumed: Resumed | None = None,
+    prepared: tuple[Work, PromptSet] | None = None,
+) -> dict[str, Any]:
     """Train in `run_dir`, from where it was `resumed`; returns what `summary.json` says.
 
     `config` is saved as it is; 'stage:...' in it stands for folders under `run_dir`. An attempt that loses an executor
     without which it cannot go on (ExecutorLost: trainer, reference, reward models) is followed by another one, from the
     last checkpoint: `max_restarts` times for each executor, after a pause that doubles. Errors that an executor reports
-    end the run. Ctrl-C ends it also in a pause.
+    end the run. Ctrl-C ends it also in a pause. `prepared` is what the first attempt starts with,
+    where it has been made; else ConfigError for bad data, before anything is written.
     """
     restarts = Restarts(config.max_restarts, WallClock())
     while True:
         try:
-            return _attempt(config, run_dir, given, resumed)
+            return _attempt(config, run_dir, given, resumed, prepared)
         except ExecutorLost as error:
             lost = error
         pause_s = restarts.plan(lost.executor)
         if pause_s is None:
             raise lost
         sleep(pause_s)
-        resumed = prepare_resume(run_dir)
+        resumed, prepared = prepare_resume(run_dir), None
         count = f"{restarts.counts[lost.executor]} of {config.max_restarts}"
         _tell(config, given, [f"{lost.what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
 
 
-def _attempt(config: RunConfig, run_dir: Path, given: FromPython, resumed: Resumed | None) -> dict[str, Any]:
+def _attempt(
+    config: RunConfig,
+    run_dir: Path,
+    given: FromPython,
+    resumed: Resumed | None,
+    prepared: tuple[Work, PromptSet] | None,
+) -> dict[str, Any]:
     """One run of the pipeline, to its end or to its first error."""
-    tally = Tally(config, started_s=WallClock().now_s())
+    with_paths = with_stage_paths(config, run_dir)
     checkpoint = None if resumed is None else resumed.checkpoint
+    work, prompt_set = prepared or _work(with_paths, given, is_resumed=checkpoint is not None)
+    tally = Tally(config, started_s=WallClock().now_s())
     cut = None if resumed is None else resumed.cut
     if cut is not None:
         tally.restore(cut.run)
         for line in read_metrics(run_dir / "metrics.jsonl"):
             tally.recall(line)
     observer: Observer = ConsoleObserver(config, run_dir) if given.display else SilentObserver()
-    with_paths = with_stage_paths(config, run_dir)
-    work, prompt_set = build_work(with_paths, is_resumed=checkpoint is not None)
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
     pipeline = (
@@ -128,10 +148,69 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
     What was written so far is kept under `attempt_<n>/` (`stages/resume.py`). ConfigError where RL is done.
     """
     if is_rl_done(run_dir):
-        raise ConfigError("the run is already complete", got=f"{config.steps} of {config.steps} steps")
+        raise ConfigError(
+            "the run is already complete",
+            got=f"{config.steps} of {config.steps} steps",
+            allowed="a run that was stopped before its last step",
+            hint=f"its policy is {run_dir / 'model'}: a new run goes on from there with --model.path",
+        )
+    with_paths = with_stage_paths(config, run_dir)
+    checkpoint = _checked_checkpoint(with_paths, run_dir)
+    prepared = _work(with_paths, given, is_resumed=checkpoint is not None)  # its errors come before files are moved
     resumed = prepare_resume(run_dir)
     _tell(config, given, resumed.notes)
-    return run_rl(config, run_dir, given, resumed=resumed)
+    return run_rl(config, run_dir, given, resumed=resumed, prepared=prepared)
+
+
+def _work(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+    """Prompts and demonstrations. ConfigError for data that cannot be read, or that no reward could score."""
+    work, prompts = build_work(config, is_resumed=is_resumed)
+    if given.reward is None:
+        check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
+    return work, prompts
+
+
+def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Path | None:
+    """The newest whole checkpoint, or None without any.
+
+    ConfigError where all are damaged, as beginning anew is then the user's to decide; for one of another model; and for
+    one without the run's ledger.
+    """
+    checkpoint, damages = newest_whole(run_dir / "checkpoints")
+    if checkpoint is None and damages:
+        raise ConfigError(
+            damages[0].what,
+            got=damages[0].got,
+            allowed=damages[0].allowed,
+            hint=f"no other checkpoint is whole: without {run_dir / 'checkpoints'} the run begins anew",
+        )
+    if checkpoint is None:
+        return None
+    formats = (one_rank.FORMAT, FORMAT_OF_RANKS)
+    if (found := read_manifest(checkpoint)["format"]) not in formats:
+        raise ConfigError(
+            f"checkpoint {checkpoint} has an unknown format",
+            got=found,
+            allowed=", ".join(map(str, formats)),
+            hint="was it written by a newer Slipstream?",
+        )
+    stored, expected = policy_shapes(checkpoint), parameter_shapes(check_policy(config))
+    if stored is not None and stored != expected:
+        differing = [name for name in sorted(stored | expected) if stored.get(name) != expected.get(name)]
+        raise ConfigError(
+            f"checkpoint {checkpoint} belongs to another model",
+            got=", ".join(f"{name} {stored.get(name)}" for name in differing[:3]),
+            allowed=", ".join(f"{name} {expected.get(name)}" for name in differing[:3]),
+            hint=f"was {run_dir / 'config.toml'} changed? a resumed run keeps its configuration",
+        )
+    if not (run_dir / "ledger.jsonl").is_file():
+        raise ConfigError(
+            f"'{run_dir}' is no whole run: it has a checkpoint, and no ledger",
+            got="no ledger.jsonl",
+            allowed="ledger.jsonl beside checkpoints",
+            hint="a run's folder is moved or copied as a whole",
+        )
+    return checkpoint
 
 
 def _tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:

@@ -39,6 +39,7 @@ from torch import Tensor
 from slipstream.core.disk import disk_error, disk_errors, remove_tree, sync
 from slipstream.core.errors import CheckpointError
 from slipstream.models.flat import FlatParameters
+from slipstream.models.preflight import tensor_headers
 from slipstream.trainer.optim import FlatAdamW
 
 FORMAT = 1
@@ -257,6 +258,14 @@ def verify_checkpoint(path: Path) -> None:
     files = read_manifest(path)["files"]
     for name in files:
         verify_file(path, name, files[name])
+
+
+def policy_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the policy's parameters in the checkpoint `path`, from its header; None where ranks wrote it."""
+    file = path / "policy.safetensors"
+    if read_manifest(path)["format"] != FORMAT:
+        return None
+    return {name: tuple(entry["shape"]) for name, entry in tensor_headers(file).items()}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -1,0 +1,203 @@
+"""What a checkpoint tells before it is loaded: its `config.json`, the headers of its weights, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.config import RunConfig, stage_of
+from slipstream.core.errors import ConfigError
+from slipstream.models.build import build_tokenizer, stop_token_ids
+from slipstream.models.config import TransformerConfig, config_from_hf
+from slipstream.models.hf import canonical_name, misfit, read_hf_config, weight_files
+from slipstream.models.initialise import new_config
+from slipstream.models.layout import layout
+from slipstream.models.scalar import HEAD_NAME
+from slipstream.models.transformer import Transformer
+
+Head = Literal["language", "score", "any"]
+"""What a checkpoint ends in: logits, one score, or whichever."""
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+TRAINED_BYTES = 16  # per parameter of a trainer: weight, gradient and AdamW's two moments, in float32
+LFS_POINTER = b"version https://git-lfs"
+
+
+def check_policy(config: RunConfig) -> TransformerConfig:
+    """Raise ConfigError where the policy's checkpoint, tokenizer and the run's lengths do not fit; returns its shape.
+
+    'stage:sft' counts as what that stage starts from.
+    """
+    path = config.sft.path if stage_of(config.model.path) == "sft" else config.model.path
+    checked = None if path is None else check_checkpoint(Path(path), "language")
+    tokenizer = build_tokenizer(config.model.model_copy(update={"path": path}))
+    if path is None or checked is None:
+        shape = new_config(config.model, vocab_size=len(tokenizer))
+        _check_memory(config, shape)
+    else:
+        shape = checked
+        check_vocabulary(tokenizer, shape, Path(path))
+    _check_lengths(config, shape)
+    _check_ends(config, tokenizer, shape)
+    return shape
+
+
+def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
+    """The shape of the checkpoint in folder `path`. ConfigError unless its files have just the tensors that it needs.
+
+    Reads headers: damage to the numbers behind them is not seen.
+    """
+    shape = config_from_hf(read_hf_config(path))
+    stored: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        stored |= {name: tuple(entry["shape"]) for name, entry in tensor_headers(file).items()}
+    with torch.device("meta"):
+        wanted = {tensor.name: tensor.shape for tensor in layout(Transformer(shape))}
+    is_scored = head == "score" or (head == "any" and HEAD_NAME in stored)
+    if head == "score" and HEAD_NAME not in stored:
+        raise ConfigError(
+            f"the checkpoint in {path} has no scalar head",
+            got=f"no tensor {HEAD_NAME}",
+            allowed="a `*ForSequenceClassification` checkpoint with one label",
+            hint="it is a language model: a reward model's folder is needed",
+        )
+    if is_scored:
+        wanted = {name: of for name, of in wanted.items() if name not in ("lm_head.weight", "embed_out.weight")}
+        wanted[HEAD_NAME] = (1, shape.hidden_size)
+    problems = []
+    for stored_name, found in stored.items():
+        name = canonical_name(stored_name, wanted, tied=shape.tie_embeddings or is_scored)
+        if name is None:
+            continue
+        if name not in wanted:
+            problems.append(f"unexpected {stored_name}")
+        elif (expected := wanted.pop(name)) != found:
+            problems.append(f"{name} has shape {list(found)}, not {list(expected)}")
+    problems += [f"missing {name}" for name in wanted]
+    if problems:
+        raise misfit(path, problems, allowed=f"exactly the tensors of a {shape.family} model")
+    return shape
+
+
+def parameter_shapes(shape: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Of our parameters, by their names in a model of this shape: what a run's checkpoint holds."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
+
+
+def tensor_headers(file: Path) -> Mapping[str, Any]:
+    """Name -> {"dtype", "shape", "data_offsets"} of each tensor in a safetensors file, which is as long as they say.
+
+    The format (github.com/huggingface/safetensors, "Format"): the header's length in 8 bytes, the header in JSON, the
+    tensors' bytes.
+    """
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            if LFS_POINTER.startswith(start):
+                raise _torn(file, "a Git LFS pointer", hint="`git lfs pull` in the folder fetches the weights")
+            length = int.from_bytes(start, "little")
+            size = os.fstat(stream.fileno()).st_size
+            if len(start) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise _torn(file, f"{size} bytes without a whole header")
+            told = stream.read(length)
+    except OSError as error:
+        raise ConfigError(f"'{file}' cannot be read", got=error.strerror) from error
+    try:
+        header: dict[str, Any] = json.loads(told)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        _ = [tuple(entry["shape"]) for entry in header.values()]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise _torn(file, "a header that is not the format's") from error
+    if size != 8 + length + end:
+        raise _torn(file, f"{size} bytes", allowed=f"{8 + length + end} bytes, as its header says")
+    return header
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: TransformerConfig, path: Path) -> None:
+    """Raise ConfigError for a tokenizer with ids that the model has no embedding for."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {path} has more tokens than the model",
+            got=f"token ids up to {largest}",
+            allowed=f"0..{shape.vocab_size - 1} (vocab_size = {shape.vocab_size} in config.json)",
+            hint="take tokenizer and weights from the same checkpoint, or resize its embedding with transformers",
+        )
+
+
+def _check_lengths(config: RunConfig, shape: TransformerConfig) -> None:
+    prompt, completion = config.prompts.max_prompt_tokens, config.generator.max_new_tokens
+    if prompt + completion > shape.max_positions:
+        raise ConfigError(
+            "prompts and completions do not fit the model",
+            got=f"max_prompt_tokens = {prompt}, max_new_tokens = {completion}",
+            allowed=f"together at most the {shape.max_positions} positions of {config.model.path}",
+            hint="lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens",
+        )
+
+
+def _check_ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: TransformerConfig) -> None:
+    ends = stop_token_ids(tokenizer, config.generator)
+    allowed = f"0..{shape.vocab_size - 1}, the model's vocabulary"
+    if outside := [token for token in ends if not 0 <= token < shape.vocab_size]:
+        raise ConfigError(
+            "stop tokens outside the vocabulary", got=outside, allowed=allowed, hint="see generator.stop_token_ids"
+        )
+    truncate = config.rewards.truncate_token
+    if truncate is not None and truncate >= shape.vocab_size:
+        raise ConfigError("rewards.truncate_token is outside the vocabulary", got=truncate, allowed=allowed)
+    if config.generator.stop_at_eos and not ends and truncate is None:
+        raise ConfigError(
+            "no token ends a completion",
+            got="a tokenizer without an EOS token, and no generator.stop_token_ids",
+            allowed="a tokenizer with eos_token, or generator.stop_token_ids = [...]",
+            hint="generator.stop_at_eos = false samples max_new_tokens always",
+        )
+
+
+def _check_memory(config: RunConfig, shape: TransformerConfig) -> None:
+    """Refuse what is out of all proportion to this machine; models that just do not fit are not foreseen."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.trainer.device == "cpu":
+        per_layer = shape.hidden_size * (2 * shape.query_size + 2 * shape.kv_size + 2 * shape.intermediate_size)
+        parameters = shape.vocab_size * shape.hidden_size + shape.num_layers * per_layer
+        _fits(
+            "the model cannot be trained in this machine's memory",
+            TRAINED_BYTES * math.ceil(parameters / config.trainer.ranks),
+            memory,
+            of=f"{parameters:.3g} parameters",
+            hint="lower model.hidden_size, model.intermediate_size or model.num_layers",
+        )
+    if config.generator.device == "cpu" and config.generator.engine == "native":
+        longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
+        slots = config.generator.num_slots
+        _fits(
+            "keys and values of all slots are larger than this machine's memory",
+            8 * shape.num_layers * shape.kv_size * slots * longest,
+            memory,
+            of=f"{slots} slots of {longest} tokens",
+            hint="lower generator.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens",
+        )
+
+
+def _fits(what: str, needed: int, memory: int, *, of: str, hint: str) -> None:
+    if needed > memory:
+        raise ConfigError(what, got=f"{needed / 1e9:.3g} GB for {of}", allowed=f"{memory / 1e9:.3g} GB", hint=hint)
+
+
+def _torn(file: Path, got: str, *, allowed: str | None = None, hint: str | None = None) -> ConfigError:
+    return ConfigError(
+        f"'{file}' is not a whole safetensors file",
+        got=got,
+        allowed=allowed,
+        hint=hint or "was its download or copy interrupted? fetch it again",
+    )
