@@ -25,7 +25,7 @@ KINDS: dict[Kind, float] = {"kill": 0.5, "stop": 0.35, "slow": 0.15}
 VICTIMS = {"generator": 0.3, "rewards": 0.15, "keeper": 0.05, "scorer": 0.15, "trainer": 0.2, "controller": 0.15}
 
 TICK_S = 0.02
-PATIENCE_S = 60.0  # a trigger that does not come for so long is given up, and the fault strikes at once
+PATIENCE_S = 120.0  # a trigger that does not come for so long is given up, and the fault strikes at once
 VICTIM_S = 20.0  # so long a fault waits for its victim to be there
 LINES = (300, 5_000)  # between two faults; the quickstart writes some 500 lines a step
 START_UP_SHARE, START_UP_S = 0.2, 6.0
@@ -187,7 +187,7 @@ class Adversary:
             self._until(lambda: growth.look() >= trigger.count or self._is_ending(), PATIENCE_S)
         elif isinstance(trigger, StartUp):
             known = set(self._victims(victim))
-            self._until(lambda: bool(set(self._victims(victim)) - known) or self._is_ending(), PATIENCE_S / 4)
+            self._until(lambda: bool(set(self._victims(victim)) - known) or self._is_ending(), PATIENCE_S / 8)
             self._until(self._is_ending, trigger.delay_s)
         else:
             self._until(lambda: False, trigger.delay_s)
