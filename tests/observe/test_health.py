@@ -151,6 +151,14 @@ def test_one_bad_step_rings_nothing(name):
     assert watched(sick_series(name, 0, until=ONSET + 1)) == []
 
 
+def test_a_statistic_beyond_its_threshold_for_two_steps_rings_nothing():
+    """Low values at 0, 1 and 3 make the median of five low at 3 and 4 alone; one more makes it three steps."""
+    for low_at, expected in (((0, 1, 3), []), ((0, 1, 2), ["ess_collapse"])):
+        rng = np.random.default_rng(0)
+        series = [healthy(rng, step) | ({"ess": 0.1} if step - ONSET in low_at else {}) for step in range(ONSET + 5)]
+        assert [alarm.name for alarm in watched(series)] == expected
+
+
 def test_a_number_at_its_threshold_rings_once():
     """Noise around the threshold: hysteresis makes one alarm of it, not one line per step."""
     rng = np.random.default_rng(0)
