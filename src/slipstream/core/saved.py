@@ -74,7 +74,7 @@ def load_messages(path: Path, kind: type[M], *, cut: str) -> list[M]:
             return found
 
         messages: list[M] = msgspec.json.Decoder(list[kind], dec_hook=array_of).decode(metadata["messages"])  # type: ignore[valid-type]
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} beside {path.parent.stem} cannot be used", got=error) from error
     return messages
 

@@ -8,6 +8,7 @@ events led to it. Before a checkpoint gets its name, the lines that belong to it
     events.jsonl     the first `num_events` lines
     metrics.jsonl    up to the checkpoint's version
     rollouts.jsonl   those trained before it, and those dropped before it
+    alarms.jsonl     of the steps before it
 
 Each step is atomic and may be done twice, so a resume that is killed is followed by another one. First all files are
 copied to `attempt_<n>/`, which appears there whole; then each is replaced as a whole. The choice of the checkpoint does
@@ -41,6 +42,10 @@ class _Metrics(msgspec.Struct, frozen=True):
 
 class _Event(msgspec.Struct, frozen=True):
     seq: int
+
+
+class _Alarm(msgspec.Struct, frozen=True):
+    step: int
 
 
 class _Rollout(msgspec.Struct, frozen=True):
@@ -107,6 +112,7 @@ def _cut_back(run_dir: Path, cut: Cut | None) -> None:
     steps_done, num_events = cut.schedule.steps_done, cut.num_events
     dropped = set(cut.schedule.dropped)
     cut_jsonl(run_dir / "metrics.jsonl", _Metrics, lambda line: line.version <= steps_done)
+    cut_jsonl(run_dir / "alarms.jsonl", _Alarm, lambda line: line.step < steps_done)
     cut_jsonl(run_dir / "events.jsonl", _Event, lambda line: line.seq < num_events)
     cut_jsonl(
         run_dir / "rollouts.jsonl",
