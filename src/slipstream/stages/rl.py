@@ -71,14 +71,14 @@ def run_rl(
     restarts = Restarts(config.max_restarts, WallClock())
     while True:
         try:
-            return _attempt(config, run_dir, given, resumed)
+            return _attempt(config, run_dir, given, resumed, prepared)
         except ExecutorLost as error:
             pause_s = restarts.plan(error.executor)
             if pause_s is None:
                 raise
             what, executor = error.what, error.executor  # not the error: its traceback holds all of that attempt
         sleep(pause_s)
-        resumed = prepare_resume(run_dir)
+        resumed, prepared = prepare_resume(run_dir), None
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
         _tell(config, given, [f"{what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
 
