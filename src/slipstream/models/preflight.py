@@ -30,10 +30,10 @@ TRAINED_BYTES = 16  # per parameter of a trainer: weight, gradient and AdamW's t
 LFS_POINTER = b"version https://git-lfs"
 
 
-def check_policy(config: RunConfig) -> TransformerConfig:
+def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerConfig:
     """Raise ConfigError where the policy's checkpoint, tokenizer and the run's lengths do not fit; returns its shape.
 
-    'stage:sft' counts as what that stage starts from.
+    'stage:sft' counts as what that stage starts from. Lengths and ends matter where the policy `is_sampled`.
     """
     path = config.sft.path if stage_of(config.model.path) == "sft" else config.model.path
     checked = None if path is None else check_checkpoint(Path(path), "language")
@@ -44,8 +44,9 @@ def check_policy(config: RunConfig) -> TransformerConfig:
     else:
         shape = checked
         check_vocabulary(tokenizer, shape, Path(path))
-    _check_lengths(config, shape)
-    _check_ends(config, tokenizer, shape)
+    if is_sampled:
+        _check_lengths(config, shape)
+        _check_ends(config, tokenizer, shape)
     return shape
 
 

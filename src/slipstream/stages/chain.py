@@ -46,7 +46,7 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
     else:
         check_model_path(config)
         check_remote(config, remote)
-        check_policy(config)
+        check_policy(config, is_sampled="preferences" in config.stages)
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
         if rewards.models:  # these stages score in this process
@@ -66,8 +66,15 @@ def check_data(config: RunConfig, run_dir: Path) -> None:
     if config.stages == list(JUST_RL):
         return
     tokenizer = policy_tokenizer(config)
-    build_prompts(config, tokenizer)
-    if "sft" in config.stages and config.sft.dataset is not None:
+    has_own_demonstrations = "sft" in config.stages and config.sft.dataset is not None
+    takes_prompts = (
+        {"preferences", "rl", "evaluate"} & set(config.stages)
+        or ("sft" in config.stages and not has_own_demonstrations)
+        or ("reward_model" in config.stages and config.reward_model.normalise != "none")
+    )
+    if takes_prompts:
+        build_prompts(config, tokenizer)
+    if has_own_demonstrations:
         stage_demonstrations(config, tokenizer)
     if "reward_model" in config.stages and config.reward_model.preferences is not None:
         read_preferences(config, run_dir, tokenizer, Quiet())
