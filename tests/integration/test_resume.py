@@ -121,9 +121,8 @@ def test_what_was_under_way_is_gone_on_with_and_the_bound_holds(small, tmp_path,
     assert resumed.summary["prompts"]["regenerated_tokens"] == again
 
 
-@pytest.mark.parametrize(
-    "damage", ["torn", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("missing", "of another cut"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["torn", "missing", "of another cut"])
 def test_without_what_was_under_way_it_is_sampled_again(damage, small, tmp_path, monkeypatch):
     run = tmp_path / "run"
     cut_off(monkeypatch, small | AHEAD, run, after_step(2))
@@ -168,7 +167,7 @@ class Attempts:
         monkeypatch.setattr(rl, "prepare_resume", lambda run_dir: Resumed(run_dir / "step_2", None, run_dir, ["note"]))
         monkeypatch.setattr(rl, "sleep", self.pauses.append)
 
-    def attempt(self, _config: Any, _run_dir: Path, _given: Any, resumed: Resumed | None) -> dict[str, Any]:
+    def attempt(self, _config: Any, _run_dir: Path, _given: Any, resumed: Resumed | None, *_: Any) -> dict[str, Any]:
         self.resumed.append(None if resumed is None else resumed.checkpoint)
         end = self.ends.pop(0)
         if isinstance(end, BaseException):

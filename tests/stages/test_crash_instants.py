@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from slipstream.controller.controller import Cut
 from slipstream.controller.ledger import Ledger, cut_back
-from slipstream.controller.schedule import Snapshot
+from slipstream.controller.machine import Snapshot
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, DiskError
