@@ -11,6 +11,7 @@ the lineage is what the files hold; an attempt shares a first part of `events.js
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from collections import Counter, defaultdict
@@ -219,7 +220,8 @@ class Audit:
         """Nothing half-written is left, and the last checkpoint and the model are there."""
         for path in self.run_dir.rglob("*tmp*"):
             self.need(False, "no temporary file is left in the run's folder", str(path.relative_to(self.run_dir)))
-        checkpoints = list((self.run_dir / "checkpoints").glob("step_*"))
+        found = (self.run_dir / "checkpoints").iterdir()
+        checkpoints = [path for path in found if re.fullmatch(r"step_\d+", path.name)]  # others are beside one
         for path in checkpoints:
             self.need((path / "manifest.json").is_file(), "every checkpoint is whole", path.name)
         last = f"step_{self.config['steps']}"
