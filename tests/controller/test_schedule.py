@@ -188,7 +188,6 @@ class World:
         self.sampling, self.scoring, self.orphans, self.to_train = {}, {}, set(), None
         self.published = len(self.trained) // self.config.groups_per_step
         told = {ordinal for ordinal in finished_groups if self.rng.random() < 0.5}
-        self.admitted_at = {o: v for o, v in self.admitted_at.items() if o in told}
         self.ready = set()
         for ordinal in self.rng.sample(sorted(told), len(told)):
             self.ready.add(ordinal)

@@ -1,5 +1,6 @@
 """What waited for its step at a checkpoint waits again after a resume, on whatever ranks there are then."""
 
+import msgspec
 import pytest
 from rank_threads import on_ranks, results
 from test_executor_over_ranks import Offers, Port, Spans, SummedPolicy, steps_of
@@ -77,7 +78,7 @@ def trainers(monkeypatch, run_dir, world, *, resume=None, control):
     return results(on_ranks(world, job))
 
 
-def save(monkeypatch, run_dir, world, groups):
+def save(monkeypatch, run_dir, world, groups, dropped=()):
     """A checkpoint at which the first two groups are whole, and the third lacks a sample; the first is not owed."""
     config = run_config(trainer={"ranks": world})
     everything = [rollout for group in groups for rollout in group.rollouts][:-1]
@@ -89,11 +90,42 @@ def save(monkeypatch, run_dir, world, groups):
             trainer.step()
         owed = [group.ordinal for group in groups[1:]]
         path = str(run_dir / "checkpoints" / "step_0")
-        commands.put(Checkpoint(step=0, path=path, schedule={"readmit": owed}, num_events=0, cut=CUT))
+        commands.put(
+            Checkpoint(step=0, path=path, schedule={"readmit": owed, "dropped": list(dropped)}, num_events=0, cut=CUT)
+        )
         commands.put(Stop())
 
     trainers(monkeypatch, run_dir, world, control=control)
     return run_dir / "checkpoints" / "step_0"
+
+
+def later(group, by):
+    """The same group, admitted so many ordinals later."""
+    return msgspec.structs.replace(
+        group,
+        ordinal=group.ordinal + by,
+        rollouts=tuple(
+            msgspec.structs.replace(
+                one, completion=msgspec.structs.replace(one.completion, ordinal=one.completion.ordinal + by)
+            )
+            for one in group.rollouts
+        ),
+    )
+
+
+@pytest.mark.parametrize("all_before_are_dropped", [True, False])
+def test_what_could_become_too_stale_is_not_restored(monkeypatch, tmp_path, scored, all_before_are_dropped):
+    """It started after the cut, thanks to drops that the cut does not know: they may not be dropped again."""
+    shifted = [later(group, 1000) for group in scored]
+    dropped = range(1000) if all_before_are_dropped else range(900)
+    checkpoint = save(monkeypatch, tmp_path / "run", 1, shifted, dropped)
+
+    def control(trainer, events, commands, rollouts):
+        commands.put(Stop())
+
+    [(_, events, _)] = trainers(monkeypatch, tmp_path / "again", 1, resume=checkpoint, control=control)
+    told = [event.ordinal for event in events if isinstance(event, GroupScored)]
+    assert told == ([shifted[1].ordinal] if all_before_are_dropped else [])
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 3)])

@@ -111,7 +111,10 @@ class _Cut:
     admitted: int
     trained: frozenset[int]
     dropped: frozenset[int]
-    scored: tuple[tuple[int, int], ...]  # ordinal, oldest version
+    scored: frozenset[int]
+    oldest: tuple[
+        tuple[int, int], ...
+    ]  # of all that is untrained: what is half done is kept, too
     drops: int
 
 
@@ -185,6 +188,7 @@ class World:
             tuple(snapshot.readmit),
             self.cut.trained,
             self.cut.scored,
+            self.cut.oldest,
         )
 
     # What can happen
@@ -280,9 +284,15 @@ class World:
         self.in_training = ()
         self.steps += 1
         self._tell(StepDone(step=self.steps - 1, version=self.steps, metrics={}))
-        scored = tuple((o, self.oldest[o]) for o in sorted({*self.scored, *self.in_training}))
         self.cut = _Cut(
-            self.schedule.snapshot(), self.steps, self.admitted, self.trained, self.dropped, scored, self.drops
+            self.schedule.snapshot(),
+            self.steps,
+            self.admitted,
+            self.trained,
+            self.dropped,
+            self.scored | set(self.in_training),
+            tuple(sorted(self.oldest.items())),
+            self.drops,
         )
 
     def _lose(self, replica: int) -> None:
@@ -296,7 +306,7 @@ class World:
         self._tell(ReplicaLost(replica=replica))
 
     def _restore(self) -> None:
-        """Every process is new. Finished groups of the checkpoint may be told of again."""
+        """Every process is new. Finished groups of the checkpoint may be told of again, half done ones go on."""
         cut = self.cut
         assert cut is not None
         instance = self.instance
@@ -305,8 +315,8 @@ class World:
         self.steps = self.restored_version = cut.steps
         self.admitted, self.trained, self.dropped, self.drops = cut.admitted, cut.trained, cut.dropped, cut.drops
         self.owed = frozenset(range(cut.admitted)) - cut.trained - cut.dropped
-        self.oldest = dict(cut.scored)
-        self.late = frozenset(self.oldest)
+        self.oldest = dict(cut.oldest)
+        self.late = cut.scored
         if set(cut.snapshot.scored) != self.late:
             raise ScheduleError(f"the snapshot has {cut.snapshot.scored} as scored, and {sorted(self.late)} were")
         self.restores -= 1

@@ -26,7 +26,8 @@ and d of its own admission, and the count above holds for each such d, as drops 
 matter which copy is scored, or how samples of several copies mix. What the schedule believes of a replica lags behind
 the truth, in the safe direction: a command travels while the version rises. After a restore what came behind the
 snapshot has not happened, its drops included; finished groups that are restored with it are of those that were scored
-before it (`Snapshot.scored`), hence admitted by the rule with drops that it knows.
+before it (`Snapshot.scored`), or pass the admission rule by the drops that it knows and their own oldest version
+(`trainer/executor.py`); unfinished ones were admitted before it.
 
 *In order, and soon.* o is trained at most k steps after the step that was next when o was admitted, since v was not
 above that one: no ordinal starves. At most W - 1 younger groups overtake it.

@@ -7,7 +7,8 @@ step n has staleness n - v. Minibatches and epochs inside a step add distance in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -29,6 +30,15 @@ def token_versions(segments: Iterable[Segment]) -> np.ndarray:
 def staleness_of(versions: np.ndarray, *, step: int) -> np.ndarray:
     """int32 [number of sampled tokens]: staleness of each sampled token (version >= 0) when `step` trains on it."""
     return (step - versions[versions >= 0]).astype(np.int32)
+
+
+def last_step(ordinal: int, dropped: Sequence[int], *, groups_per_step: int, reorder_window: int) -> int:
+    """The last step that can train group `ordinal`: floor((o - d + W - 1) / P), with the d of `dropped` below it.
+
+    `dropped` ascends: groups known to take no seat in a step. The proof is in `controller/schedule.py`.
+    """
+    place = ordinal - bisect.bisect_left(dropped, ordinal)
+    return (place + reorder_window - 1) // groups_per_step
 
 
 def check_bound(staleness: np.ndarray, *, max_staleness: int | None, step: int) -> None:

@@ -24,6 +24,7 @@ from slipstream.core.packed import Batching, GroupCollector, NewCollector
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rollouts
+from slipstream.core.staleness import last_step
 from slipstream.core.types import (
     Arrived,
     Checkpoint,
@@ -227,8 +228,9 @@ class Trainer(Executor):
         notes: list[str] = []
         owed = extra.get("schedule", {}).get("readmit", ())
         heads = []
+        dropped = extra.get("schedule", {}).get("dropped", ())
         for rollout in saved_rollouts(path, cut=extra.get("cut", ""), owed=owed, step=self.version, notes=notes):
-            if self._is_dealt_here(rollout.ordinal, rollout.sample):
+            if self._is_dealt_here(rollout.ordinal, rollout.sample) and self._may_still_be_trained(rollout, dropped):
                 heads += self._taken(rollout)
         for note in notes:
             log.warning("%s", note)
@@ -237,6 +239,20 @@ class Trainer(Executor):
             heads = [head for part in parts for head in _heads_in(part)]
         if self.ranks.is_leader:
             self.restored_heads = heads
+
+    def _may_still_be_trained(self, rollout: Rollout, dropped: Sequence[int]) -> bool:
+        """Whether the bound holds for it in any step that could train it, by the drops that the cut knows.
+
+        It does for all that was admitted before the cut. What came into the buffer between the cut and its saving may
+        have started thanks to a drop that the resumed run need not repeat.
+        """
+        config = self.config
+        if config.staleness_bound is None:
+            return True
+        last = last_step(
+            rollout.ordinal, dropped, groups_per_step=config.groups_per_step, reorder_window=config.reorder_window
+        )
+        return last - rollout.completion.min_version <= config.staleness_bound
 
     def _build_auxiliary(self) -> None:
         """The reference and the critic, from the policy at version 0 where the config names nothing else."""
