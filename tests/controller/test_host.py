@@ -134,6 +134,23 @@ def test_replicas_that_come_and_go_get_versions_or_not(made: Any, monkeypatch: p
     ]
 
 
+def test_a_replica_gets_versions_when_the_way_to_all_its_ranks_is_open(made: Any) -> None:
+    """A version that is offered in between would reach some of them only, and they would wait for each other."""
+    one, readers = made(Counting()), Readers()
+    one.host.context.publisher = readers
+    one.host._reader_ranks = {"generator-1": 2}
+    for incarnation in (1, 2):
+        for name in ("generator-1", "generator-1@1"):
+            one.told(PeerLost(executor=name, incarnation=incarnation))
+        one.told(PeerJoined(executor="generator-1", incarnation=incarnation + 1))
+        one.host.step()
+        assert readers.calls == [("drop", 1)]
+        one.told(PeerJoined(executor="generator-1@1", incarnation=incarnation + 1))
+        one.host.step()
+        assert readers.calls == [("drop", 1), ("add", 1)]
+        readers.calls.clear()
+
+
 def test_what_is_known_is_no_news(made: Any) -> None:
     """Others are told, too, whenever one joins: who has heard it does nothing."""
     counting = Counting()

@@ -9,11 +9,10 @@ import torch
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.scratch import file_prefix
+from slipstream.core.scratch import cleanup, file_prefix
 from slipstream.generator.vllm.folder import WeightFolder, save_for_vllm
 from slipstream.models.hf import load_model, new_model
 from slipstream.models.transformer import Transformer
-from slipstream.weight_sync.segment import cleanup
 
 
 def fresh(family: str, *, tied: bool) -> Transformer:

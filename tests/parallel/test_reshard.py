@@ -24,6 +24,7 @@ from rank_pool import RankPool
 from reshard_jobs import DEADLINE_S, Trainer, links_of, some_news, specs, train, transport_of, version_of
 
 from slipstream.core.channel import Ports, connect, make_transport_dir, wait
+from slipstream.core.scratch import cleanup
 from slipstream.core.sections import Precision
 from slipstream.core.types import Export, Holding, Stop
 from slipstream.models.config import TransformerConfig
@@ -32,7 +33,6 @@ from slipstream.models.quantized import WeightLayout
 from slipstream.models.shards import load_shard
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
-from slipstream.weight_sync.segment import cleanup
 from slipstream.weight_sync.subscriber import Subscriber
 
 _NUMBER = itertools.count()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.core.scratch import cleanup
 from slipstream.core.types import Holding, WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import BLOCK_BYTES
 from slipstream.weight_sync.cuda_ipc import CudaIpc
@@ -23,7 +24,6 @@ from slipstream.weight_sync.device_memory import DeviceMemory, block_checksums
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.reader import SegmentReader
 from slipstream.weight_sync.relay import Shelf, SlotSource
-from slipstream.weight_sync.segment import cleanup
 from slipstream.weight_sync.slots import Commit, InProcess
 
 pytestmark = [

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.scratch import cleanup, scratch_directories
 from slipstream.weight_sync.copying import copy_bytes
-from slipstream.weight_sync.segment import SharedMemory, cleanup, segment_directories
+from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Commit
 
 READER = """
@@ -93,7 +94,7 @@ def test_a_full_directory_is_passed_by(tmp_path: Path, run_id: str) -> None:
     slots.close()
     with pytest.raises(WeightSyncError, match="no room"):
         SharedMemory(run_id, (missing,)).create(100, 1)
-    assert segment_directories()
+    assert scratch_directories()
 
 
 @pytest.mark.parametrize("bad", ["", "a/b", "a.b", "*"])

@@ -11,6 +11,7 @@ Decisions are the schedule's (`controller/schedule.py`); payloads never come her
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import uuid
@@ -34,6 +35,7 @@ from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import CheckpointError, SlipstreamError
+from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
     Admit,
     Checkpoint,
@@ -67,7 +69,6 @@ from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import Timeline, timeline_path
 from slipstream.observe.vitals import Vitals
-from slipstream.weight_sync.segment import cleanup
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,10 @@ class Controller:
     def run(self) -> Tally:
         """Launch, train, end. Raises ExecutorDied or SlipstreamError; whatever happens, no process survives it."""
         self.events.record(self.schedule.began(), [])
+        if left := sweep():
+            self.observer.note(f"removed {len(left)} files and folders that runs left behind which were killed")
         transport_dir = make_transport_dir()
-        run_id = transport_dir.name
+        run_id, owner = transport_dir.name, claim(transport_dir)
         try:
             with self._catch_interrupts():
                 with self.timeline.span("start_up"):
@@ -154,6 +157,7 @@ class Controller:
             self._shut_down()
             shutil.rmtree(transport_dir, ignore_errors=True)
             cleanup(run_id)
+            os.close(owner)
         return self.tally
 
     def _train(self) -> None:

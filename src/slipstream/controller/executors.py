@@ -224,7 +224,8 @@ class Executors:
             for name in self._membership.remote_present:
                 with contextlib.suppress(SlipstreamError):
                     self.send(name, Stop())
-            for who in (None, *self._children.values()):
+            told = [child for child in self._children.values() if child.name in self.ready]  # others are starting
+            for who in (None, *told):
                 self._take_last_words(who, hear)
 
     def close(self) -> None:

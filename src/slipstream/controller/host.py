@@ -29,6 +29,7 @@ from slipstream.controller.pipeline import (
     encode_node,
     has_weights,
     replica_of,
+    weight_readers,
 )
 from slipstream.controller.placement import thread_environment
 from slipstream.core.addresses import LocalAddresses, StoreAddresses
@@ -87,6 +88,7 @@ class Host:
 
             publisher, subscriber = weights_ends(node, ports, channels, run_id, group, links)
         self._peers: dict[str, tuple[int, bool]] = {}
+        self._reader_ranks = weight_readers(channels)
         if MEMBERSHIP in ports.inputs:
             for inbox in ports.inputs.values():
                 inbox.await_word()
@@ -164,13 +166,16 @@ class Host:
                 self.executor.rejoined(message.executor)
 
     def _publish_to(self, executor: str, *, is_there: bool) -> None:
+        """Once for all ranks of a replica: it is gone with the first, and there with the last that is heard of."""
         publisher, replica = self.context.publisher, replica_of(executor)
-        if publisher is None or replica is None or split_rank_name(executor)[1] or not self.context.group.is_leader:
-            return  # once for all ranks of a replica
-        if is_there:
-            publisher.add_reader(replica)
-        else:
+        if publisher is None or replica is None or not self.context.group.is_leader:
+            return
+        group, rank = split_rank_name(executor)
+        ranks = [rank_name(group, other) for other in range(self._reader_ranks.get(group, 1))]
+        if not is_there and rank == 0:
             publisher.drop_reader(replica)
+        elif executor in ranks and all(self._peers.get(other) == self._peers[executor] for other in ranks) and is_there:
+            publisher.add_reader(replica)
 
     def _close_executor(self) -> None:
         with self.timeline.span("shut_down"):

@@ -26,6 +26,7 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
+from slipstream.core.scratch import sweep
 from slipstream.core.types import Joined
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.plan import Place
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
     agent = os.pidfd_open(os.getppid())  # before anything is waited for: it may end meanwhile
+    sweep()
     keys = RunKeys.load(options.key_file) if options.key_file is not None else RunKeys.take()
     if keys is None:
         raise ConfigError("a group needs the run's key", allowed="--key-file, or SLIPSTREAM_RUN_KEY")

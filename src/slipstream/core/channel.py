@@ -26,6 +26,7 @@ from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, did_you_mean
 from slipstream.core.lease import Lease
 from slipstream.core.ports import Inbox, Outbox, poll
+from slipstream.core.scratch import FOLDER_PREFIX
 
 __all__ = [
     "ROUTES",
@@ -233,7 +234,7 @@ def wait(
 
 def make_transport_dir() -> Path:
     """A new private directory (0700) with a path short enough for sockets; the caller removes it."""
-    return Path(tempfile.mkdtemp(prefix="slipstream-"))
+    return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
 
 
 def _executor(port: str) -> str:

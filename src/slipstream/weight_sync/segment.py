@@ -17,9 +17,7 @@ import contextlib
 import errno
 import mmap
 import os
-import shutil
 import struct
-import tempfile
 import uuid
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +27,7 @@ import torch
 
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.scratch import file_prefix
+from slipstream.core.scratch import file_prefix, hold, scratch_directories
 from slipstream.core.types import Holding
 from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 from slipstream.weight_sync.slots import Commit
@@ -50,6 +48,7 @@ class SegmentSlots:
     def __init__(self, path: Path, *, is_owner: bool) -> None:
         self.name = str(path)
         self._owner_pid = os.getpid() if is_owner else None
+        self._hold: int | None = None
         try:
             with open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
@@ -69,6 +68,7 @@ class SegmentSlots:
         self.handle = self._map[start : start + handle_bytes]
         self._unreserved = {self.num_slots - 1} if is_owner and self.num_slots > 1 and not handle_bytes else set()
         if is_owner:
+            self._hold = hold(path)
             atexit.register(self.close)
             if not handle_bytes:
                 self._populate(0, self._places.data(max(self.num_slots - 1, 1)))
@@ -99,6 +99,8 @@ class SegmentSlots:
         if self._owner_pid == os.getpid():
             self._owner_pid = None
             Path(self.name).unlink(missing_ok=True)
+            if self._hold is not None:
+                os.close(self._hold)
             atexit.unregister(self.close)
 
     def _populate(self, start: int, stop: int) -> None:
@@ -127,7 +129,7 @@ class SharedMemory:
 
     def __init__(self, run_id: str, directories: tuple[Path, ...] | None = None) -> None:
         self._prefix = file_prefix(run_id)
-        self._directories = directories if directories is not None else segment_directories()
+        self._directories = directories if directories is not None else scratch_directories()
 
     def create(
         self, num_bytes: int, num_slots: int, holding: Holding | None = None, handle: bytes = b""
@@ -167,23 +169,6 @@ class SharedMemory:
         if not path.name.startswith(self._prefix):
             raise WeightSyncError("this segment belongs to another run", got=name, allowed=f"{self._prefix}*")
         return SegmentSlots(path, is_owner=False)
-
-
-def cleanup(run_id: str) -> list[Path]:
-    """Remove the segments and other scratch that killed processes of this run left behind; returns them."""
-    found = [path for directory in segment_directories() for path in directory.glob(f"{file_prefix(run_id)}*")]
-    for path in found:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    return found
-
-
-def segment_directories() -> tuple[Path, ...]:
-    """Where segments may lie: memory first, then the temporary directory."""
-    shared = Path("/dev/shm")
-    return tuple(dict.fromkeys([*([shared] if shared.is_dir() else []), Path(tempfile.gettempdir())]))
 
 
 def decode_holding(encoded: bytes) -> Holding:

@@ -24,6 +24,7 @@ from slipstream.weight_sync.threads import give_way
 Probe = Callable[[np.ndarray], np.ndarray]
 
 _CLOCK = WallClock()
+_CLOSE_DEADLINE_S = 10.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -210,11 +211,17 @@ class Subscriber:
         return [self._wake.fileno()]
 
     def close(self) -> None:
-        """Wait for the transfer in hand and let go of segments and links. Idempotent."""
+        """Wait for the transfer in hand and let go of segments and links. Idempotent.
+
+        One that does not end in time is left behind with what it reads and writes: the process is about to end.
+        """
         if isinstance(self._fetch, LinkReader):
             self._fetch.close()  # which ends a transfer that waits for the other side
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_DEADLINE_S)
+            if self._thread.is_alive():
+                _LOG.warning("replica %d: staging did not end within %g s", self._replica, _CLOSE_DEADLINE_S)
+                return
             self._thread = None
         if self._fetch is not None:
             self._fetch.close()
@@ -263,7 +270,9 @@ class Subscriber:
         self._staging = Staging(offer, self._shadow, self._parameters, self._fetch, probe)
         if self._is_threaded:
             torch.get_num_threads()  # binds this thread to its number, which the other one's would replace else
-            self._thread = threading.Thread(target=self._stage_aside, args=(self._staging,), name="weight-staging")
+            self._thread = threading.Thread(
+                target=self._stage_aside, args=(self._staging,), name="weight-staging", daemon=True
+            )
             self._thread.start()
         else:
             self._stage(self._staging)

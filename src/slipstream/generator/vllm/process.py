@@ -22,6 +22,7 @@ from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelError, ChannelTimeout, ExecutorDied
 from slipstream.core.links import is_readable
+from slipstream.core.scratch import claim
 from slipstream.generator.vllm import protocol
 
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 8192, 20
@@ -52,6 +53,7 @@ class WorkerProcess:
         self._launch = launch
         self._kept: deque[protocol.ToClient] = deque()
         self._folder = make_transport_dir()
+        self._owner = claim(self._folder)
         address = f"ipc://{self._folder}/vllm"
         assert len(os.fsencode(address)) <= MAX_IPC_PATH_BYTES, "a fresh folder has a short path"
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -147,6 +149,7 @@ class WorkerProcess:
         os.close(self._pidfd)
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._owner)
 
     def _read(self) -> protocol.ToClient | None:
         if not is_readable(self._socket) and not (self._has_ended() and self._socket.poll(LAST_WORDS_MS)):

@@ -1,0 +1,114 @@
+"""What killed runs leave behind is removed, and what belongs to the living is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.core import scratch
+from slipstream.core.channel import make_transport_dir
+from slipstream.core.scratch import claim, cleanup, file_prefix, hold, sweep
+
+OWNER = """
+import sys
+from pathlib import Path
+from slipstream.core.scratch import claim, hold
+folder, segment = map(Path, sys.argv[1:])
+descriptors = claim(folder), hold(segment)
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Stand for the temporary folder and /dev/shm."""
+    shared, temporary = tmp_path / "shm", tmp_path / "tmp"
+    shared.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(scratch, "scratch_directories", lambda: (shared, temporary))
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(temporary))
+    return temporary, shared
+
+
+def make_old(path: Path) -> Path:
+    path.touch()
+    os.utime(path, (0, 0))
+    return path
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, None])
+def test_only_the_end_of_its_owner_makes_it_waste(places: tuple[Path, Path], ending: signal.Signals | None) -> None:
+    temporary, shared = places
+    folder = make_transport_dir()
+    assert folder.parent == temporary
+    segment = make_old(shared / f"{file_prefix(folder.name)}abc")
+    checkpoint = shared / f"{file_prefix(folder.name)}vllm"
+    checkpoint.mkdir()
+    (checkpoint / "weights").touch()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder), str(segment)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    assert owner.stdin is not None
+    assert owner.stdout.readline() == b"claimed\n"
+    os.kill(owner.pid, signal.SIGSTOP)  # one that is stopped lives
+    assert sweep() == []
+    assert folder.exists()
+    assert segment.exists()
+    os.kill(owner.pid, signal.SIGCONT)
+    if ending is None:
+        owner.stdin.close()
+    else:
+        owner.send_signal(ending)
+    owner.wait(10)
+    owner.stdout.close()
+    owner.stdin.close()
+    assert set(sweep()) == {folder, segment, checkpoint}
+    assert list(temporary.iterdir()) == list(shared.iterdir()) == []
+    assert sweep() == []
+
+
+def test_what_nobody_has_claimed_is_left_alone(places: tuple[Path, Path]) -> None:
+    temporary, shared = places
+    make_transport_dir()  # it may be about to be claimed
+    (temporary / "slipstream-notes.txt").touch()
+    (shared / "slipstream.run-1.fresh").touch()  # it may be about to be held
+    make_old(shared / "other")
+    before = sorted([*temporary.iterdir(), *shared.iterdir()])
+    assert sweep() == []
+    assert sorted([*temporary.iterdir(), *shared.iterdir()]) == before
+
+
+def test_a_segment_that_nobody_holds_is_waste_where_no_folder_is(places: tuple[Path, Path]) -> None:
+    """Of a trainer on a machine without a controller."""
+    _, shared = places
+    held, left = (make_old(shared / f"slipstream.run-{name}") for name in ("held", "left"))
+    descriptor = hold(held)
+    assert sweep() == [left]
+    os.close(descriptor)
+    assert sweep() == [held]
+
+
+def test_another_users_are_not_ours(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_transport_dir()
+    os.close(claim(folder))
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    assert sweep() == []
+    monkeypatch.undo()
+    assert folder.exists()
+
+
+def test_a_run_removes_only_its_own(places: tuple[Path, Path]) -> None:
+    _, shared = places
+    ours, theirs = shared / "slipstream.a.x", shared / "slipstream.a-b.x"
+    ours.touch()
+    theirs.touch()
+    assert cleanup("a") == [ours]
+    assert theirs.exists()
