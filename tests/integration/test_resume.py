@@ -167,7 +167,8 @@ class Attempts:
         monkeypatch.setattr(rl, "prepare_resume", lambda run_dir: Resumed(run_dir / "step_2", None, run_dir, ["note"]))
         monkeypatch.setattr(rl, "sleep", self.pauses.append)
 
-    def attempt(self, _config: Any, _run_dir: Path, _given: Any, resumed: Resumed | None, *_: Any) -> dict[str, Any]:
+    def attempt(self, *given: Any) -> dict[str, Any]:
+        resumed = given[4]
         self.resumed.append(None if resumed is None else resumed.checkpoint)
         end = self.ends.pop(0)
         if isinstance(end, BaseException):

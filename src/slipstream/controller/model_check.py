@@ -112,9 +112,7 @@ class _Cut:
     trained: frozenset[int]
     dropped: frozenset[int]
     scored: frozenset[int]
-    oldest: tuple[
-        tuple[int, int], ...
-    ]  # of all that is untrained: what is half done is kept, too
+    oldest: tuple[tuple[int, int], ...]  # of all that is untrained: what is half done is kept, too
     drops: int
 
 

@@ -102,7 +102,8 @@ def saved_partials(
     found: dict[int, dict[int, Partial]] = {}
     for path in _files(checkpoint, "generator"):
         for partial in _usable(path, Partial, cut, notes):
-            if partial.ordinal in wanted and all(span.version <= step for span in partial.segment.version_spans):
+            versions = [span.version for span in partial.segment.version_spans]
+            if partial.ordinal in wanted and versions and max(versions) <= step:
                 found.setdefault(partial.ordinal, {})[partial.sample] = partial
     return {ordinal: tuple(partials.values()) for ordinal, partials in found.items()}
 

@@ -39,7 +39,7 @@ from slipstream.core.types import (
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.native import NativeBackend
-from slipstream.generator.partials import Restored, Saver, partial_of
+from slipstream.generator.partials import Restored, Saver, partial_of, partial_of_finished
 from slipstream.generator.requests import Finished, GenerationEngine, Request
 from slipstream.generator.unsettled import Unsettled
 from slipstream.generator.vllm.backend import VLLMBackend
@@ -228,14 +228,15 @@ class Generator(Executor):
         self._deliver(finished)
 
     def save_checkpoint(self, command: Checkpoint) -> None:
-        """Save what the engine has of the groups that the cut owes, while decoding goes on: a thread writes.
+        """Save what there is here of the groups that the cut owes, while decoding goes on: a thread writes.
 
         Versions of a later cut may have come into it by now; whoever loads it leaves out what they have sampled.
         """
-        if not self.together.is_leader:
-            return
+        if self.unsettled is None:
+            return  # rank 0 has it all
         owed = set(command.schedule["readmit"])
-        partials = [
+        partials = [partial_of_finished(completion) for completion in self.unsettled.of_groups(owed)]
+        partials += [
             partial_of(request)
             for request in self.engine.begun()
             if request.stream == TRAIN_STREAM and request.ordinal in owed

@@ -21,7 +21,7 @@ from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.saved import save_messages
-from slipstream.core.types import Partial, Segment
+from slipstream.core.types import Completion, Partial, Segment
 from slipstream.generator.requests import Finished, KeptSets, Request, Resume, check_request
 
 LAST_WRITE_S = 10.0
@@ -39,11 +39,25 @@ def partial_of(request: Request) -> Partial:
         kept_tokens=None if resume.kept is None else resume.kept.tokens,
         kept_counts=None if resume.kept is None else resume.kept.counts,
     )
-    return Partial(ordinal=request.ordinal, sample=request.sample, prompt_crc32=prompt_crc32(request), segment=segment)
+    return Partial(
+        ordinal=request.ordinal, sample=request.sample, prompt_crc32=_crc32(request.prompt_tokens), segment=segment
+    )
 
 
-def prompt_crc32(request: Request) -> int:
-    return zlib.crc32(request.prompt_tokens.astype(np.int32).tobytes())
+def partial_of_finished(completion: Completion) -> Partial:
+    """`completion`, which waits for its verdict."""
+    (segment,) = completion.segments
+    return Partial(
+        ordinal=completion.ordinal,
+        sample=completion.sample,
+        prompt_crc32=_crc32(completion.prompt.tokens),
+        segment=segment,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def _crc32(prompt_tokens: np.ndarray) -> int:
+    return zlib.crc32(prompt_tokens.astype(np.int32).tobytes())
 
 
 class Restored:
@@ -60,7 +74,7 @@ class Restored:
         With `between_batches` no completion spans versions: one that was begun under an older one is sampled again.
         """
         segment = partial.segment
-        if partial.prompt_crc32 != prompt_crc32(request) or segment.behaviour_logprobs is None:
+        if partial.prompt_crc32 != _crc32(request.prompt_tokens) or segment.behaviour_logprobs is None:
             return False
         versions = {span.version for span in segment.version_spans}
         if not versions or max(versions) > version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Sender
@@ -53,6 +54,15 @@ class Unsettled:
                 has_sent = True
             self._unsent.popleft()
         return has_sent
+
+    def of_groups(self, ordinals: Collection[int]) -> list[Completion]:
+        """What is kept of these groups."""
+        return [
+            completion
+            for (evaluation, ordinal), kept in self._kept.items()
+            if evaluation == NO_EVALUATION and ordinal in ordinals
+            for completion in kept
+        ]
 
     def settle(self, settled: Settled) -> None:
         """Forget what has its verdict."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError, ExecutorLost
 from slipstream.core.recipes import save_config, with_stage_paths
+from slipstream.core.staleness import last_step
+from slipstream.core.types import Partial
 from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
@@ -71,7 +74,7 @@ def run_rl(
     restarts = Restarts(config.max_restarts, WallClock())
     while True:
         try:
-            return _attempt(config, run_dir, given, resumed, prepared)
+            return _attempt(config, run_dir, given, restarts.counts, resumed, prepared)
         except ExecutorLost as error:
             pause_s = restarts.plan(error.executor)
             if pause_s is None:
@@ -87,14 +90,15 @@ def _attempt(
     config: RunConfig,
     run_dir: Path,
     given: FromPython,
+    restarts: Counter[str],
     resumed: Resumed | None,
     prepared: tuple[Work, PromptSet] | None,
 ) -> dict[str, Any]:
-    """One run of the pipeline, to its end or to its first error."""
+    """One run of the pipeline, to its end or to its first error. `restarts` goes on counting over attempts."""
     with_paths = with_stage_paths(config, run_dir)
     checkpoint = None if resumed is None else resumed.checkpoint
     work, prompt_set = prepared or _work(with_paths, given, is_resumed=checkpoint is not None)
-    tally = Tally(config, started_s=WallClock().now_s())
+    tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
     cut = None if resumed is None else resumed.cut
     if cut is not None:
         tally.restore(cut.run)
@@ -118,7 +122,7 @@ def _attempt(
         tally=tally,
         observer=observer,
         cluster=given.cluster,
-        partials=None if resumed is None else resumed.partials,
+        partials=None if resumed is None else _admissible(config, resumed),
     )
     tally.status = "failed"  # until the controller says otherwise
     try:
@@ -129,6 +133,28 @@ def _attempt(
         raise
     told: dict[str, Any] = msgspec.to_builtins(_conclude(tally, run_dir, observer), str_keys=True)
     return told
+
+
+def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial, ...]]:
+    """What generators may go on with: where the bound holds in any step that could train it, by the drops of the cut.
+
+    It does for all that was admitted before the cut. What lost its replica between the cut and its saving may have
+    started again thanks to a drop that the resumed run need not repeat.
+    """
+    bound, cut = config.staleness_bound, resumed.cut
+    if bound is None or cut is None:
+        return resumed.partials
+    oldest = {
+        ordinal: last_step(
+            ordinal, cut.schedule.dropped, groups_per_step=config.groups_per_step, reorder_window=config.reorder_window
+        )
+        - bound
+        for ordinal in resumed.partials
+    }
+    return {
+        ordinal: tuple(one for one in partials if one.segment.version_spans[0].version >= oldest[ordinal])
+        for ordinal, partials in resumed.partials.items()
+    }
 
 
 def _conclude(tally: Tally, run_dir: Path, observer: Observer) -> Summary:
