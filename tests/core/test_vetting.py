@@ -254,3 +254,18 @@ def test_it_is_cheap():
             vetted(rollout, LIMITS, newest_version=NEWEST)
         best_s = min(best_s, (time.perf_counter() - started_s) / 100)
     assert best_s < 1e-3  # 15 microseconds on one core of a server
+
+
+def test_a_reference_that_is_only_scored_needs_no_sampled_token():
+    reference = Completion(
+        ordinal=0,
+        sample=-1,
+        prompt=Prompt(prompt_id="p", text="2+2", tokens=ints(1, 2), task="sums"),
+        segments=(Segment(tokens=ints(4)),),
+        text="4",
+        finish_reason="stop",
+    )
+    assert completion_fault(reference, Limits()) is not None
+    assert completion_fault(reference, Limits(may_be_given=True)) is None
+    nothing = msgspec.structs.replace(reference, segments=())
+    assert completion_fault(nothing, Limits(may_be_given=True)) is not None

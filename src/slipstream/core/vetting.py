@@ -37,6 +37,7 @@ class Limits:
     `max_new_tokens` bounds sampled tokens, `max_positions` prompt and completion together. With `keeps_sets` (True or
     False) every sampled token has the set it was drawn from, or none has; of the first `num_trained` samples of a group
     at least, since a greedy baseline behind them is drawn from no set.
+    `may_be_given`: a text of which nothing was sampled is welcome, a reference that is to be scored.
     """
 
     vocab_size: int | None = None
@@ -45,6 +46,7 @@ class Limits:
     keeps_sets: bool | None = None
     num_trained: int | None = None
     brings_reference: bool = False
+    may_be_given: bool = False
     failure_reward: float = 0.0
 
     @classmethod
@@ -153,7 +155,7 @@ def _completion_fault(completion: Completion, limits: Limits, newest_version: in
         if fault is not None:
             return fault
         length += len(segment.tokens)
-    if not num_sampled:
+    if not num_sampled and not (limits.may_be_given and length > len(completion.prompt.tokens)):
         return "no token was sampled"
     if limits.max_new_tokens is not None and num_sampled > limits.max_new_tokens:
         return f"{num_sampled} sampled tokens, at most {limits.max_new_tokens} were asked for"

@@ -139,7 +139,7 @@ class Rewards(Executor):
                 break
             assert isinstance(completion, Completion)
             num_taken += 1
-            if (fault := completion_fault(completion, Limits())) is None:
+            if (fault := completion_fault(completion, Limits(may_be_given=True))) is None:
                 self._submit(pool, completion)
             else:  # there is nothing to score
                 self._emit(without_tokens(completion), Scored(job_id=-1, parts=[], failure=POISONED + fault))
