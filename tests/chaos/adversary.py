@@ -176,6 +176,7 @@ class Adversary:
                 if self._end.is_set():
                     return
                 self._strike(fault)
+            self._until(lambda: not self._stopped, PATIENCE_S)  # the last one stands still as long as the others
         except BaseException as error:  # noqa: BLE001 - raised again by `end`, in the caller's thread
             self._error = error
         finally:

@@ -71,6 +71,21 @@ def test_who_is_stopped_goes_on_when_it_is_over_and_who_is_killed_is_dead(tmp_pa
         run.stdin.close()
 
 
+def test_the_last_fault_lasts_as_long_as_it_was_to(tmp_path):
+    events = tmp_path / "events.jsonl"
+    events.write_text("")
+    with parent("trainer") as run:
+        child = int(run.stdout.readline())
+        adversary = Adversary(tmp_path, iter([Fault("stop", "trainer", Lines(1), 0.5)]), None, lambda: run.pid, bool)
+        adversary.begin()
+        _until(lambda: adversary.strikes or grow(events))
+        _until(lambda: state(child) == "T")
+        _until(lambda: state(child) != "T")
+        assert time.monotonic() - adversary.strikes[0].time_s >= 0.5
+        adversary.end()
+        run.kill()
+
+
 def test_ending_lets_everybody_go_on(tmp_path):
     events = tmp_path / "events.jsonl"
     events.write_text("")
