@@ -23,7 +23,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LAUNCH_FLAGS = {field.name for field in dataclasses.fields(_launch_options({}))}
 OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"} | LAUNCH_FLAGS
-SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/integration|tests/cluster|tests/chaos)/\w+\.py)((?: +[^`\n#)]*)?)")
+SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/(?:integration|cluster|chaos))/\w+\.py)((?: +[^`\n#)]*)?)")
 
 named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
