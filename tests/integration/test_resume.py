@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 from audit import audit
+from test_endings import await_steps, executors_of, start
 
 import slipstream
 from slipstream.controller.controller import Controller
@@ -156,6 +159,27 @@ def test_a_lost_trainer_is_followed_by_another_attempt_from_the_last_checkpoint(
     audit(tmp_path / "run")
     assert result.summary["prompts"]["trained"] == STEPS * small["groups_per_step"]
     assert sorted(path.name for path in result.out.glob("attempt_*")) == ["attempt_1", "attempt_2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_trainer_comes_back_by_itself_with_what_waited_for_it(ranks, tiny, tmp_path):
+    """In processes; with two ranks each has kept its share, and the second one is killed."""
+    run = tmp_path / "run"
+    tables = tiny | AHEAD | {"steps": 24, "loss": {"skip_no_signal": False}}
+    tables["trainer"] = {"checkpoint_every": 2, "ranks": ranks}
+    process = start(tables, run)
+    await_steps(run, 5, process)
+    os.kill(executors_of(process.pid)["trainer" if ranks == 1 else "trainer@1"], signal.SIGKILL)
+    told, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, told
+    assert "the run is started again (1 of 3)" in told
+    assert "going on from step_" in told
+    audit(run)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["prompts"]["trained"]) == ("done", 24 * tables["groups_per_step"])
+    assert summary["restarts"] == {"trainer": 1}
+    assert (run / "attempt_1" / "events.jsonl").is_file()
 
 
 class Attempts:
