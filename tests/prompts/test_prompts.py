@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.core.config import DemonstrationConfig, PromptsConfig, RunConfig, TaskConfig, WarmStartConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Prompt
-from slipstream.prompts import PromptStream, build_prompts, count_overlap, demonstrations, task_table
+from slipstream.prompts import PromptStream, build_prompts, count_overlap, dataset, demonstrations, task_table
 from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
 from slipstream.prompts.template import Template
@@ -225,6 +226,33 @@ def test_chat_prompts_render_the_template_once(tokenizer: PreTrainedTokenizerFas
     assert prompt.tokens.tolist() == direct
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% for message in messages %}{{ message.update({'role': 'system'}) }}{% endfor %}",
+    ],
+)
+def test_a_chat_template_is_somebody_elses_program_and_stays_in_its_sandbox(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    theirs = copy.deepcopy(tokenizer)
+    theirs.chat_template = template
+    with pytest.raises(ConfigError, match="chat template"):
+        build_prompts(run_config(tasks=spelling(), template="{word}", chat=True, num_train=5, num_eval=1), theirs)
+
+
+def test_a_line_without_end_is_not_read_into_memory(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "short"}\n{"prompt": "' + "x" * 200 + '"}\n')
+    monkeypatch.setattr(dataset, "MAX_LINE_BYTES", 100)
+    with pytest.raises(ConfigError, match="line 2 is too long"):
+        build_prompts(run_config(dataset=str(path), num_eval=1), tokenizer)
+
+
 def test_system_without_chat_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ConfigError, match="chat template"):
         build_prompts(run_config(tasks=spelling(), system="x", num_train=5, num_eval=1), tokenizer)
@@ -270,6 +298,7 @@ def test_datasets_keep_chats_answers_and_columns(tokenizer: PreTrainedTokenizerF
         ("{", "line 1 is not JSON"),
         ("[1]", "not a JSON object"),
         ('{"promt": "x"}', "did you mean 'promt'"),
+        ("[" * 100_000, "line 1 is not JSON"),
         ('{"prompt": 3}', "neither text nor a chat"),
         ('{"prompt": [{"role": "user"}]}', "malformed"),
         ('{"prompt": [{"role": "assistant", "content": "x"}]}', "ends with the assistant"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,6 +12,9 @@ from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.prompts.rows import Row, to_json_types
 from slipstream.prompts.template import Template
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Of a line of JSONL: what is longer was not meant to be one, and would lie in memory several times."""
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
@@ -54,17 +58,19 @@ def read_records(source: str, name: str | None, split: str) -> Iterable[Mapping[
 
 def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
     with _opened(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise ConfigError(f"{where} is too long", got=f"{line[:60]!r} ...", allowed=f"{MAX_LINE_BYTES} bytes")
             try:
                 record = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 raise ConfigError(
                     f"{where} is not UTF-8", got=f"{line[max(0, error.start - 20) : error.end + 20]!r}", allowed="UTF-8"
                 ) from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{where} is not JSON: {error}",
                     got=f"{line[:60]!r}",
