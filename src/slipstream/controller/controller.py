@@ -225,7 +225,8 @@ class Controller:
     def _check_deadline(self, what: str, started_s: float) -> None:
         silent_s = self.clock.now_s() - max(started_s, self.executors.heard_s)
         if silent_s > self.config.deadline_s:
-            self.executors.accuse_the_silent()
+            if self.executors.accuse_the_silent():
+                return
             missing = self.executors.missing
             raise SlipstreamError(
                 f"nothing happened for {silent_s:.0f} s while waiting for {what}",

@@ -193,16 +193,17 @@ class Executors:
         ends += [WAKE_EVERY_S, self._membership.wait_s(), self._restarts.wait_s()]
         wait(inboxes, self._ports.outputs.values(), fds, min(ends))
 
-    def accuse_the_silent(self) -> None:
-        """The run does not go on: where that may be because a process says nothing, that one is lost."""
+    def accuse_the_silent(self) -> bool:
+        """The run does not go on: where that may be because a process says nothing, that one is lost; else False."""
         name = self._membership.most_silent()
         if name is None:
-            return
+            return False
         why = f"silent for {self._membership.silence_s(name):.0f} s"
         if self._membership.is_remote(name):
             self._lose_remote(name)
         else:
             self._lose(name, why)
+        return True
 
     def end(self, hear: Callable[[Message], None], *, is_failed: bool) -> None:
         """Stop who still listens, wait for it, kill what does not end. Runs after errors too.
