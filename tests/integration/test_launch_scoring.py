@@ -91,6 +91,27 @@ def test_groups_of_their_own_score_as_one_process_does(scored: dict[str, Any], t
     assert summary["accounting"]["reference"]["reference"] > 0
 
 
+MANY_STEPS = {"steps": 40, "lease_s": 3.0, "trainer": {"minibatches": 2, "checkpoint_every": 1}}
+
+
+def test_a_run_that_loses_its_reward_models_goes_on_by_itself(scored: dict[str, Any], tmp_path: Path) -> None:
+    """The controller's next attempt listens where the first did, and the groups' agents bring them to it."""
+    out = tmp_path / "run"
+    with Launched(tmp_path) as run:
+        run.control(written(tmp_path, scored | MANY_STEPS), "--out", str(out), "--remote", "reward_models", "reference")
+        for group in ("trainer", "generator-0", "reference", "reward_models"):
+            run.join(group, "--max-restarts", "6")
+        run.wait_until(lambda: len(list(out.glob("checkpoints/step_*/manifest.json"))) >= 2, "no checkpoints")
+        [worker] = run.workers("reward_models")
+        os.kill(worker, signal.SIGKILL)
+        for job in run.jobs:
+            assert run.end(job, timeout_s=300) == 0, run.logs()
+    audit(out)
+    assert (out / "attempt_1").is_dir()
+    prompts = json.loads((out / "summary.json").read_text())["prompts"]
+    assert (prompts["trained"], prompts["lost"], prompts["repeated"]) == (40 * 4, 0, 0)
+
+
 def test_a_run_that_loses_its_reward_models_says_so_and_goes_on_when_resumed(
     scored: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -98,7 +119,7 @@ def test_a_run_that_loses_its_reward_models_says_so_and_goes_on_when_resumed(
 
     The other groups' agents stay all the time and join each of the three controllers.
     """
-    many_steps = {"steps": 40, "lease_s": 3.0, "trainer": {"minibatches": 2, "checkpoint_every": 1}}
+    many_steps = MANY_STEPS | {"max_restarts": 0}
     out, remote = tmp_path / "run", ("--remote", "reward_models", "reference")
 
     def newest() -> int:

@@ -23,7 +23,7 @@ from rank_pool import Rank
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.config import TransformerConfig
 from slipstream.models.export import export_sharded
@@ -34,6 +34,7 @@ from slipstream.models.shards import Shard, load_shard, local_shards, whole_shap
 from slipstream.models.tensor_parallel import local_config
 from slipstream.models.transformer import Transformer
 from slipstream.trainer import shard_storage
+from slipstream.trainer.checkpoint import newest_whole
 from slipstream.trainer.sharded_checkpoint import MOMENTS, Saved, ShardedCheckpoints, module_shards, trained_parts
 
 Layout = tuple[int, int]
@@ -168,11 +169,14 @@ def load(rank: Rank, config: TransformerConfig, layout: Layout, path: str, criti
     return wrong(parts), draws(), restored.step, restored.updates, restored.extra
 
 
-def load_newest(rank: Rank, config: TransformerConfig, layout: Layout, root: str) -> tuple[list[str], int | None]:
+def load_newest(rank: Rank, config: TransformerConfig, layout: Layout, root: str) -> tuple[list[str], int]:
+    """Of the newest whole checkpoint under `root`: shards that are wrong after loading it, and its step."""
     parts = parts_of(rank, config, layout)
+    newest, _ = newest_whole(Path(root))
+    assert newest is not None
     with checkpoints(rank) as together:
-        restored = together.load_newest(Path(root), parts)
-    return wrong(parts), None if restored is None else restored.step
+        restored = together.load(newest, parts)
+    return wrong(parts), restored.step
 
 
 def change_while_saving(rank: Rank, config: TransformerConfig, layout: Layout, path: str) -> None:
@@ -233,7 +237,7 @@ def fail_once(rank: Rank, config: TransformerConfig, layout: Layout, root: str) 
         if rank.rank == rank.world - 1:
             shard_storage.write_safetensors = no_space
         together.save(Path(root) / "step_4", parts, step=4, updates=UPDATES)
-        with pytest.raises(CheckpointError) as failure:
+        with pytest.raises(DiskError) as failure:
             together.save(Path(root) / "step_5", parts, step=5, updates=UPDATES)
         shard_storage.write_safetensors = write
         together.save(Path(root) / "step_6", parts, step=6, updates=UPDATES, keep=2)

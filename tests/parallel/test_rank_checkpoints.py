@@ -199,7 +199,7 @@ def test_training_goes_on_while_ranks_save(ranks: RankPool, tmp_path: Path) -> N
 def test_a_failed_save_is_told_by_the_next_call_and_leaves_the_others(ranks: RankPool, tmp_path: Path) -> None:
     for text, left in ranks.run(jobs.fail_once, LLAMA, (2, 1), str(tmp_path), world=2):
         assert "step_4 could not be saved" in text
-        assert "rank 1: OSError: [Errno 28] No space left" in text
+        assert "rank 1: [Errno 28] No space left" in text
         assert left == ["step_3", "step_6"]
 
 
@@ -214,11 +214,11 @@ def test_killed_while_saving_leaves_the_one_before(ranks: RankPool, tmp_path: Pa
     assert died == ("died", None)
     assert status == "failed"
     assert "CheckpointError" in text
-    assert sorted(path.name for path in root.iterdir()) == [".step_4.partial", "step_3"]
+    assert sorted(path.name for path in root.iterdir()) == ["step_3"], "who is left removes what was begun"
     for wrong, step in ranks.run(jobs.load_newest, LLAMA, (2, 2), str(root), world=4):
         assert (wrong, step) == ([], 3)
     ranks.run(jobs.save, LLAMA, (2, 1), str(root / "step_5"), world=2)
-    assert sorted(path.name for path in root.iterdir()) == ["step_3", "step_5"], "what was half written is removed"
+    assert sorted(path.name for path in root.iterdir()) == ["step_3", "step_5"]
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "cut file", "flipped bit", "missing file", "other index"])

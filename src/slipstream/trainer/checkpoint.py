@@ -20,7 +20,6 @@ over. Nothing is pickled.
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
 import zlib
@@ -47,7 +46,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 PREFIX = "step_"
 Trained = tuple[FlatParameters, FlatAdamW]
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -292,22 +290,6 @@ def verify_file(path: Path, name: str, expected: Mapping[str, int]) -> None:
     found = {"bytes": file.stat().st_size, "crc32": crc32(file)}
     if found != expected:
         raise CheckpointError(f"checkpoint {path} is torn: {name} is damaged", got=found, allowed=expected)
-
-
-def load_newest_checkpoint(
-    root: Path, flat: FlatParameters, optimizer: FlatAdamW, *, critic: Trained | None = None
-) -> Restored | None:
-    """Restore the newest whole checkpoint under `root`; None without any. Torn ones are logged and passed over."""
-    for path in newest_first(root):
-        try:
-            return load_checkpoint(path, flat, optimizer, critic=critic)
-        except SafetensorError as error:
-            log.warning("passing over checkpoint %s: %s", path, error)
-        except CheckpointError as error:
-            if "another model" in error.what:
-                raise
-            log.warning("falling back to an older checkpoint: %s", error)
-    return None
 
 
 def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:

@@ -47,7 +47,7 @@ from slipstream.models.scalar import ScalarModel
 from slipstream.models.shards import Box, Shard, dtensor_boxes, local_parts
 from slipstream.models.transformer import Transformer
 from slipstream.trainer import checkpoint as one_rank
-from slipstream.trainer.checkpoint import Restored, Saved, newest_first, read_manifest, set_random_state, verify_file
+from slipstream.trainer.checkpoint import Restored, Saved, read_manifest, set_random_state, verify_file
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.shard_storage import (
     FORMAT,
@@ -269,20 +269,6 @@ class ShardedCheckpoints:
         else:
             set_random_state(*found)
         return Restored(path, state["step"], state["num_updates"], state["extra"], updates)
-
-    def load_newest(
-        self, root: Path, parts: Parts, *, wholes: Mapping[str, nn.Module] | None = None
-    ) -> Restored | None:
-        """`load` of the newest whole checkpoint under `root`, or None; torn ones are logged and passed over."""
-        names = json.loads(self._group.broadcast(json.dumps([path.name for path in newest_first(root)]).encode()))
-        for name in names:
-            try:
-                return self.load(root / name, parts, wholes=wholes)
-            except CheckpointError as error:
-                if "another model" in error.what:
-                    raise
-                log.warning("falling back to an older checkpoint: %s", error)
-        return None
 
     def _open(
         self, path: Path, parts: Parts, wholes: Mapping[str, nn.Module]
