@@ -5,7 +5,6 @@ What holds between sections is checked by `RunConfig` in `core/config.py`.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -166,12 +165,6 @@ class VLLMConfig(Section):
                 got=f"generator.vllm.engine_args with {', '.join(ours)}",
                 hint="[generator], [eval] and [generator.vllm] have fields for them",
             )
-        try:
-            json.dumps(self.engine_args, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                "generator.vllm.engine_args go to another process", got=error, allowed="JSON's types"
-            ) from error
         return self
 
 
