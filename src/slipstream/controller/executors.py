@@ -295,7 +295,7 @@ class Executors:
             self._drain()  # it may have said why
         for name in ended:
             if name in self._children and name not in self._suspects:
-                self._lose(name, self._children[name].how_it_ended)
+                self._lose(name, self._children[name].how_it_ended, has_ended=True)
                 return True
         now_s = self._clock.now_s()
         for message, end_s in self._suspects.values():
@@ -311,8 +311,8 @@ class Executors:
             else:
                 self._found.append(message)
 
-    def _lose(self, executor: str, why: str) -> None:
-        """`executor`, a child, has ended or is taken for dead: its group is killed, and started again or given up."""
+    def _lose(self, executor: str, why: str, *, has_ended: bool = False) -> None:
+        """`executor`, a child, has ended by itself or is taken for dead: its group is killed, and started again or given up."""
         group = split_rank_name(executor)[0]
         node = self._nodes[group]
         tail = self._children[executor].log_tail() if executor in self._children else ""
@@ -322,7 +322,6 @@ class Executors:
             self._suspects.pop(member, None)
         self._coming.pop(group, None)
         self._spans.instant("lost", executor=executor, why=why)
-        has_ended = why.startswith(("killed by", "exit code"))
         what = f"the process of '{executor}' ended" if has_ended else f"'{executor}' was lost"
         if not node.is_replaceable:
             raise ExecutorLost(what, executor=group, got=why, hint=tail or f"nothing in {executor}.log")
