@@ -312,7 +312,7 @@ class Executors:
                 self._found.append(message)
 
     def _lose(self, executor: str, why: str, *, has_ended: bool = False) -> None:
-        """`executor`, a child, has ended by itself or is taken for dead: its group is killed, and started again or given up."""
+        """`executor`, a child, has ended by itself or is taken for dead: kill its group; start it again or give up."""
         group = split_rank_name(executor)[0]
         node = self._nodes[group]
         tail = self._children[executor].log_tail() if executor in self._children else ""
