@@ -44,6 +44,7 @@ from slipstream.core.types import (
     PeerLost,
     Prompt,
     Ready,
+    StepDone,
     Stop,
     Swapped,
     TrainStep,
@@ -343,3 +344,31 @@ def test_after_a_failure_nobody_is_waited_for(run: Run, monkeypatch: pytest.Monk
     run.controller.executors.end(lambda _: None, is_failed=True)
     ordinals(played["generator-1"], 2)
     assert played["generator-1"].hears_nothing_more()
+
+
+def test_a_resume_may_bring_a_whole_batch_which_is_trained_before_any_generator_is_there(run: Run) -> None:
+    run.schedule.next_ordinal, run.schedule.readmit = 2, [0, 1]  # as a snapshot has them
+    for ordinal in (0, 1):
+        run.controller.ledger.admit(ordinal)
+    with ThreadPoolExecutor(4) as pool:
+        coming = [pool.submit(run.connect, name) for name in run.pipeline.members]
+        run.controller.executors.launch(run.transport_dir, "run-1", run.controller.cluster)
+        played = {one.name: one for one in (future.result() for future in coming)}
+    trainer = played["trainer"]
+    trainer.join()
+    trainer.say(Ready(executor="trainer"))
+    for ordinal in (0, 1):
+        trainer.say(scored(ordinal))
+    run.until(lambda: bool(run.schedule.training), "the step")
+    metrics = {
+        "tokens_trained": 8.0,
+        "tokens_read": 8.0,
+        "padding_frac": 0.0,
+        "staleness_updates_max": 0.0,
+        "reward_mean": 0.5,
+    }
+    trainer.say(StepDone(step=0, version=1, metrics=metrics))
+    run.until(lambda: run.schedule.steps_done == 1, "its end")
+    assert run.controller.executors.missing == ["generator-0", "generator-0@1", "generator-1"]
+    assert run.controller.ledger.counts()["trained"] == 2
+    assert run.controller.tally.steps_done == 1

@@ -341,6 +341,7 @@ class Controller:
                 )
                 self.executors.send(f"generator-{command.replica}", admit)
             case TrainStep():
+                self.tally.started(self.clock.now_s())  # a resume may bring a whole batch, before anything is admitted
                 self.executors.send("trainer", command)
             case Skip():
                 self.tally.skipped(command)

@@ -72,7 +72,7 @@ class Tally:
     # Fed by the controller
 
     def started(self, now_s: float) -> None:
-        """The first admission begins the RL phase."""
+        """The first command, an admission or (after a resume) a step, begins the RL phase."""
         if self.rl_started_s is None:
             self.rl_started_s = self.last_step_s = now_s
 
