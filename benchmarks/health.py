@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from slipstream.observe.health import RULES, History
+from slipstream.observe.health import RULES
 from slipstream.observe.metrics import read_metrics
+from slipstream.observe.trends import History
 
 
 def extremes(run_dir: Path) -> dict[str, float | None]:

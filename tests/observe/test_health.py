@@ -12,7 +12,7 @@ from slipstream.core.config import AlarmName, HealthConfig
 from slipstream.core.errors import AlarmError, ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Counters, GroupScored, Published, ReplicaLost, Swapped
-from slipstream.observe import health
+from slipstream.observe import trends
 from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line, read_alarms, spans
 from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.metrics import MetricsWriter
@@ -192,8 +192,8 @@ def test_memory_and_time_are_bounded():
     for step in range(1000):
         found.update(healthy(rng, min(step, NUM_STEPS)))
     history = vars(vars(found)["_history"])
-    assert max(map(len, history["_recent"].values())) == health.MAX_HISTORY
-    assert max(map(len, history["_first"].values())) == health.BASELINE
+    assert max(map(len, history["_recent"].values())) == trends.MAX_HISTORY
+    assert max(map(len, history["_first"].values())) == trends.BASELINE
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended():

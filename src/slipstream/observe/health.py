@@ -10,25 +10,33 @@ An alarm is a suspicion, not a verdict. Nothing is changed by one, unless `healt
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from slipstream.core.config import AlarmName, HealthConfig
 from slipstream.core.errors import AlarmError
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 from slipstream.observe.metrics import read_metrics
+from slipstream.observe.trends import (
+    History,
+    Statistic,
+    above_baseline,
+    entropy_left,
+    level,
+    longer_with_reward,
+    lowest,
+    mean,
+    spikes,
+    times_baseline,
+    total,
+    waiting,
+)
 
 ALARMS_FILE = "alarms.jsonl"
-MAX_HISTORY = 64  # values of a metric that are kept
-BASELINE = 10  # values at the beginning of a run that later ones are compared with
 
 Severity = Literal["notice", "warning"]
 
@@ -55,178 +63,6 @@ class AlarmSpan(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     threshold: float
     text: str
-
-
-class History:
-    """The last values of every metric that is watched, oldest first; steps without a value leave no gap."""
-
-    def __init__(self) -> None:
-        self._recent: dict[str, deque[float]] = {}
-        self._first: dict[str, list[float]] = {}
-
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                self._recent.setdefault(name, deque(maxlen=MAX_HISTORY)).append(float(value))
-                first = self._first.setdefault(name, [])
-                if len(first) < BASELINE:
-                    first.append(float(value))
-
-    def last(self, name: str, count: int) -> list[float] | None:
-        """The last `count` values of `name`; None while there are fewer."""
-        values = self._recent.get(name, ())
-        return list(values)[-count:] if len(values) >= count else None
-
-    def baseline(self, name: str) -> float | None:
-        """The median of the first values of `name`; None while there are as few."""
-        first = self._first.get(name, [])
-        return median(first) if len(first) == BASELINE else None
-
-    def names(self, prefix: str, suffix: str) -> list[str]:
-        return [name for name in self._recent if name.startswith(prefix) and name.endswith(suffix)]
-
-
-Statistic = Callable[[History], float | None]
-
-
-def level(name: str, count: int) -> Statistic:
-    """The median of the last `count` values: half of them must be high for it to be."""
-
-    def statistic(history: History) -> float | None:
-        values = history.last(name, count)
-        return None if values is None else median(values)
-
-    return statistic
-
-
-def mean(name: str, count: int) -> Statistic:
-    """The mean of the last `count` values, for shares of few things, whose median is often 0."""
-
-    def statistic(history: History) -> float | None:
-        values = history.last(name, count)
-        return None if values is None else fmean(values)
-
-    return statistic
-
-
-def total(name: str, count: int) -> Statistic:
-    """The sum of up to `count` last values, from the first one on."""
-
-    def statistic(history: History) -> float | None:
-        held = next((values for n in range(count, 0, -1) if (values := history.last(name, n)) is not None), None)
-        return None if held is None else sum(held)
-
-    return statistic
-
-
-def lowest(name: str, count: int) -> Statistic:
-    """The smallest of the last `count` values: high only if all of them are."""
-
-    def statistic(history: History) -> float | None:
-        values = history.last(name, count)
-        return None if values is None else min(values)
-
-    return statistic
-
-
-def times_baseline(name: str, count: int, *, floor: float) -> Statistic:
-    """The median of the last `count` values over that of the run's first ones, or over `floor` if that is larger."""
-
-    def statistic(history: History) -> float | None:
-        values, first = history.last(name, count), history.baseline(name)
-        return None if values is None or first is None else median(values) / max(first, floor)
-
-    return statistic
-
-
-def above_baseline(name: str, count: int) -> Statistic:
-    """The median of the last `count` values less that of the run's first ones."""
-
-    def statistic(history: History) -> float | None:
-        values, first = history.last(name, count), history.baseline(name)
-        return None if values is None or first is None else median(values) - first
-
-    return statistic
-
-
-def waiting(process: str, state: str, count: int) -> Statistic:
-    """The mean share of time that the processes whose names begin with `process` were in `state`, of `count` reports.
-
-    Of several, the mean over them: one that is idle among busy ones is no bottleneck elsewhere.
-    """
-
-    def statistic(history: History) -> float | None:
-        found = [history.last(name, count) for name in history.names(f"wait_frac/{process}", f"/{state}")]
-        means = [fmean(values) for values in found if values is not None]
-        return fmean(means) if means else None
-
-    return statistic
-
-
-def spikes(name: str, count: int, *, factor: float) -> Statistic:
-    """How many of the last `count` values stick out of the `count` before each: beyond `factor` times their median, and
-    beyond what their spread explains."""
-
-    def statistic(history: History) -> float | None:
-        values = history.last(name, 2 * count)
-        if values is None:
-            return None
-        return float(sum(sticks_out(values[i], values[i - count : i], factor) for i in range(count, 2 * count)))
-
-    return statistic
-
-
-def sticks_out(value: float, before: Sequence[float], factor: float) -> bool:
-    """Whether `value` is beyond `factor` medians of `before`, and 10 of its deviations above the median.
-
-    The deviation is 1.4826 times the median distance from the median: that of a normal distribution, and blind to
-    single outliers.
-    """
-    middle = median(before)
-    if value <= factor * middle:
-        return False
-    return value > middle + 10.0 * 1.4826 * median(abs(one - middle) for one in before)
-
-
-def entropy_left(count: int) -> Statistic:
-    """Entropy over that of the run's first steps, while rewards still differ and no longer rise; else 1."""
-
-    def statistic(history: History) -> float | None:
-        now, first = history.last("entropy", count), history.baseline("entropy")
-        rewards, spreads = history.last("reward", 2 * count), history.last("reward_std", count)
-        first_spread = history.baseline("reward_std")
-        if now is None or first is None or rewards is None or spreads is None or first_spread is None or first <= 0.0:
-            return None
-        has_risen = median(rewards[count:]) > median(rewards[:count]) + 0.05 * first_spread
-        is_solved = median(spreads) < 0.2 * first_spread
-        return 1.0 if has_risen or is_solved else median(now) / first
-
-    return statistic
-
-
-def longer_with_reward(count: int) -> Statistic:
-    """How much longer completions got over the last `count` steps, if the reward rose and went with their length."""
-
-    def statistic(history: History) -> float | None:
-        lengths, rewards = history.last("completion_tokens_mean", count), history.last("reward", count)
-        if lengths is None or rewards is None:
-            return None
-        quarter = count // 4
-        before, after = median(lengths[:quarter]), median(lengths[-quarter:])
-        has_risen = median(rewards[-quarter:]) > median(rewards[:quarter])
-        if not has_risen or before <= 0.0 or rank_correlation(lengths, rewards) < 0.7:
-            return 1.0
-        return after / before
-
-    return statistic
-
-
-def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's, with ties in the order of their places; 0 where one of them is constant."""
-    if len(set(left)) == 1 or len(set(right)) == 1:
-        return 0.0
-    first, second = (np.argsort(np.argsort(np.asarray(side), kind="stable"), kind="stable") for side in (left, right))
-    return float(np.corrcoef(first, second)[0, 1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from slipstream.core.disk import disk_errors, sync, sync_files
 from slipstream.core.saved import saved_partials
 from slipstream.core.types import Partial
 from slipstream.observe.jsonl import cut_jsonl
-from slipstream.trainer.checkpoint import settle
+from slipstream.trainer.checkpoint import Found, settle
 
 FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "alarms.jsonl", "ledger.jsonl")
 """Of RL. The ledger comes last: without one a run begins anew, beside whatever else is there."""
@@ -65,10 +65,13 @@ class Resumed:
     """What generators had sampled of the groups that the cut owes, by ordinal."""
 
 
-def prepare_resume(run_dir: Path) -> Resumed:
-    """Keep what was written under `attempt_<n>/`, and cut the run's files back to its newest whole checkpoint."""
+def prepare_resume(run_dir: Path, found: Found | None = None) -> Resumed:
+    """Keep what was written under `attempt_<n>/`, and cut the run's files back to its newest whole checkpoint.
+
+    `found` is that checkpoint, where the caller has looked for it.
+    """
     with disk_errors(run_dir):
-        checkpoint, damages = settle(run_dir / "checkpoints")
+        checkpoint, damages = settle(run_dir / "checkpoints", found)
         attempt = set_aside(run_dir)
         cut = None if checkpoint is None else read_cut(checkpoint)
         notes = [f"passed over: {damage.what}" for damage in damages]

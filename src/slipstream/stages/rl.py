@@ -36,7 +36,7 @@ from slipstream.rewards.checks import check_answers
 from slipstream.stages.progress import watch
 from slipstream.stages.resume import Resumed, prepare_resume
 from slipstream.trainer import checkpoint as one_rank
-from slipstream.trainer.checkpoint import newest_whole, policy_shapes, read_manifest
+from slipstream.trainer.checkpoint import Found, newest_whole, policy_shapes, read_manifest
 from slipstream.trainer.shard_storage import FORMAT as FORMAT_OF_RANKS
 
 
@@ -181,9 +181,9 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
             hint=f"its policy is {run_dir / 'model'}: a new run goes on from there with --model.path",
         )
     with_paths = with_stage_paths(config, run_dir)
-    checkpoint = _checked_checkpoint(with_paths, run_dir)
-    prepared = _work(with_paths, given, is_resumed=checkpoint is not None)  # its errors come before files are moved
-    resumed = prepare_resume(run_dir)
+    found = _checked_checkpoint(with_paths, run_dir)
+    prepared = _work(with_paths, given, is_resumed=found[0] is not None)  # its errors come before files are moved
+    resumed = prepare_resume(run_dir, found)
     _tell(config, given, resumed.notes)
     return run_rl(config, run_dir, given, resumed=resumed, prepared=prepared)
 
@@ -196,8 +196,8 @@ def _work(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Wo
     return work, prompts
 
 
-def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Path | None:
-    """The newest whole checkpoint, or None without any.
+def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
+    """The newest whole checkpoint, or None without any, and what is wrong with newer ones.
 
     ConfigError where all are damaged, as beginning anew is then the user's to decide; for one of another model; and for
     one without the run's ledger.
@@ -211,7 +211,7 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Path | None:
             hint=f"no other checkpoint is whole: without {run_dir / 'checkpoints'} the run begins anew",
         )
     if checkpoint is None:
-        return None
+        return None, damages
     formats = (one_rank.FORMAT, FORMAT_OF_RANKS)
     if (found := read_manifest(checkpoint)["format"]) not in formats:
         raise ConfigError(
@@ -236,7 +236,7 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Path | None:
             allowed="ledger.jsonl beside checkpoints",
             hint="a run's folder is moved or copied as a whole",
         )
-    return checkpoint
+    return checkpoint, damages
 
 
 def _tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:

@@ -170,7 +170,11 @@ def recover(root: Path) -> None:
             sync(root)
 
 
-def newest_whole(root: Path) -> tuple[Path | None, list[CheckpointError]]:
+Found = tuple[Path | None, list[CheckpointError]]
+"""The newest whole checkpoint, and why newer ones are not it."""
+
+
+def newest_whole(root: Path) -> Found:
     """The newest checkpoint under `root` all of whose files are as they were written, and why newer ones are not it.
 
     Every byte of it is read. Those of one rank and of several are told apart by whoever loads them.
@@ -187,12 +191,13 @@ def newest_whole(root: Path) -> tuple[Path | None, list[CheckpointError]]:
     return None, damages
 
 
-def settle(root: Path) -> tuple[Path | None, list[CheckpointError]]:
+def settle(root: Path, found: Found | None = None) -> Found:
     """`newest_whole`; newer ones are renamed to `.step_<n>.damaged`: nobody shall take them for part of what follows.
 
-    Else the deletion of old checkpoints would count them, and keep them instead of whole ones.
+    Else the deletion of old checkpoints would count them, and keep them instead of whole ones. `found` is what
+    `newest_whole` has just said, where it was asked: it reads every byte.
     """
-    newest, damages = newest_whole(root)
+    newest, damages = newest_whole(root) if found is None else found
     for path in newest_first(root):
         if newest is not None and path == newest:
             break
