@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from slipstream.core.clock import VirtualClock, WallClock
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.executor import Spans
-from slipstream.observe.timeline import Timeline, account_file, merge_timelines, read_timeline, timeline_path
+from slipstream.observe.chrome_trace import merge_timelines
+from slipstream.observe.timeline import Timeline, account_file, read_timeline, timeline_path
 
 DURATIONS = st.floats(0, 0.3) | st.floats(0, 1e-3) | st.just(0.0)
 TREE = st.recursive(

@@ -26,11 +26,11 @@ from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.core.staleness import last_step
 from slipstream.core.types import Partial
 from slipstream.models.preflight import check_policy, parameter_shapes
+from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import Summary, read_summary, write_summary
-from slipstream.observe.timeline import merge_timelines
 from slipstream.prompts import PromptSet
 from slipstream.rewards.checks import check_answers
 from slipstream.stages.progress import watch
