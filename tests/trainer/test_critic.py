@@ -9,7 +9,8 @@ import pytest
 import torch
 from training_data import TINY, Recording, hugging_face_twin, make_groups, run_config, sharing_prompts, tiny_policy
 
-from slipstream.algorithms.losses import LOSSES, LossInputs
+from slipstream.algorithms.losses import LOSSES
+from slipstream.algorithms.losses.spec import RATIO_EDGES, ratio_shares
 from slipstream.algorithms.reduce import metric_values
 from slipstream.batching import collate as batching
 from slipstream.core.errors import CheckpointError, NonFiniteError
@@ -20,7 +21,7 @@ from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.metric_names import RATIO_EDGES, SAME, published_names, ratio_histogram
+from slipstream.trainer.metric_names import SAME, published_names
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.step import Auxiliary, train_on_batch
 
@@ -359,21 +360,19 @@ def test_the_histogram_of_ratios_counts_every_token_in_its_bin(capacity):
     metrics = step(config, model, optimizer, auxiliary, groups)
     counted, _ = np.histogram(np.concatenate(ratios), bins=[*RATIO_EDGES, np.inf])
     assert np.count_nonzero(counted) > 4
-    found = [metrics[f"ppo/val/ratio_hist/{edge:g}"] for edge in RATIO_EDGES]
-    np.testing.assert_allclose(found, counted / counted.sum(), atol=1e-9)
+    for prefix in ("ratio_share/", "ppo/val/ratio_hist/"):
+        found = [metrics[f"{prefix}{edge:g}"] for edge in RATIO_EDGES]
+        np.testing.assert_allclose(found, counted / counted.sum(), atol=1e-9)
 
 
-def test_a_ratio_without_bound_is_in_the_last_bin():
-    inputs = LossInputs(
-        policy_logprobs=torch.tensor([0.0, math.inf, -1e30]),
-        behaviour_logprobs=torch.zeros(3),
-        advantages=None,
-        mask=torch.tensor([True, True, True]),
-        segment_ids=torch.zeros(3, dtype=torch.int64),
-        num_units=3,
+def test_ratios_beyond_all_edges_and_on_them_are_counted_and_masked_ones_are_not():
+    shares = metric_values(
+        ratio_shares(
+            torch.tensor([1.0, 1.02, math.inf, 0.0, 4.0, 4.0]), torch.tensor([True, True, True, True, True, False])
+        )
     )
-    shares = metric_values(ratio_histogram(inputs))
-    assert [shares[f"ppo/val/ratio_hist/{edge}"] for edge in ("0", "1", "2")] == pytest.approx([1 / 3] * 3)
+    found = {name.removeprefix("ratio_share/"): share for name, share in shares.items() if share}
+    assert found == pytest.approx({"0.98": 0.2, "1.02": 0.2, "4": 0.4, "0": 0.2})
 
 
 def test_without_a_critic_the_names_are_ours_alone():

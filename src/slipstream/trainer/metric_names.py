@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import torch
 
-from slipstream.algorithms.losses import LossInputs
-from slipstream.algorithms.ratios import token_ratios
-from slipstream.algorithms.reduce import Metrics, masked_share
+from slipstream.algorithms.losses.spec import RATIO_SHARE
 from slipstream.core.types import Group
 
 SAME: dict[str, tuple[str, ...]] = {
@@ -34,10 +31,6 @@ SAME: dict[str, tuple[str, ...]] = {
 """Ours -> theirs, for what both have. `_avg` are those of the reproduction: ours are means over a step's updates."""
 
 
-RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 2.0)
-"""Lower edges of the histogram's bins; the last one is open."""
-
-
 def published_names(
     metrics: Mapping[str, float],
     *,
@@ -59,10 +52,15 @@ def published_names(
 
     kl is the sum over a completion and the mean over completions, of the policy that sampled; approxkl, ratio and
     clipfrac are measured against it, too. A name is absent where we have no such number (objective/kl without a
-    penalty). `ratio_histogram` has ppo/val/ratio_hist, `controller/tally.py` what depends on the run's clock;
-    docs/ppo_details.md lists all names, and those that are left out.
+    penalty). `controller/tally.py` adds what depends on the run's clock; docs/ppo_details.md lists all names, and those
+    that are left out.
     """
     published = {name: metrics[ours] for ours, names in SAME.items() if ours in metrics for name in names}
+    published |= {
+        f"ppo/val/ratio_hist/{name.removeprefix(RATIO_SHARE)}": share
+        for name, share in metrics.items()
+        if name.startswith(RATIO_SHARE)
+    }
     published |= {
         "objective/score": metrics["score_mean"],
         "objective/scores": metrics["score_mean"],
@@ -86,20 +84,6 @@ def published_names(
         "ppo/val/var": metrics["value_before_std"] ** 2,
         "ppo/val/ratio_var": metrics["ratio_squared"] - metrics["ratio"] ** 2,
         "ppo/val/advantage_var": metrics["advantage_std"] ** 2,
-    }
-
-
-def ratio_histogram(inputs: LossInputs) -> Metrics:
-    """Shares of the tokens whose ratio of policy and behaviour policy lies in [edge, next edge), one name per bin.
-
-    lm-human-preference-details writes a histogram of the step's last microbatch; these are over all updates of a step,
-    in bins of their own, as metrics are numbers here. Identity: the shares sum to 1.
-    """
-    ratios = token_ratios(inputs.need("policy_logprobs").detach(), inputs.need("behaviour_logprobs"), inputs.mask)
-    bins = torch.bucketize(ratios, torch.tensor(RATIO_EDGES[1:], device=ratios.device), right=True)
-    return {
-        f"ppo/val/ratio_hist/{edge:g}": masked_share(bins == index, inputs.mask)
-        for index, edge in enumerate(RATIO_EDGES)
     }
 
 

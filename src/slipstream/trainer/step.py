@@ -39,7 +39,7 @@ from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.measure import Columns, brought, filled, measure
-from slipstream.trainer.metric_names import count_tokens, published_names, ratio_histogram
+from slipstream.trainer.metric_names import count_tokens, published_names
 from slipstream.trainer.optim import Optimizer
 from slipstream.trainer.refused import Finding, findings, located
 from slipstream.trainer.scores import head_of, scored_groups
@@ -376,7 +376,7 @@ class _Update:
                 value_loss, value_parts = self._value_loss(critic, microbatch, states, inputs, num_tokens)
                 value_loss = self.config.critic.coef * value_loss
                 torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
-                microbatch_parts |= value_parts | ratio_histogram(inputs)
+                microbatch_parts |= value_parts
                 value = float(value_loss.detach())
             loss = float(policy_loss.detach())
             total, value_total = total + loss, value_total + value

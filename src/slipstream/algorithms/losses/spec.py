@@ -32,6 +32,10 @@ InputName = Literal[
     "ratings",
 ]
 
+RATIO_EDGES = (0.0, 0.25, 0.5, 0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.2, 2.0, 4.0)
+"""Lower edges of the histogram of ratios: narrow around 1, where they are, and wide in the tails, where they hurt."""
+RATIO_SHARE = "ratio_share/"
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -142,7 +146,17 @@ def off_policy_metrics(inputs: LossInputs) -> Metrics:
         "kl_k3": masked_mean(k3(behaviour, policy), mask),
         "logprob_diff_mean": masked_mean((policy - behaviour).abs(), mask),
         "logprob_diff_max": masked_max((policy - behaviour).abs(), mask),
+        **ratio_shares(ratios, mask),
     }
+
+
+def ratio_shares(ratios: Tensor, mask: Tensor) -> Metrics:
+    """The histogram of the tokens' `ratios` [T] where `mask` [T]: `ratio_share/<edge>` is the share of those from that
+    edge of RATIO_EDGES to the next, the last bin being open. Identity: the shares sum to 1."""
+    bins = torch.bucketize(ratios, torch.tensor(RATIO_EDGES[1:], device=ratios.device), right=True)
+    is_inside = bins[:, None] == torch.arange(len(RATIO_EDGES), device=ratios.device)
+    counts, total = (is_inside & mask[:, None]).sum(0), mask.sum()
+    return {f"{RATIO_SHARE}{edge:g}": Mean(counts[index], total) for index, edge in enumerate(RATIO_EDGES)}
 
 
 @torch.no_grad()
