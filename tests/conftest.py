@@ -2,9 +2,36 @@
 
 import os
 import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # What a shell runs in the background ignores Ctrl-C, and so would every run that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Threads of libraries that live as long as the process, and wait in Python: they end with it and harm nobody.
+_LASTING = ("tqdm.", "multiprocessing.")
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    """One that comes back from C++ while the interpreter ends would abort it, when all tests have passed."""
+    before = set(threading.enumerate())
+    yield
+    deadline_s = time.monotonic() + 10
+    left = [thread for thread in threading.enumerate() if thread not in before and not _is_lasting(thread)]
+    for thread in left:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    assert not [thread for thread in left if thread.is_alive()], "the test left threads behind"
+
+
+def _is_lasting(thread: threading.Thread) -> bool:
+    """By the class, or by what runs in it."""
+    target = getattr(thread, "_target", None)
+    return type(thread).__module__.startswith(_LASTING) or getattr(target, "__module__", "").startswith(_LASTING)

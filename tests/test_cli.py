@@ -204,3 +204,20 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     command = f"{sys.executable} -m slipstream.cli run --help | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("waiting", "said"), [("", "taken apart\n"), ("Thread(target=sleep, args=[60], daemon=True).start()", "")]
+)
+def test_no_thread_that_is_left_can_spoil_the_end(waiting: str, said: str) -> None:
+    """Python's own way out would, for one that waits in C++: `terminate called without an active exception`."""
+    program = (
+        "import atexit\nfrom threading import Thread\nfrom time import sleep\nfrom slipstream import cli\n"
+        "def main():\n"
+        f"    {waiting}\n"
+        "    atexit.register(print, 'taken apart')\n"
+        "    return 130\n"
+        "cli.main = main\ncli.script()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, said, "")

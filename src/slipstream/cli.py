@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
 import tyro
 from pydantic import BaseModel
@@ -451,5 +452,19 @@ def _print_error(error: SlipstreamError) -> None:
         _errors.print(Text(line), soft_wrap=True)
 
 
+def script() -> NoReturn:
+    """The process `slipstream`: `main`, and an end that no thread can spoil.
+
+    A daemon thread that comes back from C++ (a wait for the store, for gloo) while Python takes itself apart aborts the
+    process. Where one is left, nothing is taken apart.
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if threading.active_count() > 1:
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

@@ -384,17 +384,19 @@ def test_a_signal_ends_the_wait_for_a_peer() -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
+    book = StoreAddresses(SPECS, HashStore(), KEYS, deadline_s=20.0)
     previous = signal.signal(signal.SIGUSR1, interrupt)
     timer = threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])
     try:
         timer.start()
         started_s = time.monotonic()
         with pytest.raises(Interrupted):
-            StoreAddresses(SPECS, HashStore(), KEYS, deadline_s=20.0).find("b.in")
+            book.find("b.in")
         assert time.monotonic() - started_s < 15.0
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, previous)
+        book.announce("b", 1, {"b.in": ["tcp://127.0.0.1:1"]})  # ends the thread that waits on
 
 
 def test_channels_that_differ_between_processes_are_named(books: Callable[..., Books]) -> None:
@@ -587,6 +589,7 @@ def test_a_connection_that_breaks_loses_nothing(books: Callable[..., Books]) -> 
     out, got = a.outputs["out"], []
     for round_ in range(8):
         for step in range(20):
+            until(lambda: out.has_room, [a, b])  # acknowledgements that were cut off come when `b` is back
             out.put(item(20 * round_ + step))
             if step == 13:
                 proxy.cut()  # with acknowledgements and messages in flight

@@ -110,9 +110,11 @@ class LinkGroup:
 
     def close(self) -> None:
         """End the link, and with it every wait for it, in other threads too. Idempotent."""
-        with contextlib.suppress(RuntimeError):
-            # gloo's `abort` ends no wait. But a wait that takes too long closes all of a group's connections.
-            peer = 0 if self.rank else 1
-            self.gloo.recv([torch.zeros(1)], peer, Tag.CLOSING).wait(timedelta(milliseconds=1))
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    # gloo's `abort` ends no wait. But a wait that takes too long closes all of a group's connections;
+                    # one for a peer that has closed its own fails at once, and closes none.
+                    self.gloo.recv([torch.zeros(1)], peer, Tag.CLOSING).wait(timedelta(milliseconds=1))
         for pair in list(self._pairs.values()):
             pair.close()
