@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from slipstream.core.errors import ConfigError
-from slipstream.models.tokenizer import PRINTABLE, char_tokenizer, load_tokenizer
+from slipstream.models.tokenizer import PRINTABLE, TokenTexts, char_tokenizer, load_tokenizer
 
 TOKENIZER = char_tokenizer()
 
@@ -57,3 +59,56 @@ def test_characters_beyond_ascii(tmp_path):
 def test_bad_alphabets(alphabet):
     with pytest.raises(ConfigError):
         char_tokenizer(alphabet)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """One token per byte, and a few of two bytes, one of them across two characters."""
+    alphabet = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("t", "h"), ("Ã", "¤"), ("Ł", "æ")]  # "th", "ä", and the bytes 9d e6: the end of a character and a start
+    vocabulary = alphabet | {left + right: 256 + index for index, (left, right) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+def with_metaspace() -> PreTrainedTokenizerFast:
+    """As SentencePiece: a word's first token carries its space, which decoding strips at the start of a text."""
+    pieces = ["<unk>", *"abcdefgh", "▁", "▁a", "▁bad", "▁cab"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -float(index)) for index, piece in enumerate(pieces)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        (TOKENIZER, "a plain one\n"),
+        (byte_level(), "the thäe 漢字 that 漢 \U0001f600!"),
+        (byte_level(), "\u6f5d\u6f22\u5b57" * 30),
+        (with_metaspace(), "a bad cab a face"),
+    ],
+)
+def test_the_texts_of_tokens_join_to_the_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    texts = TokenTexts(tokenizer)
+    pieces = texts(tokens)
+    assert len(pieces) == len(tokens)
+    assert "".join(pieces).strip() == text.strip()
+    assert "\ufffd" not in "".join(pieces)
+    assert max(map(len, pieces)) <= 5, "no token takes what others say"
+    assert texts(tokens) == pieces
+
+
+def test_texts_of_broken_bytes_end() -> None:
+    tokenizer = byte_level()
+    broken = tokenizer.encode("漢")[:1] * 100
+    pieces = TokenTexts(tokenizer)(broken)
+    assert len(pieces) == 100
+    assert set("".join(pieces)) == {"\ufffd"}
+
+
+def test_texts_spell_out_special_tokens() -> None:
+    assert TokenTexts(TOKENIZER)([*TOKENIZER.encode("ab"), 1, 0]) == ["a", "b", "<eos>", "<pad>"]
+    assert TokenTexts(char_tokenizer("xy"))([3, 4, 1, 2]) == ["x", "y", "<eos>", "<unk>"]

@@ -31,6 +31,7 @@ from slipstream.core.types import (
     WarmStart,
 )
 from slipstream.observe.recorder import read_rollouts
+from slipstream.observe.tokens import read_tokens
 from slipstream.trainer import executor
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
@@ -193,7 +194,9 @@ LOSSES = {
     ],
 )
 def test_a_run_over_ranks_is_that_of_one(monkeypatch, tmp_path, loss, world, tensor_parallel):
-    config = run_config(steps=NUM_STEPS, loss=LOSSES[loss], warm_start={"steps": 10, "batch_size": 3})
+    config = run_config(
+        steps=NUM_STEPS, loss=LOSSES[loss], warm_start={"steps": 10, "batch_size": 3}, observe={"tokens_every": 3}
+    )
     ((one, events, publisher),) = run(monkeypatch, tmp_path / "one", config, 1)
     by_rank = run(monkeypatch, tmp_path / "ranks", config, world, tensor_parallel)
     # rank 0 says what one rank would
@@ -230,6 +233,16 @@ def test_a_run_over_ranks_is_that_of_one(monkeypatch, tmp_path, loss, world, ten
     lines = list(read_rollouts(tmp_path / "ranks" / "rollouts.jsonl"))
     assert lines == list(read_rollouts(tmp_path / "one" / "rollouts.jsonl"))
     assert {line.outcome for line in lines} == {"trained", "skipped", "failed"}
+    # and single tokens of every third group that is trained
+    tokens, expected = (list(read_tokens(tmp_path / name / "tokens.jsonl")) for name in ("ranks", "one"))
+    trained = [(line.ordinal, line.sample) for line in lines if line.step is not None]
+    assert [(line.ordinal, line.sample) for line in tokens] == [key for key in trained if key[0] % 3 == 0]
+    assert any(line.advantages[0] for line in tokens)
+    for mine, theirs in zip(tokens, expected, strict=True):
+        assert mine.texts == theirs.texts
+        for name in ("behaviour_logprobs", "policy_logprobs", "advantages"):
+            columns = (np.array(getattr(line, name), dtype=float) for line in (mine, theirs))
+            np.testing.assert_allclose(*columns, atol=2e-3)
 
 
 def test_a_step_with_rollouts_that_are_not_here_is_an_error():

@@ -17,6 +17,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Counters, Group, GroupScored, Ready, Skip, StepDone, Stop, TrainStep, VersionSpan
 from slipstream.core.vetting import POISONED, Limits, vetted
 from slipstream.observe.recorder import read_rollouts
+from slipstream.observe.tokens import read_tokens
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.optim import FlatAdamW
@@ -213,3 +214,5 @@ def test_the_trainer_takes_poison_records_it_and_goes_on(tmp_path):
     assert "reward is nan" in lines[2, 2].failure
     assert lines[2, 2].num_tokens > 0
     assert {lines[5, sample].outcome for sample in range(3)} == {"failed"}
+    tokens = {(line.ordinal, line.sample): line for line in read_tokens(tmp_path / "tokens.jsonl")}
+    assert set(tokens) == {(0, 0), (0, 2)}, "what was emptied has none"

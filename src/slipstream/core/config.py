@@ -30,6 +30,7 @@ from slipstream.core.sections import (
     LossConfig,
     ModelConfig,
     NonNegative,
+    ObserveConfig,
     OptimizerConfig,
     Positive,
     PositiveFloat,
@@ -65,6 +66,7 @@ __all__ = [
     "KLConfig",
     "LossConfig",
     "ModelConfig",
+    "ObserveConfig",
     "OptimizerConfig",
     "PreferencesConfig",
     "PromptsConfig",
@@ -168,6 +170,7 @@ class RunConfig(Section):
     )
     judge: JudgeConfig = Field(default_factory=JudgeConfig, description="Judge of pairs, for labels and win rates.")
     health: HealthConfig = Field(default_factory=HealthConfig, description="Alarms.")
+    observe: ObserveConfig = Field(default_factory=ObserveConfig, description="Files for people to look at.")
 
     @property
     def gold_rewards(self) -> RewardsConfig:

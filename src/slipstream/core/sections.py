@@ -716,6 +716,21 @@ class EvalConfig(Section):
     num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
 
 
+class ObserveConfig(Section):
+    """What is written only for people to look at."""
+
+    tokens_every: NonNegative = Field(
+        32,
+        description="Write the tokens of every so many-th group that is trained to tokens.jsonl, each with its "
+        "logprobs and advantage, for the watch page; 0 writes none.",
+    )
+    tokens_mb: Positive = Field(
+        64,
+        description="Size of tokens.jsonl in MB beyond which every second group in it is dropped, and half as many "
+        "are written from then on.",
+    )
+
+
 AlarmName = Literal[
     "logprob_mismatch",
     "logprob_mismatch_growing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -11,6 +12,7 @@ from slipstream.core.errors import ConfigError
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+BROKEN = "\ufffd"  # what a decoder says for bytes that are no character
 
 
 def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
@@ -60,3 +62,48 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             hint="`transformers.AutoTokenizer.from_pretrained` on that folder says more",
         ) from error
     return tokenizer
+
+
+class TokenTexts:
+    """What each token of a completion adds to its text; special tokens are spelled out.
+
+    A character that is made of several tokens goes to the first of them. Each token is decoded once and remembered.
+    Identity: joined, the texts are the text of all tokens.
+    """
+
+    LONGEST = 8  # tokens that make one character, at most, before its bytes are taken for broken
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Behind another token, since some decoders strip the space at the start of a text.
+        self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._anchor_text = self._decode(self._anchor)
+        self._known: dict[int, str] = {}
+
+    def __call__(self, tokens: Sequence[int]) -> list[str]:
+        texts = [self._text(token) for token in tokens]
+        start = 0
+        while start < len(texts):
+            end = start + 1
+            if BROKEN in texts[start]:  # bytes of a character
+                joined = texts[start]
+                while joined.endswith(BROKEN) and end < len(texts) and end - start < self.LONGEST:
+                    end += 1
+                    joined = self._behind_anchor(tokens[start:end])
+                texts[start:end] = [joined] + [""] * (end - start - 1)
+            start = end
+        return texts
+
+    def _text(self, token: int) -> str:
+        text = self._known.get(token)
+        if text is None:
+            text = self._known[token] = self._behind_anchor([token])
+        return text
+
+    def _behind_anchor(self, tokens: Sequence[int]) -> str:
+        return self._decode([*self._anchor, *tokens])[len(self._anchor_text) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text

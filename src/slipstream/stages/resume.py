@@ -8,6 +8,7 @@ events led to it. Before a checkpoint gets its name, the lines that belong to it
     events.jsonl     the first `num_events` lines
     metrics.jsonl    up to the checkpoint's version
     rollouts.jsonl   those trained before it, and those dropped before it
+    tokens.jsonl     of the steps before it
     alarms.jsonl     of the steps before it
 
 Each step is atomic and may be done twice, so a resume that is killed is followed by another one. First all files are
@@ -32,7 +33,7 @@ from slipstream.core.types import Partial
 from slipstream.observe.jsonl import cut_jsonl
 from slipstream.trainer.checkpoint import Found, settle
 
-FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "alarms.jsonl", "ledger.jsonl")
+FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "tokens.jsonl", "alarms.jsonl", "ledger.jsonl")
 """Of RL. The ledger comes last: without one a run begins anew, beside whatever else is there."""
 
 
@@ -44,7 +45,7 @@ class _Event(msgspec.Struct, frozen=True):
     seq: int
 
 
-class _Alarm(msgspec.Struct, frozen=True):
+class _OfStep(msgspec.Struct, frozen=True):
     step: int
 
 
@@ -115,7 +116,8 @@ def _cut_back(run_dir: Path, cut: Cut | None) -> None:
     steps_done, num_events = cut.schedule.steps_done, cut.num_events
     dropped = set(cut.schedule.dropped)
     cut_jsonl(run_dir / "metrics.jsonl", _Metrics, lambda line: line.version <= steps_done)
-    cut_jsonl(run_dir / "alarms.jsonl", _Alarm, lambda line: line.step < steps_done)
+    for name in ("alarms.jsonl", "tokens.jsonl"):
+        cut_jsonl(run_dir / name, _OfStep, lambda line: line.step < steps_done)
     cut_jsonl(run_dir / "events.jsonl", _Event, lambda line: line.seq < num_events)
     cut_jsonl(
         run_dir / "rollouts.jsonl",

@@ -50,8 +50,10 @@ from slipstream.core.types import (
     WeightsLinked,
 )
 from slipstream.core.vetting import Limits, is_of_run, vetted
+from slipstream.models.tokenizer import TokenTexts
 from slipstream.models.transformer import Transformer
 from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
+from slipstream.observe.tokens import TOKENS_FILE, TokenLine, TokenRecorder, token_line
 from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.policy import Policy, WholePolicy
@@ -60,6 +62,7 @@ from slipstream.trainer.refused import write_report
 from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
 from slipstream.trainer.step import Auxiliary, brings_reference, needed_columns, train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
+from slipstream.trainer.token_sample import TokenSample
 
 PROBE_TOKENS = 32
 
@@ -131,6 +134,12 @@ class Trainer(Executor):
         self.probe_tokens = generator.integers(0, model.vocab_size, num_tokens, dtype=np.int32)
         if self.ranks.is_leader:
             self.recorder = self._ends.enter_context(closing(RolloutRecorder(context.run_dir / "rollouts.jsonl")))
+            every, max_bytes = config.observe.tokens_every, config.observe.tokens_mb * 1_000_000
+            self.token_recorder: TokenRecorder | None = None
+            if every:
+                recorder = TokenRecorder(context.run_dir / TOKENS_FILE, every=every, max_bytes=max_bytes)
+                self.token_recorder = self._ends.enter_context(closing(recorder))
+        self.token_texts = TokenTexts(self.policy.tokenizer)
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None
         self.critic: ValueFunction | None = None
@@ -386,8 +395,9 @@ class Trainer(Executor):
             shares = wire.decode(self.tensor_ranks.broadcast(payload), (Shares,))
             assert isinstance(shares, Shares)
             groups = list(shares.groups)
+        sample = TokenSample(self.config.observe.tokens_every)
         with self.context.spans.span("train", step=command.step):
-            metrics = self._trained(groups, command)
+            metrics = self._trained(groups, command, sample)
         if self.config.kl.target is not None and "kl_reference_sum" in metrics:
             self.kl = self.kl.updated(metrics["kl_reference_sum"], self.config.completions_per_step)
         self.version = command.step + 1
@@ -398,8 +408,10 @@ class Trainer(Executor):
         if self.tensor_ranks.is_leader:
             with self.context.spans.span("record"):
                 self._record(groups, step=command.step)
+                if any(map(sample.wants, command.ordinals)):
+                    self._record_tokens(groups, sample, step=command.step)
 
-    def _trained(self, groups: Sequence[Group], command: TrainStep) -> dict[str, float]:
+    def _trained(self, groups: Sequence[Group], command: TrainStep, sample: TokenSample) -> dict[str, float]:
         """The metrics of the step. A step that is refused leaves a report in the run's folder, for a bug report."""
         try:
             return train_on_batch(
@@ -412,6 +424,7 @@ class Trainer(Executor):
                 auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef),
                 heads=command.heads,
                 ranks=self.data_ranks,
+                tokens=sample,
             )
         except NonFiniteError as error:
             path = self.context.run_dir / f"refused_step_{command.step}.json"
@@ -433,6 +446,21 @@ class Trainer(Executor):
             lines = [line for part in parts for line in msgspec.msgpack.decode(part, type=list[RolloutLine])]
         if self.ranks.is_leader:
             self.recorder.record(lines, step=step)
+
+    def _record_tokens(self, groups: Sequence[Group], sample: TokenSample, *, step: int) -> None:
+        """Rank 0 writes what all data-parallel ranks have of the sampled groups; what was emptied has no tokens."""
+        lines = [
+            token_line(one.completion, sample.trained.get((one.ordinal, one.sample)), step=step, texts=self.token_texts)
+            for group in groups
+            if sample.wants(group.ordinal)
+            for one in group.rollouts
+            if one.completion.num_tokens
+        ]
+        if self.data_ranks.world > 1:
+            parts = self.data_ranks.gather(msgspec.msgpack.encode(lines))
+            lines = [line for part in parts for line in msgspec.msgpack.decode(part, type=list[TokenLine])]
+        if self.ranks.is_leader and self.token_recorder is not None:
+            self.token_recorder.record(lines)
 
     def _export(self, path: Path) -> None:
         """On the disk when it is told of: a run that is done has its model, whatever happens then."""

@@ -43,6 +43,7 @@ from slipstream.trainer.metric_names import count_tokens, published_names
 from slipstream.trainer.optim import Optimizer
 from slipstream.trainer.refused import Finding, findings, located
 from slipstream.trainer.scores import head_of, scored_groups
+from slipstream.trainer.token_sample import TokenSample
 
 # Logits held at once, in elements (256 MiB of float32); larger heads run in chunks that are recomputed backward.
 MAX_LOGITS = 1 << 26
@@ -108,6 +109,7 @@ def train_on_batch(
     auxiliary: Auxiliary = Auxiliary(),
     heads: Sequence[RolloutHead] | None = None,
     ranks: RankGroup = RankGroup.alone(),
+    tokens: TokenSample | None = None,
 ) -> dict[str, float]:
     """Train step `step` on `groups`: the policy goes from version `step` to `step + 1`. Returns its metrics.
 
@@ -116,8 +118,8 @@ def train_on_batch(
     measures how far the policy is from the behaviour policy before any weight of this step changed
     (`logprob_diff_max/lag_<n>`: completions sampled wholly under the version n steps back; rounding only at lag 0).
     `tokens_read` counts the rows of all microbatches of the first pass, a prompt once per microbatch; `tokens_trained`
-    its targets. Raises StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss or
-    gradient that is not finite.
+    its targets. `tokens` takes what it wants of each microbatch. Raises StalenessError when a token breaks the bound,
+    and NonFiniteError before an update with a loss or gradient that is not finite.
 
     With several data-parallel `ranks`, all of them call it: each with its own rollouts in `groups`, and with the
     `heads` of all rollouts in canonical order (None: `groups` are all there are). `optimizer` then adds up gradients
@@ -130,7 +132,7 @@ def train_on_batch(
         heads = [head_of(rollout, config) for group in groups for rollout in group.rollouts]
     scored = scored_groups(heads)
     loss = loss_named(config.loss.name, config.loss.params)
-    update_of = _Update(model, optimizer, config=config, loss=loss, auxiliary=auxiliary, ranks=ranks)
+    update_of = _Update(model, optimizer, config=config, loss=loss, auxiliary=auxiliary, ranks=ranks, tokens=tokens)
     batch = prepare_batch(
         groups,
         config=config,
@@ -288,9 +290,10 @@ class _Update:
         loss: Loss,
         auxiliary: Auxiliary,
         ranks: RankGroup,
+        tokens: TokenSample | None = None,
     ) -> None:
         self.model, self.optimizer, self.config, self.loss = model, optimizer, config, loss
-        self.auxiliary, self.ranks = auxiliary, ranks
+        self.auxiliary, self.ranks, self.tokens = auxiliary, ranks, tokens
         self.columns = needed_columns(config)
         self.brings_reference = brings_reference(config)
         self.atom_size = 2 if loss.atom == "pair" else 1
@@ -383,6 +386,8 @@ class _Update:
             if not (math.isfinite(loss) and math.isfinite(value)):
                 found += findings(microbatch, inputs, entropy=entropies)
             microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
+            if self.tokens is not None:
+                self.tokens.take(microbatch, logprobs)
             if measured_step is not None:
                 microbatch_parts |= _difference_per_lag(microbatch, inputs, step=measured_step)
             parts = merge_metrics(parts, microbatch_parts)

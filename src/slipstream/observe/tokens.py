@@ -1,0 +1,130 @@
+"""`tokens.jsonl`: what single tokens of some trained groups were worth, for people to read.
+
+It is written for the watch page alone and never read by a run: where the disk refuses, it ends, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slipstream.core.errors import DiskError
+from slipstream.core.types import Completion
+from slipstream.observe.jsonl import JsonlWriter, cut_jsonl, read_jsonl
+from slipstream.observe.recorder import version_runs
+
+TOKENS_FILE = "tokens.jsonl"
+MAX_TOKENS = 4096
+"""Tokens written of one completion: its first ones."""
+
+Texts = Callable[[Sequence[int]], list[str]]
+"""Token ids -> the text that each adds."""
+
+log = logging.getLogger(__name__)
+
+
+class TokenLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The first `MAX_TOKENS` of the `num_tokens` of a completion, one entry each, as step `step` trained on them.
+
+    Logprobs are in nats. `policy_logprobs` are those of the policy that was updated, at the first update with this
+    completion; they and `advantages` are null on tokens that were not trained on, `behaviour_logprobs` on given tokens.
+    `versions` are runs: [[first token, version], ...], -1 for given tokens. The rest of the rollout has its line in
+    `rollouts.jsonl`.
+    """
+
+    ordinal: int
+    sample: int
+    step: int
+    num_tokens: int
+    tokens: list[int]
+    texts: list[str]
+    versions: list[tuple[int, int]]
+    behaviour_logprobs: list[float | None]
+    policy_logprobs: list[float | None]
+    advantages: list[float | None]
+
+
+def token_line(
+    completion: Completion, trained: tuple[np.ndarray, np.ndarray] | None, *, step: int, texts: Texts
+) -> TokenLine:
+    """`trained`: policy logprobs and advantages of the sampled tokens, in their order; None where none was trained."""
+    tokens = completion.tokens[:MAX_TOKENS].tolist()
+    is_sampled = np.concatenate([np.full(len(s.tokens), s.is_sampled) for s in completion.segments])
+    behaviour = [s.behaviour_logprobs for s in completion.segments if s.behaviour_logprobs is not None]
+    nothing = np.full(np.count_nonzero(is_sampled), np.nan, dtype=np.float32)
+    policy, advantages = (nothing, nothing) if trained is None else trained
+
+    def column(values: np.ndarray) -> list[float | None]:
+        whole = np.full(len(is_sampled), np.nan)
+        whole[is_sampled] = values
+        return [value if np.isfinite(value) else None for value in whole[:MAX_TOKENS].round(4).tolist()]
+
+    return TokenLine(
+        ordinal=completion.ordinal,
+        sample=completion.sample,
+        step=step,
+        num_tokens=completion.num_tokens,
+        tokens=tokens,
+        texts=texts(tokens),
+        versions=[(first, version) for first, version in version_runs(completion) if first < MAX_TOKENS],
+        behaviour_logprobs=column(np.concatenate([*behaviour, nothing[:0]])),
+        policy_logprobs=column(policy),
+        advantages=column(advantages),
+    )
+
+
+class _Ordinal(msgspec.Struct, frozen=True):
+    ordinal: int
+
+
+class TokenRecorder:
+    """Appends the lines of groups whose ordinal is a multiple of `every`.
+
+    Once the file is larger than `max_bytes`, every second group in it is dropped, and from then on half as many are
+    written: it holds groups of the whole run, evenly, however long that is.
+    """
+
+    def __init__(self, path: Path, *, every: int, max_bytes: int) -> None:
+        self._path = path
+        self.every = every
+        self._max_bytes = max_bytes
+        self._writer: JsonlWriter | None = JsonlWriter(path)
+
+    def record(self, lines: Sequence[TokenLine]) -> None:
+        """Write the lines of whole groups, in any order, those of them that are due."""
+        due = sorted((line for line in lines if line.ordinal % self.every == 0), key=lambda x: (x.ordinal, x.sample))
+        if self._writer is None or not due:
+            return
+        try:
+            self._writer.write(*due)
+            while self._path.stat().st_size > self._max_bytes and self._thin():
+                pass
+        except (DiskError, FileNotFoundError) as error:
+            log.warning("%s is not written any more: %s", self._path.name, error)
+            self.close()
+
+    def _thin(self) -> bool:
+        """Whether that made it smaller."""
+        assert self._writer is not None
+        self._writer.close()
+        self.every *= 2
+        before = self._path.stat().st_size
+        cut_jsonl(self._path, _Ordinal, lambda line: line.ordinal % self.every == 0)
+        self._writer = JsonlWriter(self._path)
+        return self._path.stat().st_size < before
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def read_tokens(path: Path) -> Iterator[TokenLine]:
+    """The lines of `tokens.jsonl`, in training order, a torn last line left out."""
+    kinds: Any = TokenLine
+    yield from read_jsonl(path, kinds)
