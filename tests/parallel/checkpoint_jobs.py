@@ -25,13 +25,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.core.rank_group import RankGroup
-from slipstream.models.config import TransformerConfig
+from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.export import export_sharded
 from slipstream.models.hf import logical_tensors
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.sharded import Division, ShardedParameters, divide
 from slipstream.models.shards import Shard, load_shard, local_shards, whole_shapes
-from slipstream.models.tensor_parallel import local_config
 from slipstream.models.transformer import Transformer
 from slipstream.trainer import shard_storage
 from slipstream.trainer.checkpoint import newest_whole

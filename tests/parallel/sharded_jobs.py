@@ -20,7 +20,7 @@ from slipstream.core.packed import PackedMicrobatch, TrainSequence, empty_microb
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
 from slipstream.models.attention import PackedAttention
-from slipstream.models.config import TransformerConfig
+from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors
 from slipstream.models.packed import at_targets
@@ -33,7 +33,6 @@ from slipstream.models.sharded import (
     new_sharded,
 )
 from slipstream.models.shards import Box, load_shard, local_parts, whole_tensors
-from slipstream.models.tensor_parallel import local_config
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic, ValueFunction
 from slipstream.trainer.optim import FlatAdamW, Optimizer

@@ -12,8 +12,9 @@ from rank_models import CONFIGS, LLAMA, whole_model
 from rank_pool import RankPool
 
 from slipstream.core.errors import ConfigError
+from slipstream.models.config import local_config
 from slipstream.models.hf import save_model
-from slipstream.models.tensor_parallel import TensorParallel, local_config
+from slipstream.models.tensor_parallel import TensorParallel
 
 LENGTHS = [11, 5]
 TOKENS = torch.tensor([(7 * i + 3) % 67 for i in range(sum(LENGTHS))])

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import GeneratorConfig, ModelConfig, stage_of
-from slipstream.models.config import config_from_hf
+from slipstream.models.config import config_from_hf, local_config
 from slipstream.models.hf import load_model, load_tokenizer, logical_tensors, new_model, read_hf_config
 from slipstream.models.initialise import new_config
 from slipstream.models.shards import load_parallel_model, load_shard
-from slipstream.models.tensor_parallel import TensorParallel, local_config
+from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import Transformer
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.rank_group import RankGroup
-from slipstream.models.config import TransformerConfig, config_from_hf
+from slipstream.models.config import TransformerConfig, config_from_hf, local_config
 from slipstream.models.hf import logical_tensors, read_hf_config, write_tensor
 from slipstream.models.initialise import initialise, new_config
 from slipstream.models.scalar import (
@@ -42,7 +42,7 @@ from slipstream.models.scalar import (
     restore_biases,
 )
 from slipstream.models.shards import checkpoint_slices, load_shard, local_tensor
-from slipstream.models.tensor_parallel import SharedRows, TensorParallel, local_config, shared_rows, whole_config
+from slipstream.models.tensor_parallel import SharedRows, TensorParallel, shared_rows, whole_config
 from slipstream.models.transformer import OneRank, Ranks, Transformer
 
 

@@ -29,7 +29,7 @@ have that property; on CUDA, where they have not, it would buy nothing.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,44 +37,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.core.errors import ShapeError
 from slipstream.core.rank_group import lost_rank
-from slipstream.models.config import TransformerConfig
+from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.transformer import Transformer
 
 # The public name changed in torch 2.13.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-
-
-def local_config(config: TransformerConfig, world: int) -> TransformerConfig:
-    """`config` with the heads and the inner width of one of `world` ranks; the vocabulary stays whole.
-
-    Raises ConfigError, listing the numbers of ranks that are possible.
-    """
-    if not _divides(config, world):
-        raise ConfigError(
-            "the model cannot be divided over this number of ranks",
-            got=f"{world} ranks for {config.num_heads} heads, {config.num_kv_heads} key-value heads and an "
-            f"intermediate_size of {config.intermediate_size}",
-            allowed=", ".join(str(n) for n in range(1, config.num_heads + 1) if _divides(config, n)) + " ranks",
-            hint="every rank gets whole heads, all as many; key-value heads may be shared by ranks, all by as many",
-        )
-    return replace(
-        config,
-        num_heads=config.num_heads // world,
-        num_kv_heads=max(config.num_kv_heads // world, 1),
-        intermediate_size=config.intermediate_size // world,
-    )
-
-
-def _divides(config: TransformerConfig, world: int) -> bool:
-    shares_evenly = world >= 1 and (config.num_kv_heads % world == 0 or world % config.num_kv_heads == 0)
-    return (
-        shares_evenly
-        and config.num_heads % world == 0
-        and config.intermediate_size % world == 0
-        and config.vocab_size >= world
-    )
 
 
 class _Fork(torch.autograd.Function):
