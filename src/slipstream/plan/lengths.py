@@ -1,0 +1,111 @@
+"""How long completions are: of a run's files, or as a mean and a tail say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from slipstream.core.errors import ConfigError
+from slipstream.observe.recorder import read_rollouts
+
+P99_DEVIATIONS = 2.3263478740408408
+"""Of the normal distribution: one in a hundred is above."""
+MOST_TAIL = 14.0
+"""p99 over mean, at most: a lognormal distribution reaches exp(P99_DEVIATIONS ** 2 / 2) = 14.97 before it is cut."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts (their mean) and of completions (a sample to draw from, ascending, longest included)."""
+
+    prompt_mean: float
+    completions: tuple[int, ...]
+    source: str
+
+    @property
+    def mean(self) -> float:
+        return sum(self.completions) / len(self.completions)
+
+    @property
+    def p99(self) -> float:
+        return float(np.percentile(self.completions, 99))
+
+    @property
+    def longest(self) -> int:
+        return self.completions[-1]
+
+    def drawn(self, seed: int, ordinal: int, count: int) -> tuple[int, ...]:
+        """Those of group `ordinal`: the same ones however often and in whatever order groups are asked for."""
+        picks = np.random.default_rng((seed, ordinal)).integers(0, len(self.completions), count)
+        return tuple(self.completions[pick] for pick in picks.tolist())
+
+
+def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int, *, points: int = 1000) -> Lengths:
+    """Lognormal lengths with this mean and 99th percentile, after they were cut at `longest`; `points` quantiles.
+
+    ConfigError for a tail that no lognormal distribution has.
+    """
+    if not (prompt_mean >= 1 and mean >= 1):
+        raise ConfigError("lengths are positive", got=f"prompts of {prompt_mean:g}, completions of {mean:g} tokens")
+    if not mean <= p99 <= longest:
+        raise ConfigError(
+            "lengths are out of order",
+            got=f"mean {mean:g}, p99 {p99:g}, longest {longest}",
+            allowed="mean <= p99 <= longest",
+        )
+    if p99 > MOST_TAIL * mean:
+        raise ConfigError(
+            "the tail of the lengths is too heavy for the lognormal distribution that stands for them",
+            got=f"p99 {p99:g} with a mean of {mean:g} tokens",
+            allowed=f"p99 at most {MOST_TAIL:g} means",
+            hint="--lengths RUN takes the lengths of a finished run as they are",
+        )
+    # As the deviation rises from 0, the quantiles below p99 fall, and with them the mean.
+    low, high = 0.0, P99_DEVIATIONS
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.mean(_quantiles(p99, middle, longest, points)) > mean else (low, middle)
+    drawn = np.rint(_quantiles(p99, high, longest, points)).astype(int)
+    return Lengths(prompt_mean, tuple(drawn.tolist()), f"lognormal, mean {mean:g}, p99 {p99:g}, at most {longest}")
+
+
+def _quantiles(p99: float, sigma: float, longest: int, points: int) -> np.ndarray:
+    """Ascending: the middles of `points` equal shares of the distribution whose 99th percentile is `p99`."""
+    return np.clip(p99 * np.exp(sigma * (_normal_quantiles(points) - P99_DEVIATIONS)), 1, longest)
+
+
+@cache
+def _normal_quantiles(points: int) -> np.ndarray:
+    standard = NormalDist()
+    return np.array([standard.inv_cdf((point + 0.5) / points) for point in range(points)])
+
+
+def lengths_of_run(run_dir: Path) -> Lengths:
+    """Those of a run's `rollouts.jsonl`, dropped groups included: what was generated, not what was trained.
+
+    Prompt lengths are not recorded in tokens; they are taken to be as long per character as completions are.
+    """
+    path = run_dir / "rollouts.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"'{run_dir}' has no rollouts.jsonl", allowed="the folder of a run that trained a step")
+    completions: list[int] = []
+    prompt_chars, completion_chars = 0, 0
+    for line in read_rollouts(path):
+        completions.append(line.num_tokens)
+        prompt_chars += len(line.prompt)
+        completion_chars += len(line.completion)
+    return _of_sample(completions, prompt_chars, completion_chars, path)
+
+
+def _of_sample(completions: Sequence[int], prompt_chars: int, completion_chars: int, path: Path) -> Lengths:
+    positive = sorted(count for count in completions if count > 0)
+    if not positive:
+        raise ConfigError(f"'{path}' has no completions", allowed="the folder of a run that trained a step")
+    tokens_per_char = sum(positive) / max(completion_chars, 1)
+    prompt_mean = max(1.0, prompt_chars / len(completions) * min(tokens_per_char, 1.0))
+    return Lengths(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
