@@ -1,12 +1,12 @@
 """What a step costs: seconds and bytes of every executor, for a model on a cluster (docs/planning.md, "The cost model").
 
 A roofline with named losses. Every time is a sum of parts that have a cause (`Parts`), so that a prediction can be taken
-apart. `CostModel` answers, for a layout of each executor:
+apart. `CostModel` answers, for a layout of each executor (`layouts.py`):
 
-    train_memory, generator_memory, colocated_memory, scorer_memory     bytes per device, by what they hold
-    train_step, decode_step, prefill, generation, scoring, weight_sync  seconds, by what they are spent on
-    eta_t(b, m), eta_g(b, m)                                            seconds per rollout: LlamaRL's curves (7.3)
-    asynchronous, synchronous                                           the step time of a whole plan, and who idles
+    train_step, decode_step, prefill, generation, scoring, weight_sync     seconds, by what they are spent on
+    eta_t, eta_g                                                           seconds per rollout (LlamaRL, definition 7.3)
+    train_memory, generator_memory, scorer_memory, colocated_memory        bytes per device, by what they hold
+    asynchronous, synchronous                                              the step time of a plan, and who idles
 
 Left out: pipeline parallelism, networks that others use too, and what only happens now and then (checkpoints,
 evaluations, restarts).
@@ -14,188 +14,433 @@ evaluations, restarts).
 
 from __future__ import annotations
 
-import functools
-import heapq
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import NormalDist
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import Precision
-from slipstream.models.config import TransformerConfig, local_config
+from slipstream.models.config import TransformerConfig
+from slipstream.plan.batches import slowest_replica
 from slipstream.plan.collectives import all_gather_s, all_reduce_s
+from slipstream.plan.counts import BYTES, COMPUTED_BYTES, Counts
 from slipstream.plan.hardware import Cluster
-from slipstream.plan.lengths import Lengths
+from slipstream.plan.layouts import (
+    AsynchronousPlan,
+    Efficiency,
+    GeneratorLayout,
+    Parts,
+    ScorerLayout,
+    StepTime,
+    SynchronousPlan,
+    TrainerLayout,
+    Workload,
+)
 
-
-@dataclass(frozen=True)
-class Parts:
-    """A total by cause, in seconds or bytes."""
-
-    parts: Mapping[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-    def __getitem__(self, cause: str) -> float:
-        return self.parts.get(cause, 0.0)
-
-    def __add__(self, other: Parts) -> Parts:
-        causes = dict.fromkeys([*self.parts, *other.parts])
-        return Parts({cause: self[cause] + other[cause] for cause in causes})
-
-    def times(self, factor: float) -> Parts:
-        return Parts({cause: factor * amount for cause, amount in self.parts.items()})
-
-    def without(self, *causes: str) -> Parts:
-        return Parts({cause: amount for cause, amount in self.parts.items() if cause not in causes})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """What is reached of the published constants, and what they do not say.
-
-    `matmul`, `memory`, `network`: shares of peak operations, of memory bandwidth and of links that large products, reads
-    and messages reach. `kernel_s`: seconds of a kernel besides its work (launch from a graph, first and last wave).
-    `collective`: by how much collectives take longer than NCCL's model says, since ranks do not come at the same time.
-    `step_s`: host and sampler seconds of a decode step that nothing hides.
-    """
-
-    matmul: float = 0.65
-    memory: float = 0.85
-    network: float = 0.85
-    kernel_s: float = 2.5e-6
-    collective: float = 1.5
-    step_s: float = 0.5e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One training step: `groups` prompts with `group_size` completions each.
-
-    `shares_prompts`: whether the trainer computes a prompt once for all of its group (`batching/collate.py` does).
-    `reference`, `critic`: whether there are such models of the policy's size; `reward_model`: the one that scores.
-    """
-
-    groups: int
-    group_size: int
-    lengths: Lengths
-    epochs: int = 1
-    minibatches: int = 1
-    shares_prompts: bool = True
-    reference: bool = False
-    critic: bool = False
-    reward_model: TransformerConfig | None = None
-
-    @property
-    def rollouts(self) -> int:
-        return self.groups * self.group_size
-
-    @property
-    def prompt_share(self) -> float:
-        """Of a prompt's tokens, those that each of its rollouts costs the trainer."""
-        return 1 / self.group_size if self.shares_prompts else 1.0
-
-    @property
-    def trained_tokens(self) -> float:
-        """Mean tokens of a rollout in the trainer."""
-        return self.prompt_share * self.lengths.prompt_mean + self.lengths.mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerLayout:
-    """FSDP2 over `devices / tensor_parallel` data-parallel ranks. `microbatch`: rollouts of one forward-backward."""
-
-    devices: int
-    tensor_parallel: int
-    microbatch: float
-    precision: Precision = "bfloat16"
-    recompute: bool = True
-    reduce_once: bool = False
-    head_precision: Precision = "float32"
-    """Of the head's product; Slipstream's trainer computes logits in float32."""
-
-    @property
-    def data_parallel(self) -> int:
-        return self.devices // self.tensor_parallel
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratorLayout:
-    """`devices / tensor_parallel` replicas, each of which decodes at most `slots` completions at once."""
-
-    devices: int
-    tensor_parallel: int
-    slots: int
-    precision: Precision = "bfloat16"
-
-    @property
-    def replicas(self) -> int:
-        return self.devices // self.tensor_parallel
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScorerLayout:
-    """An executor that only reads rollouts (reference, reward model): a whole copy on each device."""
-
-    devices: int
-    precision: Precision = "bfloat16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AsynchronousPlan:
-    """Executors that work at the same time. Without a layout of its own the reference lies beside the trainer."""
-
-    trainer: TrainerLayout
-    generator: GeneratorLayout
-    reference: ScorerLayout | None = None
-    reward_model: ScorerLayout | None = None
-
-
-Frees = Literal["nothing", "gradients_and_activations", "optimizer_too"]
-"""What a co-located trainer gives up while it generates: nothing; gradients, activations, and keys and values while it
-trains; or the optimizer and fp32 weights as well, by way of host memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynchronousPlan:
-    """Trainer and generator on the same devices, one after the other."""
-
-    trainer: TrainerLayout
-    generator: GeneratorLayout
-    frees: Frees = "nothing"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """What a plan's step takes: `sides` by executor and cause, `idle` the share of the step that each waits."""
-
-    seconds: float
-    sides: Mapping[str, Parts]
-    idle: Mapping[str, float]
+DECODE_KERNELS = 10
+"""Per layer: two norms, four products, rotation with the write to the cache, attention and its reduction, activation."""
+PREFILL_CHUNK = 512
+"""Tokens prefilled beside a decode step (`generator.prefill_chunk`)."""
+LOGITS_AT_ONCE = 2**26
+"""Elements; larger heads run in chunks that the backward pass computes again (`trainer/step.py`)."""
+LOGIT_PASSES = 5
+"""Reads or writes of float32 logits, from the product to a sampled token with its logprob, or to a loss."""
+PAGE = 16
+"""Tokens of a page of keys and values (`generator/paged_kv.py`)."""
+USABLE_MEMORY = 0.92
+"""Of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
 
 
 class CostModel:
-    """Times and memory of `model` on `cluster` for `workload`; seconds and bytes per device."""
+    """Times and memory of `model` on `cluster` for `workload`."""
 
     def __init__(
-        self, model: TransformerConfig, cluster: Cluster, workload: Workload, efficiency: Efficiency = Efficiency()
+        self, model: TransformerConfig, cluster: Cluster, workload: Workload, efficiency: Efficiency | None = None
     ) -> None:
-        self.model, self.cluster, self.workload, self.efficiency = model, cluster, workload, efficiency
+        self.model, self.cluster, self.workload = model, cluster, workload
+        self.efficiency = efficiency or Efficiency()
 
-    def train_memory(self, layout: TrainerLayout) -> Parts: ...
-    def generator_memory(self, layout: GeneratorLayout) -> Parts: ...
-    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout) -> Parts: ...
-    def colocated_memory(self, plan: SynchronousPlan) -> Parts: ...
-    def train_step(self, layout: TrainerLayout) -> Parts: ...
-    def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts: ...
-    def prefill(self, layout: GeneratorLayout, *, prompts: float) -> Parts: ...
-    def generation(self, layout: GeneratorLayout, *, waits_for_longest: bool) -> Parts: ...
-    def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts: ...
-    def weight_sync(self, trainer: TrainerLayout, generator: GeneratorLayout) -> Parts: ...
-    def eta_t(self, b: float, m: int) -> float: ...
-    def eta_g(self, b: float, m: int) -> float: ...
-    def asynchronous(self, plan: AsynchronousPlan) -> StepTime: ...
-    def synchronous(self, plan: SynchronousPlan) -> StepTime: ...
+    # Times
+
+    def train_step(self, layout: TrainerLayout) -> Parts:
+        """Seconds of a step: microbatches, the wait for the data-parallel rank with most tokens, optimizer updates.
+
+        A reference beside the trainer runs forward only; a critic of the policy's size costs the same again.
+        """
+        workload = self.workload
+        mine = workload.rollouts / layout.data_parallel
+        count = workload.minibatches * max(1, math.ceil(mine / workload.minibatches / layout.microbatch - 1e-9))
+        # A rollout is not divided: with more ranks than rollouts some have none, and the others one.
+        microbatch = self._microbatch(layout, max(mine / count, 1.0)).times(count * workload.epochs)
+        updates = self._update(layout).times(workload.minibatches * workload.epochs)
+        parts = microbatch + Parts({"imbalance": self._imbalance(layout) * microbatch.total}) + updates
+        return parts.times(2.0) if workload.critic else parts
+
+    def reference_pass(self, layout: TrainerLayout) -> Parts:
+        """Seconds of the reference's logprobs, where it lies beside the trainer and is divided as the policy is."""
+        mine = max(self.workload.rollouts / layout.data_parallel, 1.0)
+        count = max(1, math.ceil(mine / layout.microbatch - 1e-9))
+        return Parts({"reference": self._forward(layout, mine / count).total * count})
+
+    def eta_t(self, layout: TrainerLayout) -> float:
+        """Seconds per rollout of a microbatch: LlamaRL's eta_t(b) = tau_t(b) / b, b = `layout.microbatch`."""
+        return self._microbatch(layout, layout.microbatch).total / layout.microbatch
+
+    def eta_g(self, layout: GeneratorLayout) -> float:
+        """Seconds per completion with all slots taken: LlamaRL's eta_g(b) = tau_g(b) / b, b = `layout.slots`."""
+        return self._full(layout, 1.0).total
+
+    def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
+        """Seconds for one token of each of `live` completions, that see `context` tokens in the mean."""
+        counts, model = Counts(self.model, layout.tensor_parallel), self.model
+        precision, activation = layout.precision, COMPUTED_BYTES[layout.precision]
+        head_precision: Precision = "bfloat16" if precision == "fp8" else precision
+        width, logits = model.hidden_size * activation, live * model.vocab_size * 4
+        return Parts(
+            {
+                "weights": model.num_layers * self._product(live, counts.layer_matrix, precision)
+                + self._product(live, counts.head_matrix, head_precision),
+                "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
+                "kernels": (model.num_layers * DECODE_KERNELS + LOGIT_PASSES) * self.efficiency.kernel_s,
+                "tensor_parallel": model.num_layers
+                * counts.joins
+                * self._all_reduce(live * width, layout.tensor_parallel)
+                + self._all_gather(logits, layout.tensor_parallel),
+                "sampler": self._move(LOGIT_PASSES * logits) + self.efficiency.step_s,
+            }
+        )
+
+    def prefill(self, layout: GeneratorLayout, *, prompts: float) -> Parts:
+        """Seconds to prefill so many prompts on one replica, in chunks beside decode steps."""
+        counts, model = Counts(self.model, layout.tensor_parallel), self.model
+        tokens = prompts * self.workload.lengths.prompt_mean
+        chunk = min(tokens, PREFILL_CHUNK)
+        attention = 2 * chunk * self.workload.lengths.prompt_mean * counts.local.query_size
+        layer = self._product(chunk, counts.layer_matrix, layout.precision, flops=attention)
+        nbytes = chunk * model.hidden_size * COMPUTED_BYTES[layout.precision]
+        layer += counts.joins * self._all_reduce(nbytes, layout.tensor_parallel)
+        return Parts({"prefill": model.num_layers * layer * tokens / chunk})
+
+    def generation(self, layout: GeneratorLayout, *, waits_for_longest: bool) -> Parts:
+        """Seconds in which `layout` generates the rollouts of a step.
+
+        Either always full: what ends is replaced at once, from the next step's prompts. Or the batch has to be complete
+        before anything else starts (staleness 0): then slots run empty, `straggler`.
+        """
+        mine = self.workload.rollouts / layout.replicas
+        even = self._full(layout, mine)
+        if not waits_for_longest:
+            return even
+        lengths = self.workload.lengths
+        profile = slowest_replica(lengths.completions, self.workload.rollouts, layout.replicas, layout.slots)
+        seconds = sum(
+            steps * self.decode_step(layout, live=live, context=self._context).total for live, steps in profile
+        )
+        decode = even.without("prefill").total
+        slots = min(layout.slots, mine)
+        if slots < layout.slots:
+            even = self._full(replace(layout, slots=max(1, round(slots))), mine)
+            decode = even.without("prefill").total
+        return even + Parts({"straggler": max(0.0, seconds - decode)})
+
+    def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
+        """Seconds in which copies of `model`, one on each device, read the rollouts of a step once."""
+        one = CostModel(model, self.cluster, self.workload, self.efficiency)
+        alone = TrainerLayout(
+            devices=1,
+            tensor_parallel=1,
+            microbatch=8,
+            precision=layout.precision,
+            recompute=False,
+            head_precision=layout.precision,
+        )
+        return Parts({"score": one._forward(alone, 8).total * self.workload.rollouts / 8 / layout.devices})
+
+    def weight_sync(self, trainer: TrainerLayout, generator: GeneratorLayout) -> Parts:
+        """Seconds of a version's way: the trainer's `stage`, the `transfer`, the generators' `pause`.
+
+            transfer >= max(W / (m_g bw),  replicas W / (devices_t bw))
+
+        for W bytes of a replica: each of its ranks takes its part, and every trainer rank sends as much as any other
+        (`weight_sync/plan.py`). Only `stage` and `pause` cost work; a transfer costs staleness.
+        """
+        counts = Counts(self.model, generator.tensor_parallel)
+        part = counts.served_bytes(generator.precision)
+        whole = part * generator.tensor_parallel
+        params = Counts(self.model, trainer.tensor_parallel).params / trainer.data_parallel
+        bandwidth = self.cluster.device.network_bandwidth * self.efficiency.network
+        staged = params * BYTES[generator.precision]
+        return Parts(
+            {
+                "stage": self._move(4 * params + 2 * staged),  # read float32, write what is sent, read it for checksums
+                "transfer": max(part / bandwidth, generator.replicas * whole / trainer.devices / bandwidth),
+                "pause": self._move(4 * part),  # live and arrived bytes change places: two reads, two writes
+            }
+        )
+
+    def asynchronous(self, plan: AsynchronousPlan) -> StepTime:
+        """Executors side by side: the slowest one's time, and what share of it the others wait."""
+        sync = self.weight_sync(plan.trainer, plan.generator)
+        trainer = self.train_step(plan.trainer) + Parts({"stage": sync["stage"]})
+        if self.workload.reference and plan.reference is None:
+            trainer += self.reference_pass(plan.trainer)
+        generator = self.generation(plan.generator, waits_for_longest=False) + Parts({"pause": sync["pause"]})
+        sides = {"trainer": trainer, "generator": generator}
+        if self.workload.reference and plan.reference is not None:
+            sides["reference"] = self.scoring(self.model, plan.reference)
+        if self.workload.reward_model is not None:
+            if plan.reward_model is None:
+                raise ConfigError(
+                    "a reward model needs devices", got="no layout of it", allowed="AsynchronousPlan(reward_model=...)"
+                )
+            sides["reward_model"] = self.scoring(self.workload.reward_model, plan.reward_model)
+        return _side_by_side(sides)
+
+    def synchronous(self, plan: SynchronousPlan) -> StepTime:
+        """Generation, then training, on the same devices; reward model and reference take their turn there too."""
+        trainer, generator = plan.trainer, plan.generator
+        if trainer.devices != generator.devices:
+            raise ConfigError(
+                "a co-located plan has all executors on the same devices",
+                got=f"{trainer.devices} for the trainer, {generator.devices} for the generator",
+            )
+        training = self.train_step(trainer)
+        if self.workload.reference:
+            training += self.reference_pass(trainer)
+        if plan.frees == "optimizer_too":  # fp32 weights and two moments, to the host and back
+            kept = 12 * Counts(self.model, trainer.tensor_parallel).params / trainer.data_parallel
+            training += Parts({"offload": 2 * kept / self.cluster.device.host_bandwidth})
+        generating = self.generation(generator, waits_for_longest=True)
+        generating += Parts({"transfer": self.weight_sync(trainer, generator)["transfer"]})
+        if self.workload.reward_model is not None:
+            scorer = ScorerLayout(devices=trainer.devices)
+            training += self.scoring(self.workload.reward_model, scorer)
+        seconds = training.total + generating.total
+        sides = {"trainer": training, "generator": generating}
+        return StepTime(
+            seconds=seconds, sides=sides, idle={side: 1 - parts.total / seconds for side, parts in sides.items()}
+        )
+
+    def tokens_per_s(self, step: StepTime) -> float:
+        """Completion tokens that a step trains, per second."""
+        return self.workload.rollouts * self.workload.lengths.mean / step.seconds
+
+    # Memory
+
+    def train_memory(self, layout: TrainerLayout, *, served: Precision | None = "bfloat16") -> Parts:
+        """Bytes on each of the trainer's devices; `served`: the precision that versions are staged in, None for none.
+
+        Float32 weights and moments, as `trainer/sharded_optim.py` keeps them, are 12 bytes a parameter in all.
+        """
+        counts, model, workload = Counts(self.model, layout.tensor_parallel), self.model, self.workload
+        element = COMPUTED_BYTES[layout.precision]
+        params, shards = counts.params, layout.data_parallel
+        layer = counts.layer_matrix + counts.layer_vectors
+        uses_fsdp = shards > 1 or layout.precision != "float32"
+        tokens = layout.microbatch * workload.trained_tokens
+        kept = tokens * counts.kept_elements * element
+        entry = tokens * model.hidden_size * element
+        logits = min(layout.microbatch * workload.lengths.mean * model.vocab_size, LOGITS_AT_ONCE) * 4
+        models = 2 if workload.critic else 1
+        parts = {
+            "weights": 4 * params / shards * models,
+            "moments": 8 * params / shards * models,
+            "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
+            # The root (embedding and head) from forward to backward; one layer that runs, and one that comes.
+            "gathered": (2 * layer + counts.embedding + counts.head_matrix) * element if uses_fsdp else 0.0,
+            "activations": model.num_layers * entry + kept if layout.recompute else model.num_layers * kept,
+            "logits": 3 * logits,  # as they are, their probabilities, their gradient
+        }
+        if served is not None:
+            parts["staging"] = 2 * Counts(self.model, layout.tensor_parallel).served_bytes(served) / shards
+        if workload.reference:
+            parts["reference"] = 4 * params / shards
+        return Parts(parts)
+
+    def generator_memory(self, layout: GeneratorLayout, *, shadow: bool = True) -> Parts:
+        """Bytes on each of a replica's devices: the version that is live, the one that arrives, keys and values.
+
+        Slots are counted at their longest (prompt and longest completion): the engine admits by that.
+        """
+        counts, lengths = Counts(self.model, layout.tensor_parallel), self.workload.lengths
+        version = counts.served_bytes(layout.precision)
+        longest = math.ceil((lengths.prompt_mean + lengths.longest) / PAGE) * PAGE
+        parts = {
+            "weights": version,
+            "keys_and_values": layout.slots * longest * counts.kv_bytes(layout.precision),
+            "logits": 3 * layout.slots * self.model.vocab_size * 4,
+            "prefill": PREFILL_CHUNK * counts.kept_elements * COMPUTED_BYTES[layout.precision],
+        }
+        if shadow:
+            parts["shadow"] = version
+        return Parts(parts)
+
+    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout, *, microbatch: int = 8) -> Parts:
+        """Bytes on each device of an executor that only reads, `microbatch` rollouts at once."""
+        counts, element = Counts(model), COMPUTED_BYTES[layout.precision]
+        tokens = microbatch * self.workload.trained_tokens
+        return Parts(
+            {
+                "weights": counts.params * BYTES[layout.precision],
+                "activations": tokens * (counts.kept_elements + model.hidden_size) * element,
+                "logits": 2 * min(tokens * model.vocab_size, LOGITS_AT_ONCE) * 4,
+            }
+        )
+
+    def colocated_memory(self, plan: SynchronousPlan) -> Mapping[str, Parts]:
+        """Bytes on each device while it `trains` and while it `generates`; they differ by what `plan.frees` gives up.
+
+        Nobody reads a version while another is made, so there is neither a staging copy nor a shadow.
+        """
+        training = self.train_memory(plan.trainer, served=None)
+        generating = self.generator_memory(plan.generator, shadow=False)
+        version = Parts({"served": generating["weights"]})
+        generating = generating.without("weights")
+        if plan.frees == "nothing":
+            both = training + generating + version
+            return {"trains": both, "generates": both}
+        kept = training.without("gradients", "activations", "logits", "gathered")
+        if plan.frees == "optimizer_too":
+            kept = kept.without("moments", "weights")
+        return {"trains": training + version, "generates": kept + generating + version}
+
+    def fits(self, *memory: Parts) -> bool:
+        """Whether each of these fits on a device, less what nobody can use."""
+        return all(parts.total <= USABLE_MEMORY * self.cluster.device.memory_bytes for parts in memory)
+
+    # Pieces
+
+    @property
+    def _context(self) -> float:
+        """Mean tokens that a live completion sees: it is found at any of its tokens, and longer ones more often."""
+        lengths = self.workload.lengths
+        return lengths.prompt_mean + self._mean_square / lengths.mean / 2
+
+    @property
+    def _mean_square(self) -> float:
+        completions = self.workload.lengths.completions
+        return sum(length * length for length in completions) / len(completions)
+
+    def _full(self, layout: GeneratorLayout, rollouts: float) -> Parts:
+        """Seconds in which a replica with all its slots taken generates `rollouts`."""
+        steps = rollouts * self.workload.lengths.mean / layout.slots
+        decode = self.decode_step(layout, live=layout.slots, context=self._context)
+        return decode.times(steps) + self.prefill(layout, prompts=rollouts / self.workload.group_size)
+
+    def _roofline(self, flops: float, nbytes: float, precision: Precision) -> float:
+        """Seconds of a product: neither bound alone, but both in quadrature, as measured near the ridge."""
+        compute = flops / self.cluster.device.flops_of(precision) / self.efficiency.matmul
+        return math.hypot(compute, self._move(nbytes))
+
+    def _product(self, rows: float, weights: float, precision: Precision, *, flops: float = 0.0) -> float:
+        """Seconds of `rows` times a matrix of `weights`; `flops` come along without bytes of their own."""
+        return self._roofline(2 * rows * weights + flops, weights * BYTES[precision], precision)
+
+    def _move(self, nbytes: float) -> float:
+        """Seconds to read or write so much memory."""
+        return nbytes / self.cluster.device.memory_bandwidth / self.efficiency.memory
+
+    def _all_reduce(self, nbytes: float, ranks: int) -> float:
+        return self.efficiency.collective * all_reduce_s(nbytes, ranks, self.cluster)
+
+    def _all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        return self.efficiency.collective * all_gather_s(nbytes, ranks, self.cluster, stride=stride)
+
+    def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
+        """Forward and backward pass over `rollouts` on one model-parallel group."""
+        layers, passes = self.model.num_layers, 4 if layout.recompute else 3
+        counts, ranks = Counts(self.model, layout.tensor_parallel), layout.tensor_parallel
+        tokens = rollouts * self.workload.trained_tokens
+        layer = self._layer_pass(layout, tokens)
+        width = tokens * self.model.hidden_size * COMPUTED_BYTES[layout.precision]
+        sums = counts.joins * (passes - 2) + 2  # forward, again if recomputed, and of each branch's gradient
+        head = self._head(layout, rollouts, is_trained=True)
+        work = {
+            "compute": passes * layers * layer["compute"] + head["compute"],
+            "activations": passes * layers * layer["activations"] + head["activations"],
+            "tensor_parallel": layers * sums * self._all_reduce(width, ranks) + head["tensor_parallel"],
+        }
+        gathered = self._gather_layer(layout)
+        # A layer is gathered forward and backward; its gradients are float32 where the gathered weights may be 2 bytes.
+        reduced = 4 / COMPUTED_BYTES[layout.precision] * gathered
+        fsdp = layers * (2 * gathered + (0.0 if layout.reduce_once else reduced))
+        return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
+
+    def _forward(self, layout: TrainerLayout, rollouts: float) -> Parts:
+        """A forward pass alone, down to logprobs."""
+        layers, counts = self.model.num_layers, Counts(self.model, layout.tensor_parallel)
+        tokens = rollouts * self.workload.trained_tokens
+        layer = self._layer_pass(layout, tokens)
+        width = tokens * self.model.hidden_size * COMPUTED_BYTES[layout.precision]
+        head = self._head(layout, rollouts, is_trained=False)
+        work = {
+            "compute": layers * layer["compute"] + head["compute"],
+            "activations": layers * layer["activations"] + head["activations"],
+            "tensor_parallel": layers * counts.joins * self._all_reduce(width, layout.tensor_parallel)
+            + head["tensor_parallel"],
+        }
+        fsdp = layers * self._gather_layer(layout)
+        return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
+
+    def _layer_pass(self, layout: TrainerLayout, tokens: float) -> Parts:
+        """One layer, once; a backward pass is two of them."""
+        counts, lengths = Counts(self.model, layout.tensor_parallel), self.workload.lengths
+        seen = lengths.prompt_mean + self._mean_square / lengths.mean / 2  # by a token, in the mean
+        attention = 4 * tokens * seen * counts.local.query_size
+        nbytes = tokens * counts.moved_elements * COMPUTED_BYTES[layout.precision]
+        return Parts(
+            {
+                "compute": self._product(tokens, counts.layer_matrix, layout.precision, flops=attention),
+                "activations": self._move(nbytes),
+            }
+        )
+
+    def _head(self, layout: TrainerLayout, rollouts: float, *, is_trained: bool) -> Parts:
+        """Logits of completion tokens, gathered over the ranks that share the vocabulary."""
+        counts = Counts(self.model, layout.tensor_parallel)
+        tokens = rollouts * self.workload.lengths.mean
+        logits = tokens * self.model.vocab_size
+        forwards = 2 if is_trained and logits > LOGITS_AT_ONCE else 1
+        passes = forwards + 2 if is_trained else 1
+        return Parts(
+            {
+                "compute": passes * self._product(tokens, counts.head_matrix, layout.head_precision),
+                "activations": self._move(LOGIT_PASSES * passes * logits * 4),
+                "tensor_parallel": forwards * self._all_gather(logits * 4, layout.tensor_parallel),
+            }
+        )
+
+    def _gather_layer(self, layout: TrainerLayout) -> float:
+        counts = Counts(self.model, layout.tensor_parallel)
+        nbytes = (counts.layer_matrix + counts.layer_vectors) * COMPUTED_BYTES[layout.precision]
+        return self._all_gather(nbytes / self.efficiency.network, layout.data_parallel, stride=layout.tensor_parallel)
+
+    def _update(self, layout: TrainerLayout) -> Parts:
+        """An optimizer update: weights, moments and gradient are read, the first three written; and late gradients."""
+        counts = Counts(self.model, layout.tensor_parallel)
+        parts = {"optimizer": self._move(28 * counts.params / layout.data_parallel)}
+        if layout.reduce_once:
+            reduced = 4 / COMPUTED_BYTES[layout.precision] * self._gather_layer(layout)
+            parts["data_parallel"] = self.model.num_layers * reduced
+        return Parts(parts)
+
+    def _imbalance(self, layout: TrainerLayout) -> float:
+        """By how much the data-parallel rank with most tokens has more than the mean: rollouts are dealt by number.
+
+        Sums of n lengths are nearly normal; the largest of d of them lies at their (d - 3/8) / (d + 1/4) quantile (Blom).
+        """
+        ranks = layout.data_parallel
+        if ranks == 1:
+            return 0.0
+        mean = self.workload.lengths.mean
+        deviation = math.sqrt(max(self._mean_square - mean * mean, 0.0)) / self.workload.trained_tokens
+        mine = max(self.workload.rollouts / ranks, 1.0)
+        return deviation / math.sqrt(mine) * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+def _side_by_side(sides: Mapping[str, Parts]) -> StepTime:
+    seconds = max(parts.total for parts in sides.values())
+    return StepTime(
+        seconds=seconds, sides=sides, idle={side: 1 - parts.total / seconds for side, parts in sides.items()}
+    )

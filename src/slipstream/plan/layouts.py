@@ -1,0 +1,159 @@
+"""What a plan is made of: the work of a step, how each executor's model lies on devices, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.core.sections import Precision
+from slipstream.models.config import TransformerConfig
+from slipstream.plan.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A total by cause, in seconds or bytes."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __getitem__(self, cause: str) -> float:
+        return self.parts.get(cause, 0.0)
+
+    def __add__(self, other: Parts) -> Parts:
+        causes = dict.fromkeys([*self.parts, *other.parts])
+        return Parts({cause: self[cause] + other[cause] for cause in causes})
+
+    def times(self, factor: float) -> Parts:
+        return Parts({cause: factor * amount for cause, amount in self.parts.items()})
+
+    def without(self, *causes: str) -> Parts:
+        return Parts({cause: amount for cause, amount in self.parts.items() if cause not in causes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """What is reached of the published constants, and what they do not say.
+
+    `matmul`, `memory`, `network`: shares of peak operations, of memory bandwidth and of links that large products, reads
+    and messages reach. `kernel_s`: seconds of a kernel besides its work (launch from a graph, first and last wave).
+    `collective`: by how much collectives take longer than NCCL's model says, since ranks do not come at the same time.
+    `step_s`: host and sampler seconds of a decode step that nothing hides.
+    """
+
+    matmul: float = 0.65
+    memory: float = 0.85
+    network: float = 0.85
+    kernel_s: float = 2.5e-6
+    collective: float = 1.5
+    step_s: float = 0.5e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training step: `groups` prompts with `group_size` completions each.
+
+    `shares_prompts`: whether the trainer computes a prompt once for all of its group (`batching/collate.py` does).
+    `reference`, `critic`: whether there are such models of the policy's size; `reward_model`: the one that scores.
+    """
+
+    groups: int
+    group_size: int
+    lengths: Lengths
+    epochs: int = 1
+    minibatches: int = 1
+    shares_prompts: bool = True
+    reference: bool = False
+    critic: bool = False
+    reward_model: TransformerConfig | None = None
+
+    @property
+    def rollouts(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def prompt_share(self) -> float:
+        """Of a prompt's tokens, those that each of its rollouts costs the trainer."""
+        return 1 / self.group_size if self.shares_prompts else 1.0
+
+    @property
+    def trained_tokens(self) -> float:
+        """Mean tokens of a rollout in the trainer."""
+        return self.prompt_share * self.lengths.prompt_mean + self.lengths.mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerLayout:
+    """FSDP2 over `devices / tensor_parallel` data-parallel ranks. `microbatch`: rollouts of one forward-backward."""
+
+    devices: int
+    tensor_parallel: int
+    microbatch: float
+    precision: Precision = "bfloat16"
+    recompute: bool = True
+    reduce_once: bool = False
+    head_precision: Precision = "float32"
+    """Of the head's product; Slipstream's trainer computes logits in float32."""
+
+    @property
+    def data_parallel(self) -> int:
+        return self.devices // self.tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorLayout:
+    """`devices / tensor_parallel` replicas, each of which decodes at most `slots` completions at once."""
+
+    devices: int
+    tensor_parallel: int
+    slots: int
+    precision: Precision = "bfloat16"
+
+    @property
+    def replicas(self) -> int:
+        return self.devices // self.tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerLayout:
+    """An executor that only reads rollouts (reference, reward model): a whole copy on each device."""
+
+    devices: int
+    precision: Precision = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsynchronousPlan:
+    """Executors that work at the same time. Without a layout of its own the reference lies beside the trainer."""
+
+    trainer: TrainerLayout
+    generator: GeneratorLayout
+    reference: ScorerLayout | None = None
+    reward_model: ScorerLayout | None = None
+
+
+Frees = Literal["nothing", "gradients_and_activations", "optimizer_too"]
+"""What a co-located trainer gives up while it generates: nothing; gradients, activations, and keys and values while it
+trains; or the optimizer and fp32 weights as well, by way of host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynchronousPlan:
+    """Trainer and generator on the same devices, one after the other."""
+
+    trainer: TrainerLayout
+    generator: GeneratorLayout
+    frees: Frees = "nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """What a plan's step takes: `sides` by executor and cause, `idle` the share of the step that each waits."""
+
+    seconds: float
+    sides: Mapping[str, Parts]
+    idle: Mapping[str, float]
