@@ -80,5 +80,5 @@ def test_a_folder_without_rollouts_is_refused(tmp_path):
 
 def test_statistics():
     found = Lengths(prompt_mean=4.0, completions=tuple(range(1, 101)), source="test")
-    assert (found.mean, found.longest) == (50.5, 100)
+    assert (found.mean, found.mean_square, found.longest) == (50.5, 3383.5, 100)
     assert found.p99 == pytest.approx(99.01)

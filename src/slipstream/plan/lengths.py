@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
 
@@ -27,11 +27,15 @@ class Lengths:
     completions: tuple[int, ...]
     source: str
 
-    @property
+    @cached_property
     def mean(self) -> float:
         return sum(self.completions) / len(self.completions)
 
-    @property
+    @cached_property
+    def mean_square(self) -> float:
+        return sum(length * length for length in self.completions) / len(self.completions)
+
+    @cached_property
     def p99(self) -> float:
         return float(np.percentile(self.completions, 99))
 
