@@ -52,12 +52,12 @@ def test_random_nested_spans_sum_to_the_wall_time(tmp_path_factory, tree, pause_
     timeline.close()
 
 
-def test_a_window_beyond_the_life_of_the_process_is_unlabelled():
+def test_before_its_life_a_process_is_absent_and_what_comes_after_what_it_said_is_unlabelled():
     clock = VirtualClock(10.0)
     timeline = Timeline("p", None, clock)
     with timeline.span("decode"):
         clock.advance(2.0)
-    assert timeline.accounting(7.0, 13.0) == {"decode": 2.0, "unlabelled": 4.0}
+    assert timeline.accounting(7.0, 13.0) == {"decode": 2.0, "absent": 3.0, "unlabelled": 1.0}
     with pytest.raises(ValueError, match="ends before"):
         timeline.accounting(3.0, 2.0)
 
@@ -110,16 +110,22 @@ def test_the_file_of_a_killed_process_accounts_for_it(tmp_path: Path):
     for step in range(10):
         with timeline.span("decode", step=step):
             clock.advance(0.5)
+    timeline.flush()
+    written = path.read_bytes()
     timeline.close()
-    with path.open("ab") as file:
-        file.write(b'{"kind":"slice","state":"deco')  # killed in the middle of a write
+    path.write_bytes(written + b'{"kind":"slice","state":"deco')  # killed in the middle of a write
     assert account_file(path, 0.0, 6.0) == pytest.approx({"decode": 5.0, "unlabelled": 1.0})
+    assert account_file(path, 0.0, 6.0, is_over=True) == pytest.approx({"decode": 5.0, "lost": 1.0, "unlabelled": 0.0})
     merge_timelines(tmp_path)
-    again = Timeline("generator-0", path, clock)  # a resumed process cuts the torn line off and goes on
+    clock.advance(1.5)
+    again = Timeline("generator-0", path, clock)  # its successor cuts the torn line off and goes on
+    again.backdate("start_up", clock.now_s() - 0.5)
     with again.span("decode"):
         clock.advance(1.0)
     again.close()
-    assert account_file(path, 0.0, 6.0) == pytest.approx({"decode": 6.0, "unlabelled": 0.0})
+    told = {"decode": 6.0, "lost": 1.0, "start_up": 0.5, "absent": 0.5, "unlabelled": 0.0}
+    assert account_file(path, 0.0, 8.0) == account_file(path, 0.0, 8.0, is_over=True) == pytest.approx(told)
+    assert account_file(path, 5.25, 5.75) == pytest.approx({"lost": 0.5, "unlabelled": 0.0})
 
 
 def test_a_damaged_middle_line_is_an_error_not_a_silent_loss(tmp_path: Path):

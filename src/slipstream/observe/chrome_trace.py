@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 
 from slipstream.core.disk import disk_errors, replacing
-from slipstream.observe.timeline import Counter, Instant, ProcessStart, Record, Slice, process_files, read_timeline
+from slipstream.observe.timeline import (
+    Counter,
+    Instant,
+    ProcessEnd,
+    ProcessStart,
+    Record,
+    Slice,
+    process_files,
+    read_timeline,
+)
 
 
 def merge_timelines(run_dir: Path) -> Path:
@@ -54,4 +63,6 @@ def _trace_events(path: Path, pid: int, origin_ns: int) -> Iterator[dict[str, An
             case ProcessStart():
                 args = {"os_pid": record.pid}
                 event = {"ph": "i", "s": "p", "name": "process started", "ts": start_us, "args": args}
+            case ProcessEnd():
+                event = {"ph": "i", "s": "p", "name": "process ended", "ts": start_us, "args": {}}
         yield base | event

@@ -130,7 +130,7 @@ def _excerpt(run_dir: Path) -> Excerpt | None:
     for record in itertools.chain.from_iterable(map(read_timeline, files)):
         if isinstance(record, Slice):
             last_s = max(last_s, record.end_ns * 1e-9)
-            if record.state == "train" and "step" in record.args:
+            if "step" in record.args:
                 trained.append((int(record.args["step"]), record.start_ns * 1e-9, record.end_ns * 1e-9))
     if not last_s:
         return None

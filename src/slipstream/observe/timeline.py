@@ -1,19 +1,26 @@
 """Who did what, when: exclusive spans of one process and their accounting.
 
-At every moment a process is in the innermost open span's state, in its idle state, or `unlabelled`. What is stored
-are the resulting *slices*: flat, disjoint, ascending, in integer nanoseconds. Sums over slices are therefore exact, and
-a killed process is accounted for by the file it left behind.
+At every moment a process is in the innermost open span's state, in its idle state, or `unlabelled`; before it was
+there and after its end it is `absent`, and of one that was killed all after its last written line is `lost`. What is
+stored are the resulting *slices*: flat, disjoint, ascending, in integer nanoseconds. Sums over slices are therefore
+exact, and a killed process is accounted for by the file it left behind.
 
     timeline/<process>.jsonl   written while the run goes on, at most once a second
+
+A line is a slice of one state, or of several that alternate within milliseconds, with the nanoseconds of each: a decode
+loop of 1000 steps a second writes ten lines. As a file grows its lines get coarser, never its sums.
 
 `observe.chrome_trace` draws them.
 """
 
 from __future__ import annotations
 
+import bisect
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,28 +32,63 @@ from slipstream.core.errors import DiskError
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 
 UNLABELLED = "unlabelled"
+ABSENT = "absent"
+LOST = "lost"
 TIME_PREFIX = "time/"  # of values in `Counters` that are seconds spent in a state (`Timeline.totals`)
 FLUSH_EVERY_S = 1.0
-MERGE_GAP_S = 1e-3  # adjacent slices of one state closer than this become one line of the file ...
+MERGE_GAP_S = 1e-3  # slices closer than this become one line of the file, with other states that are as short ...
 MERGE_LENGTH_S = 0.1  # ... as long as the line stays this short, so that pictures and windows keep their resolution
+COARSER_AFTER = 200_000  # lines: from then on both are twice as long, and again after as many
 
 
-class ProcessStart(msgspec.Struct, frozen=True, tag="process", tag_field="kind"):
-    """Header: a process began to write here (again, after a resume)."""
+class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process", tag_field="kind"):
+    """A process began to write here, again after it was started again. It computes with up to `threads` on `device`.
+
+    `within`: the process that this one only is a part of, an executor inside the controller's (`host = "inline"`).
+    """
 
     process: str
     pid: int
     time_ns: int
+    threads: int = 1
+    device: str = "cpu"
+    within: str = ""
+
+
+class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
+    """The process has said all: one that was killed has not. Its CPU seconds since its `ProcessStart`.
+
+    `cpu_ns` of all its threads; of these `main_ns` of the one that this timeline is of, and `background_ns` of those
+    that work beside it and are no part of a team (`Timeline.beside`).
+    """
+
+    time_ns: int
+    cpu_ns: int = 0
+    main_ns: int = 0
+    background_ns: int = 0
 
 
 class Slice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="slice", tag_field="kind"):
-    """The process was in `state` from `start_ns` to `end_ns`, except for `gap_ns` in between (merged slices)."""
+    """The process was in `state` from `start_ns` to `end_ns`, except for what other states took in between.
+
+    These are `also` (state -> nanoseconds, each time too short for a line of its own) and `gap_ns`, which is
+    unlabelled. `count` pieces of work with `units` were done in `state`: decode steps and their tokens, microbatches
+    and theirs.
+    """
 
     state: str
     start_ns: int
     end_ns: int
     gap_ns: int = 0
     args: dict[str, Any] = {}
+    also: dict[str, int] = {}
+    count: int = 0
+    units: int = 0
+
+    @property
+    def state_ns(self) -> int:
+        """Nanoseconds in `state` itself."""
+        return self.end_ns - self.start_ns - self.gap_ns - sum(self.also.values())
 
 
 class Instant(msgspec.Struct, frozen=True, omit_defaults=True, tag="instant", tag_field="kind"):
@@ -65,7 +107,7 @@ class Counter(msgspec.Struct, frozen=True, tag="counter", tag_field="kind"):
     values: dict[str, float]
 
 
-Record = ProcessStart | Slice | Instant | Counter
+Record = ProcessStart | ProcessEnd | Slice | Instant | Counter
 
 
 class _Frame:
@@ -103,7 +145,9 @@ class Timeline:
     Identity: `sum(accounting(a, b).values()) == b - a` for every window, to the nanosecond.
     """
 
-    def __init__(self, process: str, path: Path | None, clock: Clock) -> None:
+    def __init__(
+        self, process: str, path: Path | None, clock: Clock, *, threads: int = 1, device: str = "cpu", within: str = ""
+    ) -> None:
         self.process = process
         self.path = path
         self._now_s = clock.now_s
@@ -113,18 +157,35 @@ class Timeline:
         self._totals_s: dict[str, float] = {}
         self._buffer: list[Record] = []
         self._writer = None if path is None else JsonlWriter(path)
+        self._num_written = 0
+        self._gap_s, self._length_s = MERGE_GAP_S, MERGE_LENGTH_S
         start_s = self._now_s()
         self._flushed_s = start_s
-        # The last slice is held back as long as it may grow: state, args, start, end, gap (all seconds).
+        self._count = self._units = 0  # of the open slice
+        # The last slice is held back as long as it may grow: state, args, start, end, gap, others (all seconds), work.
         self._last_state = ""
         self._last_args: dict[str, Any] = {}
         self._last_start_s = self._last_end_s = start_s
         self._last_gap_s = 0.0
-        self._buffer.append(ProcessStart(process, os.getpid(), _ns(start_s)))
+        self._last_also_s: dict[str, float] = {}
+        self._last_count = self._last_units = 0
+        self._background_s = 0.0
+        self._is_closed = False
+        self._cpu_s, self._main_s = time.process_time(), time.thread_time()
+        self._buffer.append(ProcessStart(process, os.getpid(), _ns(start_s), threads, device, within))
 
     def span(self, state: str, **args: Any) -> AbstractContextManager[None]:
         """The process is in `state` inside this context; `args` (JSON types) are shown with the slice."""
         return _Frame(self, state, args)
+
+    def did(self, units: int) -> None:
+        """The innermost open span has done one piece of its work, of `units` tokens."""
+        self._count += 1
+        self._units += units
+
+    def beside(self, cpu_s: float) -> None:
+        """A thread beside this process's team, the staging of weights for example, has used `cpu_s` so far unsaid."""
+        self._background_s += cpu_s
 
     def idle(self) -> AbstractContextManager[None]:
         """The process waits: labelled with the current idle state, relabelled when that changes meanwhile."""
@@ -165,7 +226,7 @@ class Timeline:
     def accounting(self, start_s: float, end_s: float) -> dict[str, float]:
         """Seconds in each state within [start_s, end_s]; the rest of it is `unlabelled`."""
         self.flush()
-        records = self._buffer if self.path is None else read_timeline(self.path)
+        records = self._buffer if self.path is None else list(read_timeline(self.path))
         return account(records, start_s, end_s)
 
     def flush(self) -> None:
@@ -176,8 +237,17 @@ class Timeline:
         self._write()
 
     def close(self) -> None:
-        """Flush and release the file; what happens later is not recorded."""
+        """Flush, with the CPU seconds so far, and release the file; what happens later is not recorded.
+
+        Called by the thread that has made this.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.flush()
+        cpu_s, main_s = time.process_time() - self._cpu_s, time.thread_time() - self._main_s
+        self._buffer.append(ProcessEnd(_ns(self._now_s()), _ns(cpu_s), _ns(main_s), _ns(self._background_s)))
+        self._write()
         self._stop_writing()
 
     def _cut(self, now_s: float) -> None:
@@ -190,34 +260,45 @@ class Timeline:
         state = frame.state
         self._totals_s[state] = self._totals_s.get(state, 0.0) + (now_s - start_s)
         gap_s = start_s - self._last_end_s
-        if (
-            state == self._last_state
-            and gap_s < MERGE_GAP_S
-            and now_s - self._last_start_s < MERGE_LENGTH_S
-            and frame.args == self._last_args
-        ):
-            self._last_end_s = now_s
-            self._last_gap_s += gap_s
-            return
+        if self._last_state and gap_s < self._gap_s and now_s - self._last_start_s < self._length_s:
+            if state == self._last_state and frame.args == self._last_args:
+                self._last_end_s = now_s
+                self._last_gap_s += gap_s
+                if self._count:
+                    self._last_count += self._count
+                    self._last_units += self._units
+                    self._count = self._units = 0
+                return
+            if now_s - start_s < self._gap_s and not frame.args and not self._count:
+                self._last_end_s = now_s
+                self._last_gap_s += gap_s
+                self._last_also_s[state] = self._last_also_s.get(state, 0.0) + (now_s - start_s)
+                return
         self._release_last()
         self._last_state, self._last_args = state, frame.args
         self._last_start_s, self._last_end_s, self._last_gap_s = start_s, now_s, 0.0
+        self._last_count, self._last_units = self._count, self._units
+        self._count = self._units = 0
         if now_s - self._flushed_s >= FLUSH_EVERY_S:
             self._flushed_s = now_s
             self._write()
 
     def _release_last(self) -> None:
-        if self._last_state:
-            self._buffer.append(
-                Slice(
-                    self._last_state,
-                    _ns(self._last_start_s),
-                    _ns(self._last_end_s),
-                    _ns(self._last_gap_s),
-                    self._last_args,
-                )
-            )
-            self._last_state = ""
+        """The line of the last slice: of the state that it had work or arguments of, else of the longest one."""
+        if not self._last_state:
+            return
+        start_ns, end_ns, gap_ns = _ns(self._last_start_s), _ns(self._last_end_s), _ns(self._last_gap_s)
+        also = {state: _ns(seconds) for state, seconds in self._last_also_s.items()}
+        state = self._last_state
+        if also and not self._last_count and not self._last_args:
+            also[state] = end_ns - start_ns - gap_ns - sum(also.values())
+            state = max(also, key=also.__getitem__)
+            del also[state]
+        self._buffer.append(
+            Slice(state, start_ns, end_ns, gap_ns, self._last_args, also, self._last_count, self._last_units)
+        )
+        self._last_state = ""
+        self._last_also_s = {}
 
     def _write(self) -> None:
         """A disk that refuses is told by those whose files matter; who only watches goes without, and disturbs none."""
@@ -226,7 +307,11 @@ class Timeline:
                 self._writer.write(*self._buffer)
             except DiskError:
                 self._stop_writing()
+            self._num_written += len(self._buffer)
             self._buffer.clear()
+            if self._num_written >= COARSER_AFTER:
+                self._num_written = 0
+                self._gap_s, self._length_s = 2 * self._gap_s, 2 * self._length_s
 
     def _stop_writing(self) -> None:
         if self._writer is not None:
@@ -241,23 +326,88 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def account(records: Iterable[Record], start_s: float, end_s: float) -> dict[str, float]:
-    """Seconds in each state within the window; what no slice covers is `unlabelled`, so that all sum to its length.
+def account(records: Sequence[Record], start_s: float, end_s: float, *, is_over: bool = False) -> dict[str, float]:
+    """Seconds in each state within the window; what nothing covers is `unlabelled`, so that all sum to its length.
 
-    A merged slice that the window cuts gives its gaps in proportion.
+    `absent` and `lost` are as in `presence`. A slice that the window cuts gives what other states took of it in
+    proportion.
     """
     start_ns, end_ns = _ns(start_s), _ns(end_s)
     if end_ns < start_ns:
         raise ValueError(f"the window ends before it starts: {start_s} s to {end_s} s")
-    totals_ns: dict[str, int] = {}
-    for record in records:
-        if isinstance(record, Slice):
-            inside = min(record.end_ns, end_ns) - max(record.start_ns, start_ns)
+    return account_windows(presence(records, start_ns, end_ns, is_over=is_over), [start_ns, end_ns])[0]
+
+
+def account_windows(slices: Iterable[Slice], bounds_ns: Sequence[int]) -> list[dict[str, float]]:
+    """The same for each window between two neighbours of the ascending `bounds_ns`, in one pass over `presence`."""
+    totals: list[dict[str, int]] = [{} for _ in bounds_ns[1:]]
+    for piece in slices:
+        length = piece.end_ns - piece.start_ns
+        index = max(0, bisect.bisect_right(bounds_ns, piece.start_ns) - 1)
+        while index < len(totals) and bounds_ns[index] < piece.end_ns:
+            inside = min(piece.end_ns, bounds_ns[index + 1]) - max(piece.start_ns, bounds_ns[index])
             if inside > 0:
-                gap_ns = record.gap_ns * inside // (record.end_ns - record.start_ns)
-                totals_ns[record.state] = totals_ns.get(record.state, 0) + inside - gap_ns
-    totals_ns[UNLABELLED] = totals_ns.get(UNLABELLED, 0) + (end_ns - start_ns) - sum(totals_ns.values())
-    return {state: ns * 1e-9 for state, ns in totals_ns.items()}
+                _add(totals[index], piece, inside, length)
+            index += 1
+    for index, window in enumerate(totals):
+        length = bounds_ns[index + 1] - bounds_ns[index]
+        window[UNLABELLED] = window.get(UNLABELLED, 0) + length - sum(window.values())
+    return [{state: ns * 1e-9 for state, ns in window.items()} for window in totals]
+
+
+def _add(totals_ns: dict[str, int], piece: Slice, inside_ns: int, length_ns: int) -> None:
+    rest = inside_ns - piece.gap_ns * inside_ns // length_ns
+    for state, ns in piece.also.items():
+        part = ns * inside_ns // length_ns
+        totals_ns[state] = totals_ns.get(state, 0) + part
+        rest -= part
+    totals_ns[piece.state] = totals_ns.get(piece.state, 0) + rest
+
+
+def presence(records: Sequence[Record], start_ns: int, end_ns: int, *, is_over: bool = False) -> list[Slice]:
+    """The slices among the records of one process, with those of the states `absent` and `lost` from `start_ns` on.
+
+    The process is `absent` before its first record and from a `ProcessEnd` on, until it writes again. From the last
+    record of one that was killed to the first of its successor it is `lost`; without a successor it is if the run
+    `is_over`, else what comes after its last record is nobody's yet.
+    """
+    slices = [record for record in records if isinstance(record, Slice)]
+    lives = _lives(records)
+    if not lives:
+        return slices
+    gone = [(ABSENT, start_ns, lives[0].first_ns)]
+    for life, successor in zip(lives, [*lives[1:], None], strict=True):
+        if life.has_ended:
+            gone.append((ABSENT, life.last_ns, end_ns if successor is None else successor.first_ns))
+        elif successor is not None or is_over:
+            gone.append((LOST, life.last_ns, end_ns if successor is None else successor.first_ns))
+    return slices + [Slice(state, first, last) for state, first, last in gone if first < last]
+
+
+@dataclass
+class _Life:
+    """One process that wrote a file, of those that were started one after the other under its name."""
+
+    first_ns: int
+    last_ns: int
+    has_ended: bool = False
+
+
+def _lives(records: Iterable[Record]) -> list[_Life]:
+    lives: list[_Life] = []
+    for record in records:
+        first_ns, last_ns = times_ns(record)
+        if isinstance(record, ProcessStart) or not lives:
+            lives.append(_Life(first_ns, last_ns))
+        life = lives[-1]
+        life.first_ns, life.last_ns = min(life.first_ns, first_ns), max(life.last_ns, last_ns)
+        life.has_ended |= isinstance(record, ProcessEnd)
+    return lives
+
+
+def times_ns(record: Record) -> tuple[int, int]:
+    """When it began and ended, the same for what has no length."""
+    return (record.start_ns, record.end_ns) if isinstance(record, Slice) else (record.time_ns, record.time_ns)
 
 
 def read_timeline(path: Path) -> Iterator[Record]:
@@ -266,9 +416,9 @@ def read_timeline(path: Path) -> Iterator[Record]:
     yield from read_jsonl(path, kinds)
 
 
-def account_file(path: Path, start_s: float, end_s: float) -> dict[str, float]:
+def account_file(path: Path, start_s: float, end_s: float, *, is_over: bool = False) -> dict[str, float]:
     """The accounting of a process that can no longer be asked, from its file (all `unlabelled` without one)."""
-    return account(read_timeline(path), start_s, end_s)
+    return account(list(read_timeline(path)), start_s, end_s, is_over=is_over)
 
 
 def timeline_path(run_dir: Path, process: str) -> Path:

@@ -1,0 +1,317 @@
+"""What a run's seconds and tokens went to, and what to change: read from its files alone, while it runs or afterwards.
+
+    read_accounting(run_dir) -> RunAccounting
+
+is the one source of every share that is shown: `summary.json`, the terminal, the report, the watch page. States and
+their kinds are in `observe/states.py`. Definitions:
+
+    idle share      waiting over the time that a process was there. That of the whole run has its start and end in it;
+                    the verdict is about the *loop*: from the first admission to the end of the last step
+    step window     step n lasts from the end of step n - 1 to its own, by the trainer's timeline; the first from the
+                    first admission. Windows are disjoint and cover the loop
+    interference    how much slower each side is while the other computes (`observe/interference.py`)
+    wasted tokens   sampled, or read again, and nobody was trained on them (`observe/waste.py`)
+    verdict         which side starves, the split that would balance it, and the dial that would use the idle side
+                    (`observe/balance.py`)
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.observe.balance import COMPUTING, Balance, Dials, Interference, Loop, Side, judge
+from slipstream.observe.interference import measure_interference
+from slipstream.observe.recorder import EventLine, read_events
+from slipstream.observe.states import idle_share, seconds_of, side_of
+from slipstream.observe.timeline import (
+    Instant,
+    ProcessEnd,
+    ProcessStart,
+    Record,
+    Slice,
+    account,
+    account_windows,
+    presence,
+    process_files,
+    read_timeline,
+    times_ns,
+)
+from slipstream.observe.waste import WASTE, Wasted, wasted
+
+TRAINED = "trained"
+"""The instant in the trainer's timeline at which a step is done; its argument `step` says which."""
+
+
+class ProcessAccounting(msgspec.Struct, frozen=True, kw_only=True):
+    """One process over the run: `states` (state -> seconds) sum to its `wall_s`.
+
+    `cpu_s` and `main_cpu_s` are the CPU seconds of all its threads and of its main one, and `background_s` those of
+    threads beside its team of `threads`; None where it has not said so at its end. `busy_s`, of the same span of time,
+    is never less than `main_cpu_s`, nor than `(cpu_s - background_s) / threads`. An executor that lives `within`
+    another process has no CPU seconds of its own: they are that one's.
+    """
+
+    name: str
+    side: str
+    states: dict[str, float]
+    threads: int = 1
+    device: str = "cpu"
+    within: str = ""
+    busy_s: float = 0.0
+    cpu_s: float | None = None
+    main_cpu_s: float | None = None
+    background_s: float = 0.0
+
+    @property
+    def idle(self) -> float:
+        """Share of waiting in the time that it was there."""
+        return idle_share(self.states)
+
+
+class StepAccounting(msgspec.Struct, frozen=True, kw_only=True):
+    """Step `step` from `start_s` to `end_s`, seconds since the start of the run; process -> state -> seconds."""
+
+    step: int
+    start_s: float
+    end_s: float
+    states: dict[str, dict[str, float]]
+    wasted_tokens: dict[str, int]
+
+
+class RunAccounting(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it. Times are seconds since the start of the run, which is `start_s` on the run's clock.
+
+    `loop` is from the first admission to the end of the last step; `idle` of each side, and `balance`, are over it.
+    None, and empty, before the first step is done.
+    """
+
+    start_s: float
+    wall_s: float
+    loop: tuple[float, float] | None
+    processes: dict[str, ProcessAccounting]
+    steps: list[StepAccounting]
+    idle: dict[str, float]
+    balance: Balance
+
+    @property
+    def accounting(self) -> dict[str, dict[str, float]]:
+        """process -> state -> seconds, as in `summary.json`."""
+        return {name: process.states for name, process in self.processes.items()}
+
+
+def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = None) -> RunAccounting:
+    """The accounting of a run that is over, or of what there is of one that goes on. SlipstreamError for damaged files.
+
+    `window_s`: when it began and ended on its clock; None: as its files say, the same for a run that is over.
+    """
+    records = {path.stem: list(read_timeline(path)) for path in process_files(run_dir)}
+    wall_s = _wall_s(run_dir / "summary.json")
+    is_over = window_s is not None or wall_s is not None
+    start_s, end_s = _window(records, wall_s) if window_s is None else window_s
+    start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
+    present = {name: presence(kept, start_ns, end_ns, is_over=is_over) for name, kept in records.items()}
+    events = list(read_events(run_dir / "events.jsonl"))
+    processes = {name: _process(name, kept, start_s, end_s, is_over=is_over) for name, kept in records.items()}
+    steps, bounds_ns = _steps(records, events, start_ns)
+    windows = {name: account_windows(slices, bounds_ns) for name, slices in present.items()}
+    waste = list(wasted(events, records))
+    by_step = _by_step(waste, bounds_ns)
+    loop = {name: _sum(seconds) for name, seconds in windows.items()} if steps else {}
+    has_loop = bool(steps)
+    return RunAccounting(
+        start_s=start_s,
+        wall_s=end_s - start_s,
+        loop=((bounds_ns[0] - start_ns) * 1e-9, (bounds_ns[-1] - start_ns) * 1e-9) if has_loop else None,
+        processes=processes,
+        steps=[
+            StepAccounting(
+                step=step,
+                start_s=(bounds_ns[i] - start_ns) * 1e-9,
+                end_s=(bounds_ns[i + 1] - start_ns) * 1e-9,
+                states={name: seconds[i] for name, seconds in windows.items()},
+                wasted_tokens=by_step[i],
+            )
+            for i, step in enumerate(steps)
+        ],
+        idle={name: side.idle for name, side in _sides(loop, processes).items()},
+        balance=_balance(
+            loop,
+            processes,
+            _config(run_dir),
+            num_steps=len(steps),
+            interference=measure_interference(present, bounds_ns[0], bounds_ns[-1]) if has_loop else Interference(),
+            waste=waste,
+        ),
+    )
+
+
+def _wall_s(path: Path) -> float | None:
+    """What `summary.json` says, where there is one of a run that is over."""
+
+    class Ended(msgspec.Struct):
+        status: str
+        wall_s: float
+
+    if not path.is_file():
+        return None
+    ended = msgspec.json.decode(path.read_bytes(), type=Ended)
+    return None if ended.status == "running" else ended.wall_s
+
+
+def _window(records: Mapping[str, Sequence[Record]], wall_s: float | None) -> tuple[float, float]:
+    """From the first record, the controller's where it has one, to the end of the run, or to the last record so far."""
+    first = [times_ns(record)[0] for record in records.get("controller", ())]
+    everything = [times_ns(record) for kept in records.values() for record in kept]
+    start_ns = min(first, default=min((start for start, _ in everything), default=0))
+    end_ns = max((end for _, end in everything), default=start_ns)
+    return start_ns * 1e-9, end_ns * 1e-9 if wall_s is None else start_ns * 1e-9 + wall_s
+
+
+def _config(run_dir: Path) -> RunConfig | None:
+    """None where there is none, or where this version does not understand it: shares need no configuration."""
+    path = run_dir / "config.toml"
+    try:
+        return resolve(path) if path.is_file() else None
+    except ConfigError:
+        return None
+
+
+def _process(name: str, records: Sequence[Record], start_s: float, end_s: float, *, is_over: bool) -> ProcessAccounting:
+    starts = [record for record in records if isinstance(record, ProcessStart)]
+    ends = [record for record in records if isinstance(record, ProcessEnd)]
+    newest = starts[-1] if starts else ProcessStart(name, 0, 0)
+    found = ProcessAccounting(
+        name=name,
+        side=side_of(name),
+        states=account(records, start_s, end_s, is_over=is_over),
+        threads=newest.threads,
+        device=newest.device,
+        within=newest.within,
+    )
+    if newest.within or not ends or ends[-1].time_ns < newest.time_ns:
+        return found
+    end = ends[-1]
+    return msgspec.structs.replace(
+        found,
+        busy_s=seconds_of("work", account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9)),
+        cpu_s=end.cpu_ns * 1e-9,
+        main_cpu_s=end.main_ns * 1e-9,
+        background_s=end.background_ns * 1e-9,
+    )
+
+
+def _steps(
+    records: Mapping[str, Sequence[Record]], events: Sequence[EventLine], start_ns: int
+) -> tuple[list[int], list[int]]:
+    """The steps that were trained, and the bounds of their windows in nanoseconds: one more than there are steps."""
+    trainer = next((kept for name, kept in records.items() if side_of(name) == "trainer"), ())
+    done = [(r.args["step"], r.time_ns) for r in trainer if isinstance(r, Instant) and r.name == TRAINED]
+    if not done:
+        return [], [start_ns]
+    first_ns = _first_admission(events, start_ns)
+    if first_ns is None or first_ns > done[0][1]:
+        work = [r.start_ns for r in trainer if isinstance(r, Slice) and r.args.get("step") == done[0][0]]
+        first_ns = min(work, default=start_ns)
+    return [step for step, _ in done], [first_ns, *(time_ns for _, time_ns in done)]
+
+
+def _first_admission(events: Sequence[EventLine], start_ns: int) -> int | None:
+    """Of this attempt; a resume may bring a whole batch, before anything is admitted."""
+    for line in events:
+        if line.time_s * 1e9 >= start_ns and any(c["type"] in ("StartGroup", "TrainStep") for c in line.commands):
+            return round(line.time_s * 1e9)
+    return None
+
+
+def _by_step(waste: Sequence[Wasted], bounds_ns: Sequence[int]) -> list[dict[str, int]]:
+    """Cause -> tokens in each window. What was `left` at the end is of no step."""
+    found: list[Counter[str]] = [Counter() for _ in bounds_ns[1:]]
+    for one in waste:
+        index = bisect.bisect_left(bounds_ns, one.time_ns) - 1
+        if 0 <= index < len(found) and one.cause != "left":
+            found[index][one.cause] += one.tokens
+    return [dict(counts) for counts in found]
+
+
+def _sum(windows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for seconds in windows:
+        for state, value in seconds.items():
+            total[state] += value
+    return dict(total)
+
+
+def _sides(loop: Mapping[str, Mapping[str, float]], processes: Mapping[str, ProcessAccounting]) -> dict[str, Side]:
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in loop:
+        names[side_of(name)].append(name)
+    return {
+        side: Side(
+            processes={name: loop[name] for name in members},
+            units={name: processes[name].threads if processes[name].device == "cpu" else 1 for name in members},
+        )
+        for side, members in names.items()
+    }
+
+
+def _balance(
+    loop: Mapping[str, Mapping[str, float]],
+    processes: Mapping[str, ProcessAccounting],
+    config: RunConfig | None,
+    *,
+    num_steps: int,
+    interference: Interference,
+    waste: Sequence[Wasted],
+) -> Balance:
+    sides = _sides(loop, processes)
+    computing = [processes[name] for name in loop if side_of(name) in COMPUTING]
+    on_cpu = [process.device == "cpu" for process in computing]
+    dials = _dials(config)
+    verdict = judge(
+        Loop(
+            sides=sides,
+            num_steps=num_steps,
+            length_s=sum(next(iter(loop.values()), {}).values()),
+            unit="threads" if all(on_cpu) else None if any(on_cpu) else "GPUs",
+            shares_units=dials.takes_turns and all(on_cpu),
+            dials=dials,
+        )
+    )
+    tokens = Counter(dict.fromkeys(WASTE, 0))
+    for one in waste:
+        tokens[one.cause] += one.tokens
+    return Balance(
+        idle={name: idle_share(seconds) for name, seconds in loop.items()},
+        interference=interference,
+        wasted_tokens=dict(tokens),
+        starves=verdict.starves,
+        bottleneck=verdict.bottleneck,
+        verdict=verdict.sentence,
+        split=verdict.split,
+        dial=verdict.dial,
+    )
+
+
+def _dials(config: RunConfig | None) -> Dials:
+    if config is None:
+        return Dials()
+    is_ours = config.schedule.policy == "oldest_first"
+    return Dials(
+        max_staleness=config.max_staleness,
+        takes_turns=config.max_staleness == 0 and is_ours,
+        reorder_window=config.reorder_window,
+        widest_window=(config.max_staleness - config.publish_every + 1) * config.groups_per_step + 1 if is_ours else 1,
+        epochs=config.trainer.epochs,
+        completions_per_group=config.completions_per_group,
+        select=config.loss.select,
+        reward_workers=config.rewards.num_workers,
+        reward_model_ranks=config.rewards.model_ranks if config.rewards.models else 0,
+    )

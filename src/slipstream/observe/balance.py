@@ -1,0 +1,336 @@
+"""Which side of the loop starves, the split that would balance it, and the dial that would use the idle side. Pure.
+
+`judge` takes what the sides did from the first admission to the end of the last step, measured
+(`observe/accounting.py`) or simulated. The order of its questions:
+
+    1. Do scores hold both up?          the trainer waits for rewards, more than for anything else
+    2. Does either side wait at all?    below `SMALL` on both sides, the run is balanced
+    3. Do they take turns?              both wait: `max_staleness` 0 means that, a tight bound leads to it
+    4. Do stragglers hold it up?        a batch lies ready behind one old group
+    5. Else one side waits for the other's work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from slipstream.observe.states import idle_share, seconds_of
+
+SMALL = 0.1
+"""Of a side's time: waiting less than this is what two processes need to hand things to each other."""
+
+COMPUTING = ("trainer", "generator", "reward_models", "reference")
+"""Sides that run models: those among which cores or GPUs are split."""
+
+Starves = Literal["trainer", "generator", "both", "neither"]
+Bottleneck = Literal["generation", "training", "rewards", "stragglers", "turns", "none"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The processes of one side in the loop: seconds by state of each, and the units (threads or GPUs) each has."""
+
+    processes: Mapping[str, Mapping[str, float]]
+    units: Mapping[str, float]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By state, of all of them together."""
+        states: dict[str, float] = {}
+        for seconds in self.processes.values():
+            for state, value in seconds.items():
+                states[state] = states.get(state, 0.0) + value
+        return states
+
+    @property
+    def idle(self) -> float:
+        return idle_share(self.seconds)
+
+    def share(self, *states: str) -> float:
+        """Of the time that its processes were there, what they spent in `states`."""
+        seconds = self.seconds
+        there_s = sum(seconds.values()) - seconds_of("gone", seconds)
+        return sum(seconds.get(state, 0.0) for state in states) / there_s if there_s > 0 else 0.0
+
+    @property
+    def num_units(self) -> float:
+        return sum(self.units.values())
+
+    @property
+    def work(self) -> float:
+        """T: unit-seconds of work."""
+        return sum(seconds_of("work", seconds) * self.units[name] for name, seconds in self.processes.items())
+
+
+@dataclass(frozen=True)
+class Dials:
+    """What of the configuration a run can be balanced with; `widest_window` is the largest live `reorder_window`."""
+
+    max_staleness: int = 2
+    takes_turns: bool = False
+    reorder_window: int = 1
+    widest_window: int = 1
+    epochs: int = 1
+    completions_per_group: int = 8
+    select: str = "all"
+    reward_workers: int = 1
+    reward_model_ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Loop:
+    """`num_steps` steps in `length_s` seconds. `unit` is what the sides are measured in; None: in different ones.
+
+    `shares_units`: trainer and generators have the same ones, by turns.
+    """
+
+    sides: Mapping[str, Side]
+    num_steps: int
+    length_s: float
+    unit: str | None = "threads"
+    shares_units: bool = False
+    dials: Dials = field(default_factory=Dials)
+
+
+class Interference(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a piece of work while the other side computes, over those while it does not; None: too little seen."""
+
+    decode: float | None = None
+    train: float | None = None
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has how many units, and would have in balance, exactly and in whole numbers; a step's seconds with each.
+
+    In balance T_i / n_i is the same for every side i, with T_i unit-seconds of work per step: for two sides LlamaRL's
+    T_t / theta = T_g / (1 - theta) (arXiv:2505.24034, section 7). It supposes that work scales with units.
+    """
+
+    unit: str
+    now: dict[str, float]
+    balanced: dict[str, float]
+    whole: dict[str, int]
+    step_s_now: float
+    step_s_balanced: float
+    step_s_whole: float
+
+
+class Dial(msgspec.Struct, frozen=True, kw_only=True):
+    """A field of the configuration, what it is and what would use the idle side."""
+
+    field: str
+    now: float | str
+    suggested: float | str
+    effect: str
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """`sentence` says all of it; the rest is for programs. None where too little was trained to tell."""
+
+    starves: Starves | None
+    bottleneck: Bottleneck | None
+    sentence: str
+    split: Split | None = None
+    dial: Dial | None = None
+
+
+class Balance(msgspec.Struct, frozen=True, kw_only=True):
+    """`balance` of `summary.json`: over the loop, from the first admission to the end of the last step.
+
+    `idle`: process -> share of waiting. `starves`: the side that lacks work.
+    """
+
+    idle: dict[str, float]
+    interference: Interference
+    wasted_tokens: dict[str, int]
+    starves: Starves | None
+    bottleneck: Bottleneck | None
+    verdict: str
+    split: Split | None
+    dial: Dial | None
+
+
+def judge(loop: Loop) -> Verdict:
+    """Who starves in `loop`, and what would help."""
+    trainer, generator = loop.sides.get("trainer"), loop.sides.get("generator")
+    if trainer is None or generator is None or loop.num_steps < 2:
+        return Verdict(starves=None, bottleneck=None, sentence="Fewer than two steps were trained: too little to tell.")
+    starves, bottleneck = _diagnosis(trainer, generator, loop.dials)
+    split = _split(loop)
+    dial = _dial(loop, trainer, generator, bottleneck)
+    clauses = [_opening(trainer, generator, bottleneck, loop.dials)]
+    if split is not None and bottleneck in ("generation", "training"):
+        clauses.append(_split_in_words(split))
+    if dial is not None:
+        clauses.append(dial.effect)
+    return Verdict(starves=starves, bottleneck=bottleneck, sentence="; ".join(clauses) + ".", split=split, dial=dial)
+
+
+def _diagnosis(trainer: Side, generator: Side, dials: Dials) -> tuple[Starves, Bottleneck]:
+    idle, rival = trainer.idle, generator.idle
+    waits = {what: trainer.share(f"wait_{what}") for what in ("generation", "rewards", "straggler")}
+    longest = max(waits, key=waits.__getitem__)
+    if longest == "rewards" and waits["rewards"] >= SMALL:
+        return "both" if rival >= SMALL else "trainer", "rewards"
+    if idle < SMALL and rival < SMALL:
+        return "neither", "none"
+    if dials.takes_turns or min(idle, rival) >= max(SMALL, max(idle, rival) / 2):
+        return "both", "turns"
+    if longest == "straggler" and waits["straggler"] >= SMALL:
+        return "trainer", "stragglers"
+    return ("trainer", "generation") if idle > rival else ("generator", "training")
+
+
+def _opening(trainer: Side, generator: Side, bottleneck: Bottleneck, dials: Dials) -> str:
+    idle, rival = f"{trainer.idle:.0%} of the time", f"{generator.idle:.0%}"
+    match bottleneck:
+        case "rewards":
+            wait = f"{trainer.share('wait_rewards'):.0%}"
+            return (
+                f"Scoring is the bottleneck: the trainer waits for rewards {wait} of the time, generators idle {rival}"
+            )
+        case "none":
+            return f"Balanced: the trainer idles {idle}, generators {rival}"
+        case "turns":
+            why = "max_staleness = 0" if dials.takes_turns else f"the bound of {dials.max_staleness} steps is tight"
+            return f"Trainer and generators take turns ({why}): the trainer idles {idle}, generators {rival}"
+        case "stragglers":
+            wait = f"{trainer.share('wait_straggler'):.0%}"
+            return f"Stragglers hold the trainer up: {wait} of the time a batch lies ready behind one old group"
+        case "generation":
+            return f"Generation is the bottleneck: the trainer idles {idle}, generators {rival}"
+        case "training":
+            return f"Training is the bottleneck: generators idle {rival}, the trainer {idle}"
+
+
+def _split(loop: Loop) -> Split | None:
+    sides = {name: loop.sides[name] for name in COMPUTING if name in loop.sides}
+    work = {name: side.work / loop.num_steps for name, side in sides.items()}
+    now = {name: side.num_units for name, side in sides.items()}
+    if loop.unit is None or loop.shares_units or min(work.values()) <= 0 or min(now.values()) <= 0:
+        return None
+    total, total_work = sum(now.values()), sum(work.values())
+    whole = whole_split(work, round(total))
+    return Split(
+        unit=loop.unit,
+        now=now,
+        balanced={name: total * value / total_work for name, value in work.items()},
+        whole=whole,
+        step_s_now=loop.length_s / loop.num_steps,
+        step_s_balanced=total_work / total,
+        step_s_whole=max(work[name] / whole[name] for name in work),
+    )
+
+
+def whole_split(work: Mapping[str, float], total: int) -> dict[str, int]:
+    """`total` units, at least one for each side, so that the slowest side (work over units) is as fast as can be.
+
+    Every further unit goes to the side that is slowest then, which is optimal: the last one to get a unit would be the
+    slowest without it.
+    """
+    units = dict.fromkeys(work, 1)
+    for _ in range(total - len(work)):
+        slowest = max(work, key=lambda name: work[name] / units[name])
+        units[slowest] += 1
+    return units
+
+
+def _split_in_words(split: Split) -> str:
+    names = list(split.now)
+    exact = " and ".join(f"{name} {split.balanced[name]:.1f}" for name in names)
+    now = " and ".join(f"{split.now[name]:g}" for name in names)
+    words = f"in balance {split.unit} would be {exact} (now {now})"
+    if all(split.whole[name] == split.now[name] for name in names):
+        return f"{words}, to which no whole split is nearer"
+    whole = " and ".join(str(split.whole[name]) for name in names)
+    return f"{words}, so {whole} for steps of {split.step_s_whole:.2g} s instead of {split.step_s_now:.2g} s"
+
+
+def _dial(loop: Loop, trainer: Side, generator: Side, bottleneck: Bottleneck) -> Dial | None:
+    dials = loop.dials
+    match bottleneck:
+        case "none":
+            return None
+        case "turns":
+            suggested = dials.max_staleness + 1
+            return Dial(
+                field="max_staleness",
+                now=dials.max_staleness,
+                suggested=suggested,
+                effect=f"max_staleness = {suggested} would let them overlap" + (" more" if dials.max_staleness else ""),
+            )
+        case "rewards":
+            return _more_scoring(loop, trainer)
+        case "stragglers":
+            return _more_room(dials)
+        case "generation":
+            return _more_updates(dials, trainer)
+        case "training":
+            return _more_samples(dials, generator)
+
+
+def _more_scoring(loop: Loop, trainer: Side) -> Dial:
+    """Scoring has to be as much faster as the step would be without waiting for it."""
+    dials = loop.dials
+    factor = 1 / max(1 - trainer.share("wait_rewards"), 0.05)
+    models, functions = loop.sides.get("reward_models"), loop.sides.get("rewards")
+    by_models = models is not None and (functions is None or models.share("score") > functions.share("score"))
+    name, now = ("model_ranks", dials.reward_model_ranks) if by_models else ("num_workers", dials.reward_workers)
+    suggested = max(now + 1, math.ceil(now * factor))
+    return Dial(
+        field=f"rewards.{name}",
+        now=now,
+        suggested=suggested,
+        effect=f"rewards.{name} = {suggested} (now {now}) or faster scoring would feed both",
+    )
+
+
+def _more_room(dials: Dials) -> Dial:
+    if dials.reorder_window < dials.widest_window:
+        return Dial(
+            field="reorder_window",
+            now=dials.reorder_window,
+            suggested=dials.widest_window,
+            effect=f"reorder_window = {dials.widest_window} (now {dials.reorder_window}) would let younger groups pass "
+            f"as far as max_staleness = {dials.max_staleness} allows",
+        )
+    suggested = dials.max_staleness + 1
+    return Dial(
+        field="max_staleness",
+        now=dials.max_staleness,
+        suggested=suggested,
+        effect=f"max_staleness = {suggested}, and with it reorder_window, would let more of them pass",
+    )
+
+
+def _more_updates(dials: Dials, trainer: Side) -> Dial | None:
+    """T (A4): as many epochs as fit into the time that the trainer waits."""
+    updates = trainer.share("forward_backward", "optimizer")
+    suggested = int(dials.epochs * (1 + trainer.idle / updates)) if updates > 0 else dials.epochs
+    if suggested <= dials.epochs:
+        return None
+    return Dial(
+        field="trainer.epochs",
+        now=dials.epochs,
+        suggested=suggested,
+        effect=f"trainer.epochs = {suggested} (T, updates per sample; now {dials.epochs}) would use the idle trainer",
+    )
+
+
+def _more_samples(dials: Dials, generator: Side) -> Dial | None:
+    """K (A5): as many completions as generators could sample without waiting; the best and the worst are trained."""
+    suggested = int(dials.completions_per_group / max(1 - generator.idle, 0.05))
+    if suggested <= dials.completions_per_group:
+        return None
+    return Dial(
+        field="completions_per_group",
+        now=dials.completions_per_group,
+        suggested=suggested,
+        effect=f"completions_per_group = {suggested} (K; now {dials.completions_per_group}) with loss.select = "
+        "'best_and_worst' would use idle generators",
+    )
