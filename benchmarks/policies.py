@@ -21,21 +21,28 @@ from statistics import mean
 
 from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.policies import POLICIES, make_policy
-from slipstream.controller.simulate import Trace, Workload, heavy_tailed, simulate
+from slipstream.plan.simulated_run import Costs, MadeUp, Setup, Simulated, heavy_tailed
+from slipstream.plan.simulator import simulate
 
 GROUPS, COMPLETIONS = 16, 8
 SLOTS = 64
 
 
-def workload(seed: int) -> Workload:
-    return Workload(
+SPEEDS = (100.0, 50.0)  # tokens per second of a row, however many there are
+STEP_S = 4.0
+
+
+def workload(seed: int) -> MadeUp:
+    return MadeUp(
         lengths=heavy_tailed(seed, completions=COMPLETIONS),
         has_signal=lambda ordinal: (ordinal * 7919 + seed) % 5 != 0,  # one in five is without signal
-        speeds=(100.0, 50.0),
-        slots=SLOTS,
-        step_s=4.0,
-        swap_s=0.5,
     )
+
+
+COSTS = Costs(
+    decode=lambda replica, *_: 1 / SPEEDS[replica], train=lambda _: {"train": STEP_S}, score_s=0.1, stage_s=0.5
+)
+SETUP = Setup(replicas=len(SPEEDS), slots=SLOTS)
 
 
 def config(policy: str, *, steps: int, max_staleness: int, reorder_window: int) -> ScheduleConfig:
@@ -51,7 +58,7 @@ def config(policy: str, *, steps: int, max_staleness: int, reorder_window: int) 
     )
 
 
-def numbers(trace: Trace, lengths) -> dict[str, float]:
+def numbers(trace: Simulated, lengths) -> dict[str, float]:
     """The columns of one run."""
     without = {ordinal for ordinal, cause in trace.dropped.items() if cause != "stale"}
     size = {ordinal: sum(lengths(ordinal)) for ordinal in range(trace.num_admitted) if ordinal not in without}
@@ -66,7 +73,7 @@ def numbers(trace: Trace, lengths) -> dict[str, float]:
         "length bias %": 100 * (mean(size[o] for o in trained) / mean(size.values()) - 1),
         "longest 1 % trained": 100 * len(set(longest) & set(trained)) / len(longest),
         "trainer idle %": 100 * trace.trainer_idle_frac,
-        "slots idle %": 100 * trace.generator_idle_frac,
+        "slots idle %": 100 * trace.slot_idle_frac,
     }
 
 
@@ -85,7 +92,8 @@ def main() -> None:
         for seed in range(options.seeds):
             work = workload(seed)
             dials = config(policy, steps=options.steps, max_staleness=k, reorder_window=window)
-            found.append(numbers(simulate(make_policy(policy, dials), work), work.lengths))
+            trace = simulate(make_policy(policy, dials), SETUP, work, COSTS)
+            found.append(numbers(trace, work.lengths))
         if first:
             print("| policy | " + " | ".join(found[0]) + " |\n|---|" + "---:|" * len(found[0]))
             first = False

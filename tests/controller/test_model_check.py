@@ -94,10 +94,9 @@ def places_by_ordinal(self, ordinal):
 
 
 def loses_only_what_is_unsampled(self, replica):
-    self.versions.pop(replica, None)
-    lost = [o for o, group in self.in_flight.items() if group.replica == replica and group.unfinished]
-    self.in_flight = {o: group for o, group in self.in_flight.items() if group.replica != replica}
-    self.readmit = sorted(self.readmit + lost)
+    sampled = {o for o, group in self.in_flight.items() if group.replica == replica and not group.unfinished}
+    kept_lose(self, replica)
+    self.readmit = [o for o in self.readmit if o not in sampled]
 
 
 def forgets_what_was_ready(self):
@@ -114,6 +113,7 @@ def forgets_what_was_ready(self):
 
 
 kept_snapshot = SchedulingPolicy.snapshot
+kept_lose = SchedulingPolicy._lose
 
 
 def ignores_capacity(self):

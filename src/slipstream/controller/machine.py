@@ -14,6 +14,7 @@ groups the next step trains. Ours is `controller/schedule.py`; those of others a
 from __future__ import annotations
 
 import bisect
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -110,6 +111,12 @@ class SchedulingPolicy(ABC):
         self.training: tuple[int, ...] = ()
         self.is_stopping = False  # the run is being interrupted: learn what happens, start nothing
         self.readmit: list[int] = []  # admitted once, lost with their replica; regenerated before anything new
+        # The same once more, in the order in which it is asked for: an event costs no look at every group or replica.
+        self._ready_in_order: list[int] = []
+        self._admitted: list[int] = []  # heap of ordinals; those that are in flight no more leave it when they are met
+        self._load: dict[int, int] = {}  # replica -> unfinished completions
+        self._by_load: list[tuple[int, int, int]] = []  # ascending: load, -version, replica
+        self._num_holding: dict[int, int] = {}  # version -> replicas
 
     # What a policy decides
 
@@ -161,10 +168,23 @@ class SchedulingPolicy(ABC):
         """What the trainer lacks: sampled groups, their scores, or one old group that holds up finished ones."""
         if self.training or self.is_finished:
             return "nothing"
-        oldest = min(self.in_flight, default=None)
+        oldest = self._oldest_in_flight()
         if oldest is not None and self.in_flight[oldest].unfinished == 0:
             return "rewards"
         return "straggler" if len(self.ready) >= self.config.groups_per_step else "generation"
+
+    def oldest_unfinished(self) -> int | None:
+        """The lowest ordinal that is admitted and not scored, if there is one."""
+        oldest = self._oldest_in_flight()
+        if self.readmit and (oldest is None or self.readmit[0] < oldest):
+            return self.readmit[0]
+        return oldest
+
+    def _oldest_in_flight(self) -> int | None:
+        admitted = self._admitted
+        while admitted and admitted[0] not in self.in_flight:
+            heapq.heappop(admitted)
+        return admitted[0] if admitted else None
 
     # The machine
 
@@ -173,7 +193,7 @@ class SchedulingPolicy(ABC):
         commands: list[Command] = []
         match event:
             case Swapped():
-                self.versions[event.replica] = max(event.version, self.versions.get(event.replica, 0))
+                self._hold(event.replica, event.version)
             case CompletionFinished():
                 self._finished(event)
             case GroupScored():
@@ -196,19 +216,46 @@ class SchedulingPolicy(ABC):
             commands += self._admit()
         return commands
 
+    def _hold(self, replica: int, version: int) -> None:
+        """`replica` has come, or swapped; it never goes back to an older version."""
+        load = self._load.get(replica, 0)
+        if replica in self.versions:
+            self._leave(replica)
+        self.versions[replica] = version = max(version, self.versions.get(replica, 0))
+        self._load[replica] = load
+        self._num_holding[version] = self._num_holding.get(version, 0) + 1
+        bisect.insort(self._by_load, (load, -version, replica))
+
+    def _leave(self, replica: int) -> None:
+        version, load = self.versions[replica], self._load.pop(replica)
+        del self._by_load[bisect.bisect_left(self._by_load, (load, -version, replica))]
+        self._num_holding[version] -= 1
+        if not self._num_holding[version]:
+            del self._num_holding[version]
+
+    def _give(self, replica: int, count: int) -> None:
+        """`replica` has `count` completions more to do."""
+        by_load, version, load = self._by_load, self.versions[replica], self._load[replica]
+        del by_load[bisect.bisect_left(by_load, (load, -version, replica))]
+        bisect.insort(by_load, (load + count, -version, replica))
+        self._load[replica] = load + count
+
     def _finished(self, event: CompletionFinished) -> None:
         """One completion fewer to come, where that is news: its score may have overtaken it on another channel."""
         group = self.in_flight.get(event.ordinal)
         if group is not None and group.replica == event.replica and group.unfinished > 0:
             self.in_flight[event.ordinal] = InFlight(group.replica, group.unfinished - 1)
+            self._give(group.replica, -1)
 
     def _scored(self, event: GroupScored) -> list[Command]:
         """The group is ready, or dropped. It may be one to be readmitted: whose replica was lost, or of a checkpoint.
 
         If its second copy is being sampled already, that is forgotten here: whatever comes of it is a duplicate.
         """
-        if event.ordinal in self.in_flight:
-            del self.in_flight[event.ordinal]
+        group = self.in_flight.pop(event.ordinal, None)
+        if group is not None:
+            if group.unfinished:
+                self._give(group.replica, -group.unfinished)
         elif event.ordinal in self.readmit:
             self.readmit.remove(event.ordinal)
         else:
@@ -216,6 +263,7 @@ class SchedulingPolicy(ABC):
         has_failed = event.num_failed >= self.config.completions_per_group
         if event.has_signal or not (self.config.skip_no_signal or has_failed):
             self.ready[event.ordinal] = event.min_version
+            bisect.insort(self._ready_in_order, event.ordinal)
             self.dropped_in_a_row = 0
             return []
         bisect.insort(self.dropped, event.ordinal)
@@ -248,7 +296,9 @@ class SchedulingPolicy(ABC):
 
         If it is not, the group is scored before its second copy is; whatever comes of that is a duplicate.
         """
-        self.versions.pop(replica, None)
+        if replica in self.versions:
+            self._leave(replica)
+            del self.versions[replica]
         lost = [o for o, group in self.in_flight.items() if group.replica == replica]
         for ordinal in lost:
             del self.in_flight[ordinal]
@@ -257,7 +307,7 @@ class SchedulingPolicy(ABC):
     def _discard(self) -> list[Command]:
         stale = [] if self.training or self.is_finished else self._stale()
         for ordinal in stale:
-            del self.ready[ordinal]
+            self._take(ordinal)
             bisect.insort(self.dropped, ordinal)
         return [Skip(ordinals=tuple(sorted(stale)), cause="stale")] if stale else []
 
@@ -268,43 +318,54 @@ class SchedulingPolicy(ABC):
         if batch is None:
             return []
         for ordinal in batch:
-            del self.ready[ordinal]
+            self._take(ordinal)
         self.training = tuple(sorted(batch))
         return [TrainStep(step=self.steps_done, ordinals=self.training)]
 
+    def _take(self, ordinal: int) -> None:
+        """It is ready no more."""
+        del self.ready[ordinal]
+        del self._ready_in_order[bisect.bisect_left(self._ready_in_order, ordinal)]
+
     def _oldest_batch(self, window: int | None = None) -> list[int] | None:
         """The oldest P ready groups; with a `window`, if nothing unfinished is so many or more ordinals older."""
-        batch = sorted(self.ready)[: self.config.groups_per_step]
-        oldest_unfinished = min([*self.in_flight, *self.readmit], default=None)
-        if window is None or oldest_unfinished is None or batch[-1] < oldest_unfinished + window:
-            return batch
+        last = self._ready_in_order[self.config.groups_per_step - 1]
+        oldest_unfinished = None if window is None else self.oldest_unfinished()
+        if window is None or oldest_unfinished is None or last < oldest_unfinished + window:
+            return self._ready_in_order[: self.config.groups_per_step]
         return None
 
     def _admit(self) -> list[Command]:
         """Start groups in order, each on the least loaded replica that has room and is fresh enough for it."""
         commands: list[Command] = []
         size = self.config.completions_per_group
-        load = dict.fromkeys(self.versions, 0)
-        for group in self.in_flight.values():
-            load[group.replica] += group.unfinished
         while not self.is_finished:
             ordinal = self.readmit[0] if self.readmit else self.next_ordinal
-            able = [
-                (load[replica], -version, replica)
-                for replica, version in self.versions.items()
-                if load[replica] + size <= self.config.capacity and self._may_start(ordinal, version)
-            ]
-            if not able:
+            replica = self._replica_for(ordinal)
+            if replica is None:
                 break
-            _, _, replica = min(able)
             if self.readmit:
                 self.readmit.pop(0)
             else:
                 self.next_ordinal += 1
             self.in_flight[ordinal] = InFlight(replica, size)
-            load[replica] += size
+            heapq.heappush(self._admitted, ordinal)
+            self._give(replica, size)
             commands.append(StartGroup(ordinal=ordinal, replica=replica))
         return commands
+
+    def _replica_for(self, ordinal: int) -> int | None:
+        """Of equally loaded ones the freshest, of these the first; None while there is none."""
+        most = self.config.capacity - self.config.completions_per_group
+        refused: set[int] = set()
+        for load, minus_version, replica in self._by_load:
+            if load > most or len(refused) == len(self._num_holding):
+                return None
+            if minus_version not in refused:
+                if self._may_start(ordinal, -minus_version):
+                    return replica
+                refused.add(minus_version)
+        return None
 
     # Saving
 

@@ -87,8 +87,8 @@ class OneStep(SchedulingPolicy):
 
     def _may_start(self, ordinal: int, version: int, /) -> bool:
         batch = self._batch_of(ordinal)
-        oldest_unfinished = min([*self.in_flight, *self.readmit], default=ordinal)
-        is_turn = self._batch_of(oldest_unfinished) >= batch
+        oldest_unfinished = self.oldest_unfinished()
+        is_turn = oldest_unfinished is None or self._batch_of(oldest_unfinished) >= batch
         return batch < self.config.steps and is_turn and version >= batch - 1
 
     def _batch_of(self, ordinal: int) -> int:

@@ -1,0 +1,456 @@
+"""The generators of a simulated run: rows in lock step, prefill, swaps, by the rules of the real ones.
+
+An `_Engine` is `generator/engine.py` in counts and seconds, a `Replica` the loop of `generator/executor.py` around it.
+Decode steps between which nothing changes are one piece of work (`Stretch`), which a message cuts at the end of the
+step it comes in: a simulated run is as exact as one event per step, and costs one per change.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.plan.event_loop import Device, EventLoop, Job
+from slipstream.plan.simulated_run import Costs, GroupWork, Setup
+
+if TYPE_CHECKING:
+    from slipstream.plan.simulator import Simulation
+
+ROWS_PER_REQUEST_AHEAD = 8
+"""For so many rows the prompt of one waiting request is stored before a row is free (`generator/engine.py`)."""
+
+
+class Account:
+    """Seconds of one process by state."""
+
+    def __init__(self, loop: EventLoop, state: str) -> None:
+        self._loop, self._state, self._since_s = loop, state, loop.time_s
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the last call of `enter` or `spend`."""
+        return self._loop.time_s - self._since_s
+
+    def enter(self, state: str) -> None:
+        """The time since the last call was spent in the state so far; `state` begins."""
+        self.spend({self._state: 1.0})
+        self._state = state
+
+    def spend(self, parts: Mapping[str, float]) -> None:
+        """The time since the last call was spent on `parts`, in these proportions."""
+        elapsed_s, total = self.elapsed_s, sum(parts.values())
+        self._since_s = self._loop.time_s
+        if elapsed_s > 0 and total > 0:
+            for state, part in parts.items():
+                self.seconds[state] = self.seconds.get(state, 0.0) + elapsed_s * part / total
+
+
+class Row:
+    """A completion of `length` tokens, of which `done` were sampled before it got into the row it is in."""
+
+    __slots__ = ("done", "kv_version", "length", "ordinal", "prompt_tokens", "sample", "spans", "start_step")
+
+    def __init__(self, ordinal: int, sample: int, prompt_tokens: int, length: int) -> None:
+        self.ordinal, self.sample, self.prompt_tokens, self.length = ordinal, sample, prompt_tokens, length
+        self.done = self.start_step = self.kv_version = 0
+        self.spans: list[tuple[int, int]] = []  # (version, tokens) of `done`
+
+
+class Waiting:
+    """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on."""
+
+    __slots__ = ("num_stored", "rows", "tokens", "was_live")
+
+    def __init__(self, tokens: int, rows: Sequence[Row], *, was_live: bool = False) -> None:
+        self.tokens, self.rows, self.was_live = tokens, deque(rows), was_live
+        self.num_stored = 0
+
+    @property
+    def is_stored(self) -> bool:
+        return self.num_stored >= self.tokens
+
+
+def group_of(ordinal: int, work: GroupWork) -> Waiting:
+    rows = [Row(ordinal, sample, work.prompt_tokens, length) for sample, length in enumerate(work.lengths)]
+    return Waiting(work.prompt_tokens - 1, rows)  # the last token is the first that a row decodes
+
+
+class Stretch(NamedTuple):
+    """`ahead` (seconds by state), then `steps` decode steps, each `growth_s` longer than the one before."""
+
+    ahead: Mapping[str, float]
+    steps: int
+    first_s: float
+    growth_s: float
+    rows: int
+
+    def decode_s(self) -> float:
+        return self.steps * self.first_s + self.growth_s * self.steps * (self.steps - 1) / 2
+
+    def steps_in(self, seconds: float) -> int:
+        """Whole steps of `seconds`."""
+        if seconds <= 0 or self.first_s <= 0:
+            return 0
+        if abs(self.growth_s) <= 1e-12 * self.first_s:
+            return int(seconds / self.first_s)
+        half = self.first_s - self.growth_s / 2
+        return int((math.sqrt(max(0.0, half * half + 2 * self.growth_s * seconds)) - half) / self.growth_s)
+
+
+NO_DECODING = Stretch({}, 0, 0.0, 0.0, 0)
+
+
+class Engine:
+    """Rows that decode in lock step, and who waits for one."""
+
+    def __init__(self, setup: Setup, costs: Costs, replica: int, slots: int, version: int) -> None:
+        self.setup, self.costs, self.replica, self.slots, self.version = setup, costs, replica, slots, version
+        self.steps = 0  # decoded so far
+        self.waiting: deque[Waiting] = deque()  # those that were live, then resumed ones, then new ones
+        self.num_left = 0  # completions that were live
+        self.live: list[tuple[int, int, Row]] = []  # heap: the step it ends with, order of starts, who
+        self.context = 0  # tokens of all live rows
+        self.is_paused = False
+        self._num_starts = 0
+
+    @property
+    def num_live(self) -> int:
+        return len(self.live) + self.num_left
+
+    def plan(self) -> Stretch | None:
+        """Prefill and start what can start, and say what is decoded next; None where there is nothing to do."""
+        ahead: dict[str, float] = {}
+        has_prefilled = not self.live and self._prefill(self.slots, ahead, is_alone=True)
+        self._admit()
+        if not self.live:
+            return Stretch(ahead, 0, 0.0, 0.0, 0) if has_prefilled else None
+        num_rows = len(self.live)
+        if not has_prefilled:
+            wanted = self.slots - num_rows + -(-self.slots // ROWS_PER_REQUEST_AHEAD)
+            has_prefilled = self._prefill(wanted, ahead, is_alone=False)
+        steps = 1 if has_prefilled else self.live[0][0] - self.steps
+        rows = _round_up(num_rows, self.setup.row_multiple)
+        first_s = self.costs.decode(self.replica, rows, self.context)
+        growth_s = 0.0
+        if steps > 1:
+            last_s = self.costs.decode(self.replica, rows, self.context + (steps - 1) * num_rows)
+            growth_s = (last_s - first_s) / (steps - 1)
+        return Stretch(ahead, steps, first_s, growth_s, num_rows)
+
+    def num_ending(self, steps: int) -> int:
+        """Rows that end with the `steps`-th step from here."""
+        end = self.steps + steps
+        return sum(1 for entry in self.live if entry[0] == end) if self.live and self.live[0][0] == end else 0
+
+    def decoded(self, steps: int) -> list[Row]:
+        """`steps` steps of all live rows are done; who has finished."""
+        self.steps += steps
+        self.context += steps * len(self.live)
+        finished = []
+        while self.live and self.live[0][0] <= self.steps:
+            row = heapq.heappop(self.live)[2]
+            self.context -= row.prompt_tokens + row.length
+            finished.append(row)
+        return finished
+
+    def take_out(self, is_stale: Callable[[Row], bool], spans: Callable[[Row], list[tuple[int, int]]]) -> list[Row]:
+        """The live rows that are stale leave, with what they have; those that started first come first."""
+        leaving = sorted((entry for entry in self.live if is_stale(entry[2])), key=lambda entry: entry[1])
+        gone = {entry[1] for entry in leaving}
+        self.live = [entry for entry in self.live if entry[1] not in gone]
+        heapq.heapify(self.live)
+        rows = [entry[2] for entry in leaving]
+        for row in rows:
+            row.spans, row.done = spans(row), row.done + self.steps - row.start_step
+            self.context -= row.prompt_tokens + row.done
+        return rows
+
+    def take_left(self) -> list[Row]:
+        """Completions that were live and wait to get back into a row."""
+        left = [row for entry in self.waiting if entry.was_live for row in entry.rows]
+        self.waiting = deque(entry for entry in self.waiting if not entry.was_live)
+        self.num_left = 0
+        return left
+
+    def put_back(self, rows: Sequence[Row], *, was_live: bool) -> None:
+        """`rows` go on before everything that has not started, once their tokens are prefilled again."""
+        entries = [Waiting(row.prompt_tokens + row.done - 1, [row], was_live=was_live) for row in rows]
+        self.num_left += len(rows) if was_live else 0
+        self.waiting.extendleft(reversed(entries))
+
+    def set_version(self, version: int) -> None:
+        """Keys and values of prompts are those of older weights now."""
+        self.version = version
+        for entry in self.waiting:
+            entry.num_stored = 0
+
+    def _prefill(self, num_wanted: int, ahead: dict[str, float], *, is_alone: bool) -> bool:
+        """The next chunk of each prompt, oldest first, until `num_wanted` rows can start or the budget is spent."""
+        budget, num_ready = self.setup.prefill_tokens, 0
+        tokens = {"prefill": 0, "re_prefill": 0}
+        for entry in self.waiting:
+            if num_ready >= num_wanted or budget <= 0 or (self.is_paused and not entry.was_live):
+                break
+            if not entry.is_stored:
+                chunk = min(self.setup.prefill_chunk, entry.tokens - entry.num_stored)
+                budget -= chunk
+                if budget >= 0 or not any(tokens.values()):
+                    entry.num_stored += chunk
+                    state = "re_prefill" if entry.rows[0].done else "prefill"
+                    tokens[state] += _round_up(chunk, self.setup.row_multiple)
+            if entry.is_stored:
+                num_ready += len(entry.rows)
+        for state, count in tokens.items():
+            if count:
+                ahead[state] = self.costs.prefill(self.replica, count, is_alone)
+        return any(tokens.values())
+
+    def _admit(self) -> None:
+        """Whose prefix is stored gets a row, in order; they pass those whose prefix is being stored, and no others."""
+        passed: list[Waiting] = []
+        while self.waiting and len(self.live) < self.slots:
+            entry = self.waiting[0]
+            if (self.is_paused and not entry.was_live) or (not entry.is_stored and not entry.num_stored):
+                break
+            self.waiting.popleft()
+            if not entry.is_stored:
+                passed.append(entry)
+                continue
+            while entry.rows and len(self.live) < self.slots:
+                self._start(entry.rows.popleft(), was_live=entry.was_live)
+            if entry.rows:
+                passed.append(entry)
+        self.waiting.extendleft(reversed(passed))
+
+    def _start(self, row: Row, *, was_live: bool) -> None:
+        self.num_left -= was_live
+        row.start_step, row.kv_version = self.steps, self.version
+        self._num_starts += 1
+        heapq.heappush(self.live, (self.steps + row.length - row.done, self._num_starts, row))
+        self.context += row.prompt_tokens + row.done
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class Replica:
+    """A generator process: one turn of its loop after the other."""
+
+    def __init__(self, simulation: Simulation, index: int, device: Device) -> None:
+        self.simulation, self.setup, self.costs = simulation, simulation.setup, simulation.costs
+        self.index, self.device, self.name = index, device, f"generator-{index}"
+        self.engine = Engine(self.setup, self.costs, index, self.setup.slots, version=0)
+        self.account = Account(simulation.loop, "wait_prompt")
+        self.swap_steps, self.swap_versions = [0], [0]  # at which engine step which version began
+        self.inbox: list[Waiting] = []
+        self.evaluations: deque[Engine] = deque()
+        self.num_evaluated = 0  # completions of the evaluation step under way
+        self.offered: int | None = None  # waits to be staged
+        self.staging: int | None = None
+        self.staged: int | None = None  # is done, and not noticed yet
+        self.pending: int | None = None  # is to be swapped in
+        self.drain_steps = 0
+        self.is_in_turn = self.has_news = False
+        self.job: Job | None = None
+        self.stretch, self.num_ending, self.factor = NO_DECODING, 0, 1.0
+
+    # What comes in
+
+    def admit(self, ordinal: int, work: GroupWork) -> None:
+        self.inbox.append(group_of(ordinal, work))
+        self.wake()
+
+    def offer(self, version: int) -> None:
+        """Only the newest counts: an older one that waits is released unread."""
+        if self.offered is not None:
+            self.simulation.trainer.release(self.offered, self.index)
+        self.offered = version
+        self.wake()
+
+    def evaluate(self, prompts: Sequence[GroupWork], version: int) -> None:
+        engine = Engine(self.setup, self.costs, self.index, self.setup.evaluation_slots, version)
+        engine.waiting.extend(group_of(ordinal, work) for ordinal, work in enumerate(prompts))
+        self.evaluations.append(engine)
+        self.wake()
+
+    def wake(self) -> None:
+        """There is news: an idle replica looks at it now, a busy one when its decode step is done."""
+        self.has_news = True
+        if self.is_in_turn:
+            return
+        if self.job is None:
+            self.turn()
+        elif self.stretch.steps > 1:
+            self._end_with_this_step(self.job)
+
+    # The loop
+
+    def turn(self) -> None:
+        """Messages, a swap, a step of evaluation; then decoding, until something changes."""
+        self.is_in_turn, self.has_news = True, True
+        planned: Stretch | None = None
+        while self.has_news and planned is None:
+            self.has_news = False
+            self.engine.waiting.extend(self.inbox)
+            self.inbox.clear()
+            ahead: dict[str, float] = {}
+            self._poll_weights()
+            self._swap(ahead)
+            self._evaluate(ahead)
+            planned = self.engine.plan()
+            if planned is not None:
+                ahead |= planned.ahead
+            elif ahead:
+                planned = NO_DECODING
+        self.is_in_turn = False
+        if planned is None:
+            self.account.enter("wait_prompt")
+            return
+        self.account.enter("decode")
+        self.stretch = planned._replace(ahead=ahead, steps=self._limited(planned.steps))
+        self.factor = self.simulation.drawn("decode", self.stretch.steps)
+        self.job = self.device.run("decode", self.setup.generator_threads, self._work_s(), self._end)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.engine.is_paused
+
+    def _limited(self, steps: int) -> int:
+        """How many of `steps` pass before the loop has something else to do."""
+        if self.evaluations or self.has_news:
+            return min(steps, 1)
+        limit = self.setup.segment_tokens
+        if self.is_draining and limit is not None:
+            return min(steps, max(1, limit - self.drain_steps))
+        return steps
+
+    def _work_s(self) -> float:
+        stretch = self.stretch
+        self.num_ending = self.engine.num_ending(stretch.steps) if self.costs.send_s else 0
+        return (sum(stretch.ahead.values()) + stretch.decode_s()) * self.factor + self.num_ending * self.costs.send_s
+
+    def _end_with_this_step(self, job: Job) -> None:
+        stretch = self.stretch
+        done = stretch.steps_in(job.done_s() / self.factor - sum(stretch.ahead.values())) + 1
+        if done < stretch.steps:
+            self.stretch = stretch._replace(steps=done)
+            job.shorten(self._work_s())
+
+    def _end(self) -> None:
+        self._spend()
+        self.is_in_turn, self.job = True, None
+        stretch = self.stretch
+        self.drain_steps += stretch.steps if self.is_draining else 0
+        finished = self.engine.decoded(stretch.steps)
+        self.simulation.result.generated_tokens += stretch.rows * stretch.steps
+        if self.num_evaluated:
+            self.simulation.evaluated(self.num_evaluated)
+            self.num_evaluated = 0
+        if finished:
+            self.simulation.finished(self.index, [(row, self._spans(row)) for row in finished])
+        self.turn()
+
+    def _spend(self) -> None:
+        """Put the time since the turn began into the account."""
+        stretch = self.stretch
+        parts = dict(stretch.ahead)
+        state = "drain" if self.is_draining else "decode"
+        parts[state] = parts.get(state, 0.0) + stretch.decode_s()
+        parts["send"] = self.num_ending * self.costs.send_s / self.factor
+        self.simulation.result.slot_busy_s += stretch.rows * self.account.elapsed_s
+        self.account.spend(parts)
+
+    def end_run(self) -> int:
+        """Account for what is under way; the tokens of completions that are not finished."""
+        done = 0
+        if self.job is None:
+            self.account.enter("wait_prompt")
+        else:
+            stretch = self.stretch
+            done = min(stretch.steps, stretch.steps_in(self.job.done_s() / self.factor - sum(stretch.ahead.values())))
+            self._spend()
+        self.simulation.result.generated_tokens += done * len(self.engine.live)
+        live = [row for _, _, row in self.engine.live]
+        waiting = [row for entry in self.engine.waiting for row in entry.rows]
+        return sum(row.done + self.engine.steps + done - row.start_step for row in live) + sum(
+            row.done for row in waiting
+        )
+
+    # Weights
+
+    def _poll_weights(self) -> None:
+        """A finished transfer is noticed; else the newest offer is staged, before which a pending version gives way."""
+        trainer = self.simulation.trainer
+        if self.staged is not None:
+            trainer.release(self.staged, self.index)
+            self.pending, self.staged, self.staging = self.staged, None, None
+        elif self.offered is not None and self.staging is None:
+            self.staging, self.offered, self.pending = self.offered, None, None
+            self.device.run("stage", 1, self.costs.stage_s, partial(self._staged, self.staging), is_background=True)
+
+    def _staged(self, version: int) -> None:
+        self.staged = version
+        self.wake()
+
+    def _swap(self, ahead: dict[str, float]) -> None:
+        engine = self.engine
+        if self.pending is None:
+            if self.is_draining and not engine.num_live:
+                self._resume()
+            return
+        resumed: list[Row] = []
+        if self.setup.weight_update == "between_batches" and engine.num_live:
+            engine.is_paused = True
+            limit = self.setup.segment_tokens
+            if limit is None or self.drain_steps < limit:
+                return
+            resumed = engine.take_left() + engine.take_out(lambda _: True, self._spans)
+        self._commit(self.pending, ahead)
+        engine.put_back(sorted(resumed, key=lambda row: (row.ordinal, row.sample)), was_live=False)
+        self._resume()
+
+    def _resume(self) -> None:
+        self.engine.is_paused, self.drain_steps = False, 0
+
+    def _commit(self, version: int, ahead: dict[str, float]) -> None:
+        engine, setup, self.pending = self.engine, self.setup, None
+        engine.set_version(version)
+        self.swap_steps.append(engine.steps)
+        self.swap_versions.append(version)
+        if setup.kv_on_update != "keep":
+            oldest = version - (0 if setup.kv_on_update == "recompute" else setup.max_kv_age)
+            engine.put_back(engine.take_out(lambda row: row.kv_version < oldest, self._spans), was_live=True)
+        if self.costs.swap_s:
+            ahead["swap"] = self.costs.swap_s
+        self.simulation.swapped(self.index, version)
+
+    def _spans(self, row: Row) -> list[tuple[int, int]]:
+        """(version, tokens) of what `row` has so far."""
+        now, steps = self.engine.steps, self.swap_steps
+        first = bisect.bisect_right(steps, row.start_step) - 1
+        edges = [row.start_step, *steps[first + 1 :], now]
+        spans = [(v, b - a) for v, a, b in zip(self.swap_versions[first:], edges, edges[1:], strict=False) if b > a]
+        return row.spans + spans if row.spans else spans
+
+    # Evaluation
+
+    def _evaluate(self, ahead: dict[str, float]) -> None:
+        """One decode step of the oldest evaluation, of the weights that it is pinned to."""
+        while self.evaluations:
+            engine = self.evaluations[0]
+            planned = engine.plan()
+            if planned is None:
+                self.evaluations.popleft()
+                continue
+            steps = min(1, planned.steps)
+            self.num_evaluated = len(engine.decoded(steps))
+            seconds = sum(planned.ahead.values()) + steps * planned.first_s
+            ahead["evaluate"] = seconds + self.num_evaluated * self.costs.send_s
+            return

@@ -1,0 +1,217 @@
+"""What the simulator is given and gives back: what is sampled, what everything takes, and what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+
+class GroupWork(NamedTuple):
+    """What is sampled for one prompt: its tokens, those of each completion, and whether their rewards differ."""
+
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    has_signal: bool = True
+
+
+class Workload(Protocol):
+    """What a run samples."""
+
+    def group(self, ordinal: int, step: int) -> GroupWork:
+        """Group `ordinal`, which step `step` is likely to train. Asked once each."""
+        ...
+
+    def held_out(self, version: int) -> Sequence[GroupWork]:
+        """The prompts of an evaluation of `version`, with one completion each."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeUp:
+    """A workload by ordinal alone, so that every policy gets the same completions. Nothing is evaluated."""
+
+    lengths: Callable[[int], tuple[int, ...]]
+    has_signal: Callable[[int], bool] = lambda _: True
+    prompt_tokens: int = 1
+
+    def group(self, ordinal: int, step: int) -> GroupWork:  # noqa: ARG002
+        return GroupWork(self.prompt_tokens, self.lengths(ordinal), self.has_signal(ordinal))
+
+    def held_out(self, version: int) -> Sequence[GroupWork]:  # noqa: ARG002
+        return ()
+
+
+def heavy_tailed(
+    seed: int, *, completions: int, median: float = 200.0, sigma: float = 1.0, longest: int = 4000
+) -> Callable[[int], tuple[int, ...]]:
+    """Lognormal lengths, cut at `longest`: at sigma = 1 the mean is 1.65 medians, and one in 100 beyond 10 medians."""
+
+    def lengths(ordinal: int) -> tuple[int, ...]:
+        drawn = np.random.default_rng((seed, ordinal)).lognormal(np.log(median), sigma, completions)
+        return tuple(int(length) for length in np.clip(drawn, 1, longest))
+
+    return lengths
+
+
+class Batch(NamedTuple):
+    """What a training step reads."""
+
+    groups: int
+    completions: int
+    prompt_tokens: int  # each prompt counted once
+    completion_tokens: int
+
+
+def _nothing(*_: float) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds that everything takes alone on its device, with the threads it has.
+
+    `decode(replica, rows, context)`: one decode step of `rows` sequences with `context` tokens together; between two
+    events it is taken to be linear in `context`. `prefill(replica, tokens, is_alone)`: that many prompt tokens in a
+    pass of their own, or what they add to one that decodes. `train(batch)`: a step, by state. `jitter`: factors of mean
+    1, of which one is drawn for every piece of work of a kind ('decode', 'train', 'score').
+    """
+
+    decode: Callable[[int, int, float], float]
+    train: Callable[[Batch], Mapping[str, float]]
+    prefill: Callable[[int, int, bool], float] = _nothing
+    send_s: float = 0.0  # generator, for each finished completion
+    stage_s: float = 0.0  # generator, in the background: copy, verify and prepare a version
+    swap_s: float = 0.0  # generator: decoding stands still
+    publish_s: float = 0.0  # trainer: staging copy and probe
+    receive_s: float = 0.0  # trainer, for each rollout that arrives
+    record_s: float = 0.0  # trainer, for each rollout that was trained or skipped
+    checkpoint_s: float = 0.0  # trainer
+    score_s: float = 0.0  # of one completion, by one worker
+    decide_s: float = 0.0  # controller, for each event
+    to_controller_s: float = 0.0
+    to_generator_s: float = 0.0  # from the controller, and a version from the trainer
+    to_trainer_s: float = 0.0  # from the controller
+    to_rewards_s: float = 0.0
+    from_rewards_s: float = 0.0
+    jitter: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run's layout, as far as `ScheduleConfig` does not have it.
+
+    `cores`: of the machine that trainer and generators share, each with its threads; `beside` is how fast 'train' and
+    'decode' go with all cores busy, of their speed alone (`event_loop.Cores`). Without `cores` every executor has
+    devices of its own. `workers` = 0: any number of completions are scored at once.
+    """
+
+    replicas: int = 1
+    slots: int = 64
+    row_multiple: int = 1
+    weight_update: Literal["in_flight", "between_batches"] = "in_flight"
+    segment_tokens: int | None = None
+    kv_on_update: Literal["keep", "recompute", "recompute_if_older_than"] = "keep"
+    max_kv_age: int = 0
+    prefill_tokens: int = 512
+    prefill_chunk: int = 512
+    workers: int = 0
+    evaluates_first: int = 0  # evaluations at version 0
+    evaluate_every: int = 0
+    evaluation_slots: int = 64
+    checkpoint_every: int = 0
+    cores: int | None = None
+    trainer_threads: int = 1
+    generator_threads: int = 1
+    beside: Mapping[str, float] = field(default_factory=dict)
+
+
+class Step(NamedTuple):
+    """A training step: when it began and was done, in seconds from the first admission."""
+
+    ordinals: tuple[int, ...]
+    start_s: float
+    done_s: float
+    batch: Batch
+
+
+@dataclass
+class Simulated:
+    """What happened from the first admission to the end of the last step, `wall_s` later.
+
+    `lags` counts trained tokens by staleness in steps; `accounting` has the seconds of each process by state, which sum
+    to `wall_s`; `generated_tokens` include what was not trained.
+    """
+
+    timed: list[Step] = field(default_factory=list)
+    lags: Counter[int] = field(default_factory=Counter)
+    dropped: dict[int, str] = field(default_factory=dict)  # ordinal -> cause
+    started: Counter[int] = field(default_factory=Counter)  # replica -> groups
+    waited: dict[str, float] = field(default_factory=dict)  # what the trainer lacked, by the schedule -> seconds
+    accounting: dict[str, dict[str, float]] = field(default_factory=dict)
+    generated_tokens: int = 0
+    stale_tokens: int = 0  # of groups that were discarded for their age
+    left_tokens: int = 0  # generated by the end, of groups that no step trained
+    publishes_skipped: int = 0
+    wall_s: float = 0.0
+    slot_busy_s: float = 0.0
+    slot_s: float = 0.0  # slots times wall_s
+    num_events: int = 0  # that the schedule took
+    num_jumps: int = 0  # of the clock
+
+    @property
+    def steps(self) -> list[tuple[int, ...]]:
+        return [step.ordinals for step in self.timed]
+
+    @property
+    def trained(self) -> list[int]:
+        return [ordinal for step in self.timed for ordinal in step.ordinals]
+
+    @property
+    def num_admitted(self) -> int:
+        return self.started.total()
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds per step."""
+        return self.wall_s / max(len(self.timed), 1)
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        return self.lags.total() / max(self.wall_s, 1e-9)
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        return self.generated_tokens / max(self.wall_s, 1e-9)
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(self.lags.total(), 1)
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.lags, default=0)
+
+    @property
+    def trainer_idle_frac(self) -> float:
+        return idle_share(self.accounting["trainer"])
+
+    @property
+    def generator_idle_frac(self) -> float:
+        """Share of its time that the mean replica had nothing to decode."""
+        shares = [idle_share(states) for name, states in self.accounting.items() if name.startswith("generator")]
+        return sum(shares) / len(shares)
+
+    @property
+    def slot_idle_frac(self) -> float:
+        """Share of decode slots times time that was empty."""
+        return 1 - self.slot_busy_s / max(self.slot_s, 1e-9)
+
+
+def idle_share(seconds: Mapping[str, float]) -> float:
+    """Share of the time by state that was waiting."""
+    idle_s = sum(s for state, s in seconds.items() if state.startswith("wait_") or state == "idle")
+    return idle_s / max(sum(seconds.values()), 1e-9)

@@ -1,0 +1,461 @@
+"""A run in virtual time: the real schedule among generators, rewards and a trainer that only take time.
+
+    consumes      the schedule's commands
+    produces      its events; what happened when (`Simulated`); if asked, an `events.jsonl` that replays
+    waits for     nothing: the clock jumps to the next event (`plan/event_loop.py`)
+    ends when     the last step is done; ScheduleError where nothing can happen any more
+
+What is real: the schedule (`controller/policies.py`), so admission, order, bound and batches are those of a run. What
+is modelled is the rest of the system, by the rules that its code follows:
+
+    generator   `slots` rows decode in lock step; how long a step takes depends on the rows and their context. A group's
+                prompt is prefilled once, within a budget, in the step before its rows start, or alone where nothing
+                decodes. Messages, swaps and evaluation come between two steps. A staged version is swapped in at once
+                (in flight), or when no completion lives (between batches: until then none starts), or after
+                `segment_tokens` steps, when live ones are exported, prefilled again and go on.
+    rewards     `workers` score one completion each at a time, first come first served
+    trainer     does one thing at a time: it takes rollouts, and tells of whole groups, between two commands only; a
+                step, then the staging copy of a publish, then records
+    weights     two versions may be in transit; a replica stages the newest beside decoding, at low priority
+    controller  takes one event after the other; messages take a while either way
+
+What is sampled comes from a `Workload`, how long everything takes from `Costs`: of a run's files (`plan/calibrate.py`),
+of a cost model, or made up. Executors on one machine's cores slow each other (`event_loop.Cores`). Nothing here knows
+what weights do to lengths or rewards, and nobody dies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.controller.machine import Event, SchedulingPolicy
+from slipstream.core.errors import ScheduleError
+from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGroup, StepDone, Swapped, TrainStep
+from slipstream.observe.recorder import EventRecorder
+from slipstream.plan.event_loop import Cores, Device, EventLoop, OwnDevice
+from slipstream.plan.simulated_generator import Account, Replica, Row
+from slipstream.plan.simulated_run import Batch, Costs, GroupWork, Setup, Simulated, Step, Workload
+
+VERSIONS_IN_TRANSIT = 2
+"""Slots of a publisher (`controller/weights.py`)."""
+DRAWN_AT_ONCE = 1024
+
+
+def simulate(
+    policy: SchedulingPolicy,
+    setup: Setup,
+    workload: Workload,
+    costs: Costs,
+    *,
+    seed: int = 0,
+    events: Path | None = None,
+) -> Simulated:
+    """Run `policy` from its first event to its last step; a function of its arguments.
+
+    With `events` every decision is written there, as a run writes `events.jsonl`: `slipstream replay` takes it.
+    Raises ScheduleError where it deadlocks.
+    """
+    return Simulation(policy, setup, workload, costs, seed=seed, events=events).run()
+
+
+class _Rewards:
+    """`workers` servers, first come first served; with 0 of them nobody waits."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.workers, self.num_busy = simulation, simulation.setup.workers, 0
+        self.queue: deque[int | None] = deque()
+
+    def score(self, ordinals: Sequence[int | None]) -> None:
+        """Completions arrive: of training groups, or of an evaluation (None), of which nobody hears here."""
+        self.queue.extend(ordinals)
+        while self.queue and not 0 < self.workers <= self.num_busy:
+            self._begin(self.queue.popleft())
+
+    def _begin(self, ordinal: int | None) -> None:
+        simulation = self.simulation
+        self.num_busy += 1
+        simulation.later(simulation.costs.score_s * simulation.drawn("score"), partial(self._scored, ordinal))
+
+    def _scored(self, ordinal: int | None) -> None:
+        simulation = self.simulation
+        self.num_busy -= 1
+        if ordinal is not None:
+            simulation.later(simulation.costs.from_rewards_s, partial(simulation.trainer.take, ordinal))
+        self.score(())
+
+
+class _Save:
+    """The controller's command to save a checkpoint."""
+
+
+class _Trainer:
+    """The trainer process: rollouts that arrived, then commands up to one step, and again."""
+
+    def __init__(self, simulation: Simulation, device: Device) -> None:
+        self.simulation, self.setup, self.costs, self.device = simulation, simulation.setup, simulation.costs, device
+        self.account = Account(simulation.loop, "wait_generation")
+        self.reason = "generation"
+        self.commands: deque[TrainStep | Skip | _Save] = deque()
+        self.arrived: list[int] = []  # ordinals, one for each rollout
+        self.missing: dict[int, int] = {}  # ordinal -> rollouts to come
+        self.todo: deque[tuple[Mapping[str, float], Callable[[], None]]] = deque()  # before anything else
+        self.is_busy = False
+        self.working: Mapping[str, float] = {}
+        self.reading: dict[int, set[int]] = {}  # version in transit -> replicas that have not released it
+        self.held: int | None = None  # was published while none could go on its way
+
+    # What comes in
+
+    def take(self, ordinal: int) -> None:
+        """A rollout of group `ordinal`."""
+        self.arrived.append(ordinal)
+        self.wake()
+
+    def obey(self, command: TrainStep | Skip | _Save) -> None:
+        self.commands.append(command)
+        self.wake()
+
+    def wait_for(self, reason: str) -> None:
+        self.reason = reason
+        if not self.is_busy:
+            self.account.enter(f"wait_{reason}")
+
+    def release(self, version: int, replica: int) -> None:
+        self.reading[version].discard(replica)
+        if not self.reading[version]:
+            del self.reading[version]
+            self.wake()
+
+    # The loop
+
+    def wake(self) -> None:
+        if not self.is_busy:
+            self.is_busy = True
+            self.account.enter("receive")
+            self._go_on()
+
+    def _go_on(self) -> None:
+        while (next_up := self._next()) is not None:
+            states, then = next_up
+            work_s = sum(states.values())
+            if work_s > 0:
+                self.working = states
+                self.device.run("train", self.setup.trainer_threads, work_s, partial(self._done, then))
+                return
+            then()
+        self.is_busy = False
+        self.account.enter(f"wait_{self.reason}")
+
+    def _done(self, then: Callable[[], None]) -> None:
+        self.account.spend(self.working)
+        self.working = {}
+        then()
+        self._go_on()
+
+    def _next(self) -> tuple[Mapping[str, float], Callable[[], None]] | None:
+        """Seconds by state of the next piece of work, and what comes of it."""
+        costs = self.costs
+        if self.todo:
+            return self.todo.popleft()
+        if self.held is not None and len(self.reading) < VERSIONS_IN_TRANSIT:
+            version, self.held = self.held, None
+            self._offer(version)
+        if self.arrived:
+            arrived, self.arrived = self.arrived, []
+            return {"receive": len(arrived) * costs.receive_s}, partial(self._count_in, arrived)
+        if not self.commands:
+            return None
+        match self.commands.popleft():
+            case TrainStep() as command:
+                return self._begin(command)
+            case Skip() as command:
+                rollouts = len(command.ordinals) * self.simulation.policy.config.completions_per_group
+                return {"record": rollouts * costs.record_s}, _nothing
+            case _Save():
+                return {"checkpoint": costs.checkpoint_s}, _nothing
+
+    def _count_in(self, arrived: Sequence[int]) -> None:
+        """Tell of groups that are whole now."""
+        size, missing = self.simulation.policy.config.completions_per_group, self.missing
+        for ordinal in arrived:
+            left = missing.pop(ordinal, size) - 1
+            if left:
+                missing[ordinal] = left
+            else:
+                self.simulation.scored(ordinal)
+
+    def _begin(self, command: TrainStep) -> tuple[Mapping[str, float], Callable[[], None]]:
+        batch = self.simulation.began(command)
+        factor = self.simulation.drawn("train")
+        states = {state: seconds * factor for state, seconds in self.costs.train(batch).items()}
+        return states, partial(self._trained, command, batch)
+
+    def _trained(self, command: TrainStep, batch: Batch) -> None:
+        version, config = command.step + 1, self.simulation.policy.config
+        self.simulation.stepped(command)
+        if version % config.publish_every == 0 or version == config.steps:
+            self.todo.append(({"stage": self.costs.publish_s}, partial(self._publish, version)))
+        self.todo.append(({"record": batch.completions * self.costs.record_s}, _nothing))
+
+    def _publish(self, version: int) -> None:
+        self.held = None
+        if len(self.reading) < VERSIONS_IN_TRANSIT:
+            self._offer(version)
+        else:
+            self.held = version
+            self.simulation.result.publishes_skipped += 1
+
+    def _offer(self, version: int) -> None:
+        self.reading[version] = {replica.index for replica in self.simulation.replicas}
+        for replica in self.simulation.replicas:
+            self.simulation.later(self.costs.to_generator_s, partial(replica.offer, version))
+
+    def end_run(self) -> None:
+        """Account for what is under way."""
+        if self.working:
+            self.account.spend(self.working)
+        else:
+            self.account.enter("end")
+
+
+def _nothing() -> None:
+    """Nothing comes of it but the time it took."""
+
+
+class Simulation:
+    """The controller's part, and what the others tell each other. `run` it once."""
+
+    def __init__(
+        self,
+        policy: SchedulingPolicy,
+        setup: Setup,
+        workload: Workload,
+        costs: Costs,
+        *,
+        seed: int = 0,
+        events: Path | None = None,
+    ) -> None:
+        self.policy, self.setup, self.workload, self.costs = policy, setup, workload, costs
+        self.loop = EventLoop()
+        self.result = Simulated()
+        cores = None if setup.cores is None else Cores(self.loop, setup.cores, setup.beside)
+        self.trainer = _Trainer(self, cores or OwnDevice(self.loop))
+        self.rewards = _Rewards(self)
+        self.replicas = [Replica(self, index, cores or OwnDevice(self.loop)) for index in range(setup.replicas)]
+        self._recorder = None if events is None else EventRecorder(events, self.loop)
+        self._random = np.random.default_rng((seed, 0))
+        self._drawn: dict[str, list[float]] = {}
+        self._groups: dict[int, GroupWork] = {}  # admitted, not trained or dropped
+        self._tokens: dict[int, dict[int, int]] = {}  # what is finished of them, by version
+        self._begun: dict[int, tuple[float, Batch]] = {}  # step -> when, of what
+        self._events: deque[Event] = deque()
+        self._is_deciding = False
+        self._free_s = 0.0  # when the controller has come to the last event
+        self._reason_since_s = 0.0
+        self._evaluation_due: int | None = None
+
+    def run(self) -> Simulated:
+        if self._recorder is not None:
+            self._recorder.record(self.policy.began(), [])
+        try:
+            for replica in self.replicas:
+                self._decide(_swapped(replica.index, 0))
+            for _ in range(self.setup.evaluates_first):
+                self._evaluate(0)
+            policy, step = self.policy, self.loop.step
+            while not policy.is_finished:
+                if not step():
+                    raise ScheduleError(
+                        "the schedule is stuck: nothing can happen any more",
+                        got=f"after step {policy.steps_done} the trainer waits for {policy.waits_for()}",
+                    )
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
+        return self._finished()
+
+    # Time
+
+    def later(self, seconds: float, do: Callable[[], None]) -> None:
+        """After `seconds`; at once, and not by way of the heap, where that is nothing."""
+        if seconds > 0:
+            self.loop.after(seconds, do)
+        else:
+            do()
+
+    def drawn(self, kind: str, count: int = 1) -> float:
+        """A factor of the jitter of `kind`; for `count` pieces on end one that varies as their mean does."""
+        factors = self.costs.jitter.get(kind)
+        if not factors:
+            return 1.0
+        drawn = self._drawn.setdefault(kind, [])
+        if not drawn:
+            drawn.extend(self._random.choice(np.asarray(factors), DRAWN_AT_ONCE).tolist())
+        factor = drawn.pop()
+        return factor if count <= 1 else 1.0 + (factor - 1.0) / math.sqrt(count)
+
+    # What the executors tell
+
+    def finished(self, replica: int, rows: Sequence[tuple[Row, list[tuple[int, int]]]]) -> None:
+        """Completions go to the rewards, word of them to the controller."""
+        for row, spans in rows:
+            tokens = self._tokens[row.ordinal]
+            for version, count in spans:
+                tokens[version] = tokens.get(version, 0) + count
+        self.later(self.costs.to_rewards_s, partial(self.rewards.score, [row.ordinal for row, _ in rows]))
+        self.later(self.costs.to_controller_s, partial(self._hear_finished, replica, [row for row, _ in rows]))
+
+    def evaluated(self, count: int) -> None:
+        self.later(self.costs.to_rewards_s, partial(self.rewards.score, [None] * count))
+
+    def swapped(self, replica: int, version: int) -> None:
+        self.later(self.costs.to_controller_s, partial(self._hear_swapped, replica, version))
+
+    def scored(self, ordinal: int) -> None:
+        self.later(self.costs.to_controller_s, partial(self._hear_scored, ordinal))
+
+    def began(self, command: TrainStep) -> Batch:
+        """The trainer begins a step; what it reads."""
+        works = [self._groups.pop(ordinal) for ordinal in command.ordinals]
+        total = 0
+        for ordinal in command.ordinals:
+            for version, count in self._tokens.pop(ordinal).items():
+                self.result.lags[command.step - version] += count
+                total += count
+        batch = Batch(len(works), sum(len(w.lengths) for w in works), sum(w.prompt_tokens for w in works), total)
+        self._begun[command.step] = (self.loop.time_s, batch)
+        return batch
+
+    def stepped(self, command: TrainStep) -> None:
+        self.later(self.costs.to_controller_s, partial(self._hear_stepped, command))
+
+    # The controller
+
+    def _hear_finished(self, replica: int, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._decide(
+                CompletionFinished(
+                    ordinal=row.ordinal,
+                    sample=row.sample,
+                    replica=replica,
+                    num_tokens=row.length,
+                    min_version=0,
+                    max_version=0,
+                )
+            )
+
+    def _hear_scored(self, ordinal: int) -> None:
+        tokens = self._tokens[ordinal]
+        self._decide(
+            GroupScored(
+                ordinal=ordinal,
+                has_signal=self._groups[ordinal].has_signal,
+                mean_reward=0.5,
+                num_failed=0,
+                min_version=min(tokens),
+                max_version=max(tokens),
+            )
+        )
+
+    def _hear_swapped(self, replica: int, version: int) -> None:
+        self._decide(_swapped(replica, version))
+        if self._evaluation_due is not None and version >= self._evaluation_due:
+            self._evaluation_due = None
+            self._evaluate(version)
+
+    def _hear_stepped(self, command: TrainStep) -> None:
+        start_s, batch = self._begun.pop(command.step)
+        self.result.timed.append(Step(command.ordinals, start_s, self.loop.time_s, batch))
+        self._decide(StepDone(step=command.step, version=command.step + 1, metrics={}))
+
+    def _decide(self, event: Event) -> None:
+        """Let the schedule decide, one event after the other; carry it out."""
+        self._events.append(event)
+        if self._is_deciding:
+            return
+        self._is_deciding = True
+        while self._events:
+            event = self._events.popleft()
+            commands = self.policy.apply(event)
+            self.result.num_events += 1
+            if self._recorder is not None:
+                self._recorder.record(event, commands)
+            self._free_s = max(self._free_s, self.loop.time_s) + self.costs.decide_s
+            if isinstance(event, StepDone):
+                self._after_step(event.version)
+            for command in commands:
+                match command:
+                    case StartGroup():
+                        self._start(command)
+                    case TrainStep():
+                        self._send(self.costs.to_trainer_s, partial(self.trainer.obey, command))
+                    case Skip():
+                        self._skip(command)
+            self._tell_reason()
+        self._is_deciding = False
+
+    def _tell_reason(self) -> None:
+        reason = self.policy.waits_for()
+        if reason != self.trainer.reason:
+            self._count_reason()
+            self.trainer.wait_for(reason)
+
+    def _count_reason(self) -> None:
+        now_s, reason, waited = self.loop.time_s, self.trainer.reason, self.result.waited
+        waited[reason] = waited.get(reason, 0.0) + now_s - self._reason_since_s
+        self._reason_since_s = now_s
+
+    def _send(self, seconds: float, do: Callable[[], None]) -> None:
+        """When the controller has come to it, and `seconds` on the way."""
+        self.later(self._free_s - self.loop.time_s + seconds, do)
+
+    def _start(self, command: StartGroup) -> None:
+        ordinal, config = command.ordinal, self.policy.config
+        work = self.workload.group(ordinal, self.policy.place(ordinal) // config.groups_per_step)
+        self._groups[ordinal], self._tokens[ordinal] = work, {}
+        self.result.started[command.replica] += 1
+        self._send(self.costs.to_generator_s, partial(self.replicas[command.replica].admit, ordinal, work))
+
+    def _skip(self, command: Skip) -> None:
+        for ordinal in command.ordinals:
+            self.result.dropped[ordinal] = command.cause
+            del self._groups[ordinal]
+            tokens = sum(self._tokens.pop(ordinal).values())
+            self.result.stale_tokens += tokens if command.cause == "stale" else 0
+        self._send(self.costs.to_trainer_s, partial(self.trainer.obey, command))
+
+    def _after_step(self, done: int) -> None:
+        setup = self.setup
+        if setup.checkpoint_every and done % setup.checkpoint_every == 0:
+            self._send(self.costs.to_trainer_s, partial(self.trainer.obey, _Save()))
+        if setup.evaluate_every and done % setup.evaluate_every == 0 and done < self.policy.config.steps:
+            self._evaluation_due = done
+
+    def _evaluate(self, version: int) -> None:
+        """On the replica with the newest version, the first of them."""
+        versions = self.policy.versions
+        newest = max(self.replicas, key=lambda replica: (versions[replica.index], -replica.index))
+        prompts = self.workload.held_out(version)
+        self._send(self.costs.to_generator_s, partial(newest.evaluate, prompts, version))
+
+    def _finished(self) -> Simulated:
+        result, now_s = self.result, self.loop.time_s
+        self._count_reason()
+        self.trainer.end_run()
+        result.left_tokens = sum(replica.end_run() for replica in self.replicas)
+        result.left_tokens += sum(sum(tokens.values()) for tokens in self._tokens.values())
+        result.accounting["trainer"] = self.trainer.account.seconds
+        result.accounting |= {replica.name: replica.account.seconds for replica in self.replicas}
+        result.wall_s, result.num_jumps = now_s, self.loop.num_events
+        result.slot_s = len(self.replicas) * self.setup.slots * now_s
+        return result
+
+
+def _swapped(replica: int, version: int) -> Swapped:
+    return Swapped(replica=replica, version=version, transfer_s=0.0, pause_s=0.0, probe_error=0.0)
