@@ -24,7 +24,7 @@ from slipstream.core.sections import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.batches import slowest_replica
 from slipstream.plan.collectives import all_gather_s, all_reduce_s
-from slipstream.plan.counts import BYTES, COMPUTED_BYTES, Counts
+from slipstream.plan.counts import BYTES, COMPUTED_BYTES, counts_of
 from slipstream.plan.hardware import Cluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
@@ -93,7 +93,7 @@ class CostModel:
 
     def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
         """Seconds for one token of each of `live` completions, that see `context` tokens in the mean."""
-        counts, model = Counts(self.model, layout.tensor_parallel), self.model
+        counts, model = counts_of(self.model, layout.tensor_parallel), self.model
         precision, activation = layout.precision, COMPUTED_BYTES[layout.precision]
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
         width, logits = model.hidden_size * activation, live * model.vocab_size * 4
@@ -113,7 +113,7 @@ class CostModel:
 
     def prefill(self, layout: GeneratorLayout, *, prompts: float) -> Parts:
         """Seconds to prefill so many prompts on one replica, in chunks beside decode steps."""
-        counts, model = Counts(self.model, layout.tensor_parallel), self.model
+        counts, model = counts_of(self.model, layout.tensor_parallel), self.model
         tokens = prompts * self.workload.lengths.prompt_mean
         chunk = min(tokens, PREFILL_CHUNK)
         attention = 2 * chunk * self.workload.lengths.prompt_mean * counts.local.query_size
@@ -165,10 +165,10 @@ class CostModel:
         for W bytes of a replica: each of its ranks takes its part, and every trainer rank sends as much as any other
         (`weight_sync/plan.py`). Only `stage` and `pause` cost work; a transfer costs staleness.
         """
-        counts = Counts(self.model, generator.tensor_parallel)
+        counts = counts_of(self.model, generator.tensor_parallel)
         part = counts.served_bytes(generator.precision)
         whole = part * generator.tensor_parallel
-        params = Counts(self.model, trainer.tensor_parallel).params / trainer.data_parallel
+        params = counts_of(self.model, trainer.tensor_parallel).params / trainer.data_parallel
         bandwidth = self.cluster.device.network_bandwidth * self.efficiency.network
         staged = params * BYTES[generator.precision]
         return Parts(
@@ -209,7 +209,7 @@ class CostModel:
         if self.workload.reference:
             training += self.reference_pass(trainer)
         if plan.frees == "optimizer_too":  # fp32 weights and two moments, to the host and back
-            kept = 12 * Counts(self.model, trainer.tensor_parallel).params / trainer.data_parallel
+            kept = 12 * counts_of(self.model, trainer.tensor_parallel).params / trainer.data_parallel
             training += Parts({"offload": 2 * kept / self.cluster.device.host_bandwidth})
         generating = self.generation(generator, waits_for_longest=True)
         generating += Parts({"transfer": self.weight_sync(trainer, generator)["transfer"]})
@@ -233,7 +233,7 @@ class CostModel:
 
         Float32 weights and moments, as `trainer/sharded_optim.py` keeps them, are 12 bytes a parameter in all.
         """
-        counts, model, workload = Counts(self.model, layout.tensor_parallel), self.model, self.workload
+        counts, model, workload = counts_of(self.model, layout.tensor_parallel), self.model, self.workload
         element = COMPUTED_BYTES[layout.precision]
         params, shards = counts.params, layout.data_parallel
         layer = counts.layer_matrix + counts.layer_vectors
@@ -253,7 +253,7 @@ class CostModel:
             "logits": 3 * logits,  # as they are, their probabilities, their gradient
         }
         if served is not None:
-            parts["staging"] = 2 * Counts(self.model, layout.tensor_parallel).served_bytes(served) / shards
+            parts["staging"] = 2 * counts_of(self.model, layout.tensor_parallel).served_bytes(served) / shards
         if workload.reference:
             parts["reference"] = 4 * params / shards
         return Parts(parts)
@@ -263,7 +263,7 @@ class CostModel:
 
         Slots are counted at their longest (prompt and longest completion): the engine admits by that.
         """
-        counts, lengths = Counts(self.model, layout.tensor_parallel), self.workload.lengths
+        counts, lengths = counts_of(self.model, layout.tensor_parallel), self.workload.lengths
         version = counts.served_bytes(layout.precision)
         longest = math.ceil((lengths.prompt_mean + lengths.longest) / PAGE) * PAGE
         parts = {
@@ -278,7 +278,7 @@ class CostModel:
 
     def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout, *, microbatch: int = 8) -> Parts:
         """Bytes on each device of an executor that only reads, `microbatch` rollouts at once."""
-        counts, element = Counts(model), COMPUTED_BYTES[layout.precision]
+        counts, element = counts_of(model), COMPUTED_BYTES[layout.precision]
         tokens = microbatch * self.workload.trained_tokens
         return Parts(
             {
@@ -305,9 +305,14 @@ class CostModel:
             kept = kept.without("moments", "weights")
         return {"trains": training + version, "generates": kept + generating + version}
 
+    @property
+    def usable_bytes(self) -> float:
+        """Of a device's memory, what a layout can have of it."""
+        return USABLE_MEMORY * self.cluster.device.memory_bytes
+
     def fits(self, *memory: Parts) -> bool:
-        """Whether each of these fits on a device, less what nobody can use."""
-        return all(parts.total <= USABLE_MEMORY * self.cluster.device.memory_bytes for parts in memory)
+        """Whether each of these fits on a device."""
+        return all(parts.total <= self.usable_bytes for parts in memory)
 
     # Pieces
 
@@ -315,12 +320,7 @@ class CostModel:
     def _context(self) -> float:
         """Mean tokens that a live completion sees: it is found at any of its tokens, and longer ones more often."""
         lengths = self.workload.lengths
-        return lengths.prompt_mean + self._mean_square / lengths.mean / 2
-
-    @property
-    def _mean_square(self) -> float:
-        completions = self.workload.lengths.completions
-        return sum(length * length for length in completions) / len(completions)
+        return lengths.prompt_mean + self.workload.lengths.mean_square / lengths.mean / 2
 
     def _full(self, layout: GeneratorLayout, rollouts: float) -> Parts:
         """Seconds in which a replica with all its slots taken generates `rollouts`."""
@@ -350,7 +350,7 @@ class CostModel:
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         """Forward and backward pass over `rollouts` on one model-parallel group."""
         layers, passes = self.model.num_layers, 4 if layout.recompute else 3
-        counts, ranks = Counts(self.model, layout.tensor_parallel), layout.tensor_parallel
+        counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.tensor_parallel
         tokens = rollouts * self.workload.trained_tokens
         layer = self._layer_pass(layout, tokens)
         width = tokens * self.model.hidden_size * COMPUTED_BYTES[layout.precision]
@@ -369,7 +369,7 @@ class CostModel:
 
     def _forward(self, layout: TrainerLayout, rollouts: float) -> Parts:
         """A forward pass alone, down to logprobs."""
-        layers, counts = self.model.num_layers, Counts(self.model, layout.tensor_parallel)
+        layers, counts = self.model.num_layers, counts_of(self.model, layout.tensor_parallel)
         tokens = rollouts * self.workload.trained_tokens
         layer = self._layer_pass(layout, tokens)
         width = tokens * self.model.hidden_size * COMPUTED_BYTES[layout.precision]
@@ -385,8 +385,8 @@ class CostModel:
 
     def _layer_pass(self, layout: TrainerLayout, tokens: float) -> Parts:
         """One layer, once; a backward pass is two of them."""
-        counts, lengths = Counts(self.model, layout.tensor_parallel), self.workload.lengths
-        seen = lengths.prompt_mean + self._mean_square / lengths.mean / 2  # by a token, in the mean
+        counts, lengths = counts_of(self.model, layout.tensor_parallel), self.workload.lengths
+        seen = lengths.prompt_mean + self.workload.lengths.mean_square / lengths.mean / 2  # by a token, in the mean
         attention = 4 * tokens * seen * counts.local.query_size
         nbytes = tokens * counts.moved_elements * COMPUTED_BYTES[layout.precision]
         return Parts(
@@ -398,7 +398,7 @@ class CostModel:
 
     def _head(self, layout: TrainerLayout, rollouts: float, *, is_trained: bool) -> Parts:
         """Logits of completion tokens, gathered over the ranks that share the vocabulary."""
-        counts = Counts(self.model, layout.tensor_parallel)
+        counts = counts_of(self.model, layout.tensor_parallel)
         tokens = rollouts * self.workload.lengths.mean
         logits = tokens * self.model.vocab_size
         forwards = 2 if is_trained and logits > LOGITS_AT_ONCE else 1
@@ -412,13 +412,13 @@ class CostModel:
         )
 
     def _gather_layer(self, layout: TrainerLayout) -> float:
-        counts = Counts(self.model, layout.tensor_parallel)
+        counts = counts_of(self.model, layout.tensor_parallel)
         nbytes = (counts.layer_matrix + counts.layer_vectors) * COMPUTED_BYTES[layout.precision]
         return self._all_gather(nbytes / self.efficiency.network, layout.data_parallel, stride=layout.tensor_parallel)
 
     def _update(self, layout: TrainerLayout) -> Parts:
         """An optimizer update: weights, moments and gradient are read, the first three written; and late gradients."""
-        counts = Counts(self.model, layout.tensor_parallel)
+        counts = counts_of(self.model, layout.tensor_parallel)
         parts = {"optimizer": self._move(28 * counts.params / layout.data_parallel)}
         if layout.reduce_once:
             reduced = 4 / COMPUTED_BYTES[layout.precision] * self._gather_layer(layout)
@@ -434,7 +434,7 @@ class CostModel:
         if ranks == 1:
             return 0.0
         mean = self.workload.lengths.mean
-        deviation = math.sqrt(max(self._mean_square - mean * mean, 0.0)) / self.workload.trained_tokens
+        deviation = math.sqrt(max(self.workload.lengths.mean_square - mean * mean, 0.0)) / self.workload.trained_tokens
         mine = max(self.workload.rollouts / ranks, 1.0)
         return deviation / math.sqrt(mine) * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 

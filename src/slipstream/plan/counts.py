@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from slipstream.core.sections import Precision
 from slipstream.models.config import TransformerConfig, local_config
@@ -25,19 +26,19 @@ class Counts:
     model: TransformerConfig
     ranks: int = 1
 
-    @property
+    @cached_property
     def local(self) -> TransformerConfig:
         """Heads and inner width of the rank. ConfigError when the model cannot be divided so."""
         return local_config(self.model, self.ranks)
 
-    @property
+    @cached_property
     def layer_matrix(self) -> int:
         """Weights of a layer's products."""
         local = self.local
         attention = local.hidden_size * (local.query_size + 2 * local.kv_size) + local.query_size * local.hidden_size
         return attention + (3 if local.gated_mlp else 2) * local.hidden_size * local.intermediate_size
 
-    @property
+    @cached_property
     def layer_vectors(self) -> int:
         """Norms and biases of a layer; those of `output` and `down` lie on the first rank, which is this one."""
         local = self.local
@@ -60,7 +61,7 @@ class Counts:
         positions = self.model.max_positions if self.model.rotary_dim == 0 else 0
         return (self.model.vocab_size + positions) * self.model.hidden_size
 
-    @property
+    @cached_property
     def params(self) -> int:
         """All that the rank holds. Identity: that of a `Transformer` with this shape."""
         layers = self.model.num_layers * (self.layer_matrix + self.layer_vectors)
@@ -93,7 +94,7 @@ class Counts:
         """Sums over ranks in a layer's forward pass: after attention and after the MLP, or after both together."""
         return 1 if self.model.parallel_residual else 2
 
-    @property
+    @cached_property
     def kept_elements(self) -> int:
         """Activations per token and layer that a backward pass without recomputation keeps.
 
@@ -104,9 +105,15 @@ class Counts:
         attention = 2 * local.query_size + 2 * local.kv_size
         return 4 * local.hidden_size + attention + (3 if local.gated_mlp else 2) * local.intermediate_size
 
-    @property
+    @cached_property
     def moved_elements(self) -> int:
         """Activations per token and layer that a forward pass writes and reads again between its products."""
         local = self.local
         heads = 2 * (local.query_size + local.kv_size)  # rotation
         return 2 * (6 * local.hidden_size + heads + (3 if local.gated_mlp else 2) * local.intermediate_size)
+
+
+@cache
+def counts_of(model: TransformerConfig, ranks: int = 1) -> Counts:
+    """The counts of a shape, made once: a search asks for the same ones thousands of times."""
+    return Counts(model, ranks)
