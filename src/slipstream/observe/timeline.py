@@ -427,10 +427,10 @@ def timeline_path(run_dir: Path, process: str) -> Path:
 
 def process_files(run_dir: Path) -> list[Path]:
     """The timeline files of a run's processes, in the order of the loop."""
-    return sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: _process_order(path.stem))
+    return sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: process_order(path.stem))
 
 
-def _process_order(process: str) -> tuple[int, str]:
+def process_order(process: str) -> tuple[int, str]:
     """Processes in the order of the loop, whatever their numbering."""
     order = ("controller", "generator", "rewards", "reward_models", "reference", "trainer")
     return next((i for i, name in enumerate(order) if process.startswith(name)), len(order)), process
