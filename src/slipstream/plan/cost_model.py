@@ -29,6 +29,7 @@ from slipstream.plan.hardware import Cluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
+    Frees,
     GeneratorLayout,
     Parts,
     ScorerLayout,
@@ -75,7 +76,8 @@ class CostModel:
         microbatch = self._microbatch(layout, max(mine / count, 1.0)).times(count * workload.epochs)
         updates = self._update(layout).times(workload.minibatches * workload.epochs)
         parts = microbatch + Parts({"imbalance": self._imbalance(layout) * microbatch.total}) + updates
-        return parts.times(2.0) if workload.critic else parts
+        parts = parts.times(2.0) if workload.critic else parts
+        return parts + Parts({"serial": self.efficiency.serial_s})
 
     def reference_pass(self, layout: TrainerLayout) -> Parts:
         """Seconds of the reference's logprobs, where it lies beside the trainer and is divided as the policy is."""
@@ -93,7 +95,7 @@ class CostModel:
 
     def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
         """Seconds for one token of each of `live` completions, that see `context` tokens in the mean."""
-        counts, model = counts_of(self.model, layout.tensor_parallel), self.model
+        counts, model, ranks = counts_of(self.model, layout.tensor_parallel), self.model, layout.tensor_parallel
         precision, activation = layout.precision, COMPUTED_BYTES[layout.precision]
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
         width, logits = model.hidden_size * activation, live * model.vocab_size * 4
@@ -105,9 +107,11 @@ class CostModel:
                 "kernels": (model.num_layers * DECODE_KERNELS + LOGIT_PASSES) * self.efficiency.kernel_s,
                 "tensor_parallel": model.num_layers
                 * counts.joins
-                * self._all_reduce(live * width, layout.tensor_parallel)
-                + self._all_gather(logits, layout.tensor_parallel),
-                "sampler": self._move(LOGIT_PASSES * logits) + self.efficiency.step_s,
+                * self._all_reduce(live * width, ranks, in_graph=True)
+                + self._all_gather(logits, ranks, in_graph=True),
+                "sampler": self._move(LOGIT_PASSES * logits)
+                + self.efficiency.step_s
+                + live * self.efficiency.sequence_s,
             }
         )
 
@@ -205,22 +209,32 @@ class CostModel:
                 "a co-located plan has all executors on the same devices",
                 got=f"{trainer.devices} for the trainer, {generator.devices} for the generator",
             )
-        training = self.train_step(trainer)
-        if self.workload.reference:
-            training += self.reference_pass(trainer)
-        if plan.frees == "optimizer_too":  # fp32 weights and two moments, to the host and back
-            kept = 12 * counts_of(self.model, trainer.tensor_parallel).params / trainer.data_parallel
-            training += Parts({"offload": 2 * kept / self.cluster.device.host_bandwidth})
-        generating = self.generation(generator, waits_for_longest=True)
-        generating += Parts({"transfer": self.weight_sync(trainer, generator)["transfer"]})
-        if self.workload.reward_model is not None:
-            scorer = ScorerLayout(devices=trainer.devices)
-            training += self.scoring(self.workload.reward_model, scorer)
+        training = self.training_turn(trainer, plan.frees)
+        generating = self.generating_turn(generator)
         seconds = training.total + generating.total
         sides = {"trainer": training, "generator": generating}
         return StepTime(
             seconds=seconds, sides=sides, idle={side: 1 - parts.total / seconds for side, parts in sides.items()}
         )
+
+    def training_turn(self, layout: TrainerLayout, frees: Frees) -> Parts:
+        """Seconds of all that a co-located plan does besides generating, on the trainer's devices."""
+        training = self.train_step(layout)
+        if self.workload.reference:
+            training += self.reference_pass(layout)
+        if frees == "optimizer_too":  # fp32 weights and two moments, to the host and back
+            kept = 12 * counts_of(self.model, layout.tensor_parallel).params / layout.data_parallel
+            training += Parts({"offload": 2 * kept / self.cluster.device.host_bandwidth})
+        if self.workload.reward_model is not None:
+            training += self.scoring(self.workload.reward_model, ScorerLayout(devices=layout.devices))
+        return training
+
+    def generating_turn(self, layout: GeneratorLayout) -> Parts:
+        """Seconds in which a co-located plan generates a step's rollouts, the new weights' way to where they are used
+        included: every device sends as much as any other, however the trainer divides the model."""
+        anywhere = TrainerLayout(devices=layout.devices, tensor_parallel=1, microbatch=1)
+        transfer = self.weight_sync(anywhere, layout)["transfer"]
+        return self.generation(layout, waits_for_longest=True) + Parts({"transfer": transfer})
 
     def tokens_per_s(self, step: StepTime) -> float:
         """Completion tokens that a step trains, per second."""
@@ -341,11 +355,12 @@ class CostModel:
         """Seconds to read or write so much memory."""
         return nbytes / self.cluster.device.memory_bandwidth / self.efficiency.memory
 
-    def _all_reduce(self, nbytes: float, ranks: int) -> float:
-        return self.efficiency.collective * all_reduce_s(nbytes, ranks, self.cluster)
+    def _all_reduce(self, nbytes: float, ranks: int, *, in_graph: bool = False) -> float:
+        return self.efficiency.collective * all_reduce_s(nbytes, ranks, self.cluster, in_graph=in_graph)
 
-    def _all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        return self.efficiency.collective * all_gather_s(nbytes, ranks, self.cluster, stride=stride)
+    def _all_gather(self, nbytes: float, ranks: int, *, stride: int = 1, in_graph: bool = False) -> float:
+        seconds = all_gather_s(nbytes, ranks, self.cluster, stride=stride, in_graph=in_graph)
+        return self.efficiency.collective * seconds
 
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         """Forward and backward pass over `rollouts` on one model-parallel group."""
@@ -414,7 +429,7 @@ class CostModel:
     def _gather_layer(self, layout: TrainerLayout) -> float:
         counts = counts_of(self.model, layout.tensor_parallel)
         nbytes = (counts.layer_matrix + counts.layer_vectors) * COMPUTED_BYTES[layout.precision]
-        return self._all_gather(nbytes / self.efficiency.network, layout.data_parallel, stride=layout.tensor_parallel)
+        return self._all_gather(nbytes, layout.data_parallel, stride=layout.tensor_parallel)
 
     def _update(self, layout: TrainerLayout) -> Parts:
         """An optimizer update: weights, moments and gradient are read, the first three written; and late gradients."""

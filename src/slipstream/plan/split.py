@@ -41,6 +41,11 @@ class Frontier(Generic[What]):
         index = bisect.bisect_left(self._rising, -seconds)
         return self.choices[index] if index < len(self.choices) else None
 
+    def with_devices(self, devices: int) -> Choice[What] | None:
+        """The fastest one on at most `devices`."""
+        index = bisect.bisect_right(self.choices, devices, key=lambda choice: choice.devices)
+        return self.choices[index - 1] if index else None
+
 
 def best_split(frontiers: Mapping[str, Frontier[What]], devices: int) -> dict[str, Choice[What]] | None:
     """The choices with the lowest largest time; None where `devices` do not suffice for one of each.

@@ -1,0 +1,175 @@
+"""The search against brute force over every configuration of small spaces, on costs without any regularity."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_costs import TableCosts
+
+from slipstream.plan.colocated import FREES, best_synchronous
+from slipstream.plan.layouts import (
+    AsynchronousPlan,
+    GeneratorLayout,
+    ScorerLayout,
+    SynchronousPlan,
+    TrainerLayout,
+)
+from slipstream.plan.search import Search, Space, executors, signature_of
+
+SPACE = Space(
+    devices=(1, 2, 3, 4, 6),
+    trainer_parallel=(1, 2),
+    generator_parallel=(1, 2),
+    microbatches=(1, 4),
+    slots=(8, 16),
+    max_in_flight=48,
+    generator_precisions=("bfloat16", "fp8"),
+    recompute=(False, True),
+    reduce_once=(False,),
+    synchronous_devices=(2, 6),
+)
+
+
+def all_trainers(devices):
+    return [
+        TrainerLayout(devices=n, tensor_parallel=m, microbatch=b, recompute=recompute)
+        for n, m, b, recompute in itertools.product(devices, (1, 2), (1, 4), (False, True))
+        if n % m == 0 and (b == 1 or 8 / (n // m) > 1)  # one rollout each: a larger microbatch is the same
+    ]
+
+
+def all_generators(devices):
+    return [
+        GeneratorLayout(devices=n, tensor_parallel=m, slots=b, precision=precision)
+        for n, m, b, precision in itertools.product(devices, (1, 2), (8, 16), ("bfloat16", "fp8"))
+        if n % m == 0 and b <= -(-48 // (n // m) // 8) * 8
+    ]
+
+
+def fastest_asynchronous(costs):
+    """Seconds of the best plan, over the product of everything."""
+    references = [None, *map(ScorerLayoutOf, SPACE.devices)] if costs.reference else [None]
+    reward_models = [ScorerLayoutOf(n) for n in SPACE.devices] if costs.reward_model else [None]
+    best = None
+    for trainer, generator in itertools.product(all_trainers(SPACE.devices), all_generators(SPACE.devices)):
+        for reference, reward_model in itertools.product(references, reward_models):
+            layouts = [layout for layout in (trainer, generator, reference, reward_model) if layout is not None]
+            if sum(layout.devices for layout in layouts) > costs.num_devices:
+                continue
+            plan = AsynchronousPlan(
+                trainer=trainer, generator=generator, reference=reference, reward_model=reward_model
+            )
+            held = costs.train_memory(trainer, served=generator.precision)
+            held = held.without("reference") if reference is not None else held
+            scorers = [costs.scorer_memory(costs.model, one) for one in (reference, reward_model) if one is not None]
+            if costs.fits(held, costs.generator_memory(generator), *scorers):
+                seconds = costs.asynchronous(plan).seconds
+                best = seconds if best is None else min(best, seconds)
+    return best
+
+
+def ScorerLayoutOf(devices):
+    return ScorerLayout(devices=devices)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), num_devices=st.integers(1, 9))
+def test_asynchronous_equals_brute_force(seed, num_devices):
+    costs = TableCosts(seed=seed, num_devices=num_devices)
+    found = list(Search(costs, SPACE).asynchronous().values())
+    expected = fastest_asynchronous(costs)
+    assert (found[0].seconds if found else None) == expected
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10_000), num_devices=st.integers(2, 9))
+def test_reference_and_reward_model_equal_brute_force(seed, num_devices):
+    costs = TableCosts(seed=seed, num_devices=num_devices, reference=True, reward_model=True)
+    found = list(Search(costs, SPACE).asynchronous().values())
+    assert (found[0].seconds if found else None) == fastest_asynchronous(costs)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_what_is_found_fits_and_is_within_the_cluster(seed):
+    costs = TableCosts(seed=seed, num_devices=7, reference=True)
+    rows = Search(costs, SPACE).asynchronous()
+    seconds = [found.seconds for found in rows.values()]
+    assert seconds == sorted(seconds)
+    for signature, found in rows.items():
+        assert signature_of(found.plan) == signature
+        layouts = executors(found.plan)
+        assert sum(layout.devices for layout in layouts.values()) <= 7
+        assert found.memory.keys() == layouts.keys() == found.step.sides.keys()
+        assert costs.fits(*found.memory.values())
+        held = costs.train_memory(found.plan.trainer, served=found.plan.generator.precision)
+        own = found.plan.reference is not None
+        assert found.memory["trainer"] == (held.without("reference") if own else held)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_synchronous_equals_brute_force(seed):
+    costs = TableCosts(seed=seed, num_devices=6)
+    expected = None
+    for devices in (2, 6):
+        pairs = itertools.product(all_trainers([devices]), all_generators([devices]), FREES)
+        for trainer, generator, frees in pairs:
+            plan = SynchronousPlan(trainer=trainer, generator=generator, frees=frees)
+            if costs.fits(*costs.colocated_memory(plan).values()):
+                seconds = costs.synchronous(plan).seconds
+                expected = seconds if expected is None else min(expected, seconds)
+    found = best_synchronous(costs, SPACE)
+    assert (found and found.seconds) == expected
+    if found is not None:
+        assert costs.fits(*costs.colocated_memory(found.plan).values())
+
+
+def test_misfits_say_how_much_memory_is_missing_and_from_where_on_it_is_not():
+    """Two executors: the trainer holds 24 / devices bytes of 12 usable ones, the generator always 20."""
+
+    class Shared(TableCosts):
+        def train_memory(self, layout, *, served="bfloat16"):
+            return super().train_memory(layout, served=None).times(0) + type(self).parts(weights=24 / layout.devices)
+
+        def generator_memory(self, layout, *, shadow=True):
+            return type(self).parts(weights=15.0, shadow=5.0)
+
+        @staticmethod
+        def parts(**parts):
+            from slipstream.plan.layouts import Parts
+
+            return Parts(parts)
+
+    search = Search(Shared(seed=0, num_devices=6), SPACE)
+    assert search.asynchronous() == {}
+    by_executor = {}
+    for misfit in search.misfits:
+        by_executor.setdefault((misfit.executor, misfit.tensor_parallel), misfit)
+    alone = by_executor["trainer", 1]
+    assert (alone.devices, alone.short_bytes, alone.fits_from) == (1, 12.0, 2)
+    assert ("trainer", 2) not in by_executor  # two devices hold 12 bytes each
+    assert (by_executor["generator", 1].short_bytes, by_executor["generator", 1].fits_from) == (8.0, None)
+    assert by_executor["generator", 2].devices == 6  # the largest number that was tried and did not help
+
+
+@pytest.mark.parametrize(("giver", "taker"), [("trainer", "generator"), ("generator", "trainer")])
+def test_shifted_moves_devices_from_one_executor_to_the_other(giver, taker):
+    """Seconds are 12 / devices on both sides, plus a stage and a pause of nothing."""
+
+    class Even(TableCosts):
+        def drawn(self, *key):
+            layout = key[1] if len(key) > 1 else None
+            return 12.0 / layout.devices if key[0] in ("train", "generate") else 0.0
+
+    search = Search(Even(seed=0, num_devices=6), SPACE)
+    signature, best = next(iter(search.asynchronous().items()))
+    assert {name: layout.devices for name, layout in executors(best.plan).items()} == {"trainer": 3, "generator": 3}
+    assert best.seconds == 4.0
+    moved = search.shifted(signature, best, giver, taker)
+    assert moved is not None
+    assert {name: layout.devices for name, layout in executors(moved.plan).items()} == {giver: 2, taker: 4}
+    assert moved.seconds == 6.0
