@@ -173,6 +173,13 @@ class SchedulingPolicy(ABC):
             return "rewards"
         return "straggler" if len(self.ready) >= self.config.groups_per_step else "generation"
 
+    def held_back(self) -> frozenset[int]:
+        """The versions, of those that replicas hold, on which no further group may start, whatever room there is."""
+        if self.is_finished:
+            return frozenset()
+        ordinal = self.readmit[0] if self.readmit else self.next_ordinal
+        return frozenset(version for version in self._num_holding if not self._may_start(ordinal, version))
+
     def oldest_unfinished(self) -> int | None:
         """The lowest ordinal that is admitted and not scored, if there is one."""
         oldest = self._oldest_in_flight()
@@ -359,12 +366,15 @@ class SchedulingPolicy(ABC):
         most = self.config.capacity - self.config.completions_per_group
         refused: set[int] = set()
         for load, minus_version, replica in self._by_load:
-            if load > most or len(refused) == len(self._num_holding):
+            if load > most:
                 return None
-            if minus_version not in refused:
-                if self._may_start(ordinal, -minus_version):
-                    return replica
-                refused.add(minus_version)
+            if minus_version in refused:
+                continue
+            if self._may_start(ordinal, -minus_version):
+                return replica
+            refused.add(minus_version)
+            if len(refused) == len(self._num_holding):
+                return None
         return None
 
     # Saving

@@ -39,14 +39,17 @@ class Account:
 
     def enter(self, state: str) -> None:
         """The time since the last call was spent in the state so far; `state` begins."""
-        self.spend({self._state: 1.0})
+        now_s = self._loop.time_s
+        if now_s > self._since_s:
+            self.seconds[self._state] = self.seconds.get(self._state, 0.0) + now_s - self._since_s
+            self._since_s = now_s
         self._state = state
 
     def spend(self, parts: Mapping[str, float]) -> None:
         """The time since the last call was spent on `parts`, in these proportions."""
         elapsed_s, total = self.elapsed_s, sum(parts.values())
-        self._since_s = self._loop.time_s
         if elapsed_s > 0 and total > 0:
+            self._since_s = self._loop.time_s
             for state, part in parts.items():
                 self.seconds[state] = self.seconds.get(state, 0.0) + elapsed_s * part / total
 
@@ -65,11 +68,11 @@ class Row:
 class Waiting:
     """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on."""
 
-    __slots__ = ("num_stored", "rows", "tokens", "was_live")
+    __slots__ = ("is_open", "num_stored", "rows", "tokens", "was_live")
 
     def __init__(self, tokens: int, rows: Sequence[Row], *, was_live: bool = False) -> None:
         self.tokens, self.rows, self.was_live = tokens, deque(rows), was_live
-        self.num_stored = 0
+        self.num_stored, self.is_open = 0, False  # open: its turn to be stored has come
 
     @property
     def is_stored(self) -> bool:
@@ -180,23 +183,35 @@ class Engine:
 
     def put_back(self, rows: Sequence[Row], *, was_live: bool) -> None:
         """`rows` go on before everything that has not started, once their tokens are prefilled again."""
-        entries = [Waiting(row.prompt_tokens + row.done - 1, [row], was_live=was_live) for row in rows]
         self.num_left += len(rows) if was_live else 0
+        entries: list[Waiting] = []
+        by_prompt: dict[int, Waiting] = {}
+        for row in rows:
+            if row.done == 1 and row.ordinal in by_prompt:  # all that is to be stored of it is the prompt
+                by_prompt[row.ordinal].rows.append(row)
+                continue
+            entries.append(Waiting(row.prompt_tokens + row.done - 1, [row], was_live=was_live))
+            if row.done == 1:
+                by_prompt[row.ordinal] = entries[-1]
         self.waiting.extendleft(reversed(entries))
 
     def set_version(self, version: int) -> None:
         """Keys and values of prompts are those of older weights now."""
         self.version = version
         for entry in self.waiting:
-            entry.num_stored = 0
+            entry.num_stored, entry.is_open = 0, False
 
     def _prefill(self, num_wanted: int, ahead: dict[str, float], *, is_alone: bool) -> bool:
         """The next chunk of each prompt, oldest first, until `num_wanted` rows can start or the budget is spent."""
-        budget, num_ready = self.setup.prefill_tokens, 0
+        budget, num_ready, num_seen = self.setup.prefill_tokens, 0, 0
         tokens = {"prefill": 0, "re_prefill": 0}
         for entry in self.waiting:
-            if num_ready >= num_wanted or budget <= 0 or (self.is_paused and not entry.was_live):
+            if num_ready >= num_wanted or num_seen >= self.slots or budget <= 0:
                 break
+            if self.is_paused and not entry.was_live:
+                break
+            num_seen += len(entry.rows)
+            entry.is_open = True
             if not entry.is_stored:
                 chunk = min(self.setup.prefill_chunk, entry.tokens - entry.num_stored)
                 budget -= chunk
@@ -216,7 +231,7 @@ class Engine:
         passed: list[Waiting] = []
         while self.waiting and len(self.live) < self.slots:
             entry = self.waiting[0]
-            if (self.is_paused and not entry.was_live) or (not entry.is_stored and not entry.num_stored):
+            if (self.is_paused and not entry.was_live) or not (entry.is_stored or entry.is_open):
                 break
             self.waiting.popleft()
             if not entry.is_stored:
@@ -247,7 +262,7 @@ class Replica:
         self.simulation, self.setup, self.costs = simulation, simulation.setup, simulation.costs
         self.index, self.device, self.name = index, device, f"generator-{index}"
         self.engine = Engine(self.setup, self.costs, index, self.setup.slots, version=0)
-        self.account = Account(simulation.loop, "wait_prompt")
+        self.account = Account(simulation.loop, "wait_trainer")
         self.swap_steps, self.swap_versions = [0], [0]  # at which engine step which version began
         self.inbox: list[Waiting] = []
         self.evaluations: deque[Engine] = deque()
@@ -311,12 +326,16 @@ class Replica:
                 planned = NO_DECODING
         self.is_in_turn = False
         if planned is None:
-            self.account.enter("wait_prompt")
+            self.account.enter("wait_trainer" if self.staging is None else "stage")
             return
-        self.account.enter("decode")
+        self.account.enter(self._state)
         self.stretch = planned._replace(ahead=ahead, steps=self._limited(planned.steps))
         self.factor = self.simulation.drawn("decode", self.stretch.steps)
         self.job = self.device.run("decode", self.setup.generator_threads, self._work_s(), self._end)
+
+    @property
+    def _state(self) -> str:
+        return "drain" if self.engine.is_paused else "decode"
 
     @property
     def is_draining(self) -> bool:
@@ -360,18 +379,20 @@ class Replica:
     def _spend(self) -> None:
         """Put the time since the turn began into the account."""
         stretch = self.stretch
-        parts = dict(stretch.ahead)
-        state = "drain" if self.is_draining else "decode"
-        parts[state] = parts.get(state, 0.0) + stretch.decode_s()
-        parts["send"] = self.num_ending * self.costs.send_s / self.factor
         self.simulation.result.slot_busy_s += stretch.rows * self.account.elapsed_s
+        if not stretch.ahead and not self.num_ending:
+            self.account.enter(self._state)
+            return
+        parts = dict(stretch.ahead)
+        parts[self._state] = stretch.decode_s()
+        parts["send"] = self.num_ending * self.costs.send_s / self.factor
         self.account.spend(parts)
 
     def end_run(self) -> int:
         """Account for what is under way; the tokens of completions that are not finished."""
         done = 0
         if self.job is None:
-            self.account.enter("wait_prompt")
+            self.account.enter("wait_trainer")
         else:
             stretch = self.stretch
             done = min(stretch.steps, stretch.steps_in(self.job.done_s() / self.factor - sum(stretch.ahead.values())))

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from slipstream.observe.states import idle_share
+
 
 class GroupWork(NamedTuple):
     """What is sampled for one prompt: its tokens, those of each completion, and whether their rewards differ."""
@@ -201,7 +203,7 @@ class Simulated:
 
     @property
     def generator_idle_frac(self) -> float:
-        """Share of its time that the mean replica had nothing to decode."""
+        """Share of its time that the mean replica waited."""
         shares = [idle_share(states) for name, states in self.accounting.items() if name.startswith("generator")]
         return sum(shares) / len(shares)
 
@@ -209,9 +211,3 @@ class Simulated:
     def slot_idle_frac(self) -> float:
         """Share of decode slots times time that was empty."""
         return 1 - self.slot_busy_s / max(self.slot_s, 1e-9)
-
-
-def idle_share(seconds: Mapping[str, float]) -> float:
-    """Share of the time by state that was waiting."""
-    idle_s = sum(s for state, s in seconds.items() if state.startswith("wait_") or state == "idle")
-    return idle_s / max(sum(seconds.values()), 1e-9)

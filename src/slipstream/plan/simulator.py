@@ -73,21 +73,28 @@ class _Rewards:
 
     def score(self, ordinals: Sequence[int | None]) -> None:
         """Completions arrive: of training groups, or of an evaluation (None), of which nobody hears here."""
+        if not self.workers:
+            self._begin(ordinals)
+            return
         self.queue.extend(ordinals)
-        while self.queue and not 0 < self.workers <= self.num_busy:
-            self._begin(self.queue.popleft())
+        while self.queue and self.num_busy < self.workers:
+            self._begin((self.queue.popleft(),))
 
-    def _begin(self, ordinal: int | None) -> None:
+    def _begin(self, ordinals: Sequence[int | None]) -> None:
         simulation = self.simulation
         self.num_busy += 1
-        simulation.later(simulation.costs.score_s * simulation.drawn("score"), partial(self._scored, ordinal))
+        simulation.later(simulation.costs.score_s * simulation.drawn("score"), partial(self._scored, ordinals))
 
-    def _scored(self, ordinal: int | None) -> None:
-        simulation = self.simulation
+    def _scored(self, ordinals: Sequence[int | None]) -> None:
         self.num_busy -= 1
-        if ordinal is not None:
-            simulation.later(simulation.costs.from_rewards_s, partial(simulation.trainer.take, ordinal))
-        self.score(())
+        self.simulation.later(self.simulation.costs.from_rewards_s, partial(self._hand_on, ordinals))
+        if self.queue:
+            self.score(())
+
+    def _hand_on(self, ordinals: Sequence[int | None]) -> None:
+        for ordinal in ordinals:
+            if ordinal is not None:
+                self.simulation.trainer.take(ordinal)
 
 
 class _Save:
@@ -102,7 +109,8 @@ class _Trainer:
         self.account = Account(simulation.loop, "wait_generation")
         self.reason = "generation"
         self.commands: deque[TrainStep | Skip | _Save] = deque()
-        self.arrived: list[int] = []  # ordinals, one for each rollout
+        self.num_arrived = 0  # rollouts
+        self.whole: list[int] = []  # groups that are whole with them
         self.missing: dict[int, int] = {}  # ordinal -> rollouts to come
         self.todo: deque[tuple[Mapping[str, float], Callable[[], None]]] = deque()  # before anything else
         self.is_busy = False
@@ -114,8 +122,14 @@ class _Trainer:
 
     def take(self, ordinal: int) -> None:
         """A rollout of group `ordinal`."""
-        self.arrived.append(ordinal)
-        self.wake()
+        left = self.missing.pop(ordinal, self.simulation.policy.config.completions_per_group) - 1
+        if left:
+            self.missing[ordinal] = left
+        else:
+            self.whole.append(ordinal)
+        self.num_arrived += 1
+        if not left or self.costs.receive_s:
+            self.wake()
 
     def obey(self, command: TrainStep | Skip | _Save) -> None:
         self.commands.append(command)
@@ -166,9 +180,10 @@ class _Trainer:
         if self.held is not None and len(self.reading) < VERSIONS_IN_TRANSIT:
             version, self.held = self.held, None
             self._offer(version)
-        if self.arrived:
-            arrived, self.arrived = self.arrived, []
-            return {"receive": len(arrived) * costs.receive_s}, partial(self._count_in, arrived)
+        if self.num_arrived:
+            count, whole = self.num_arrived, self.whole
+            self.num_arrived, self.whole = 0, []
+            return {"receive": count * costs.receive_s}, partial(self._tell, whole)
         if not self.commands:
             return None
         match self.commands.popleft():
@@ -180,15 +195,9 @@ class _Trainer:
             case _Save():
                 return {"checkpoint": costs.checkpoint_s}, _nothing
 
-    def _count_in(self, arrived: Sequence[int]) -> None:
-        """Tell of groups that are whole now."""
-        size, missing = self.simulation.policy.config.completions_per_group, self.missing
-        for ordinal in arrived:
-            left = missing.pop(ordinal, size) - 1
-            if left:
-                missing[ordinal] = left
-            else:
-                self.simulation.scored(ordinal)
+    def _tell(self, whole: Sequence[int]) -> None:
+        for ordinal in whole:
+            self.simulation.scored(ordinal)
 
     def _begin(self, command: TrainStep) -> tuple[Mapping[str, float], Callable[[], None]]:
         batch = self.simulation.began(command)
