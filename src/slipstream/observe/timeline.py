@@ -29,6 +29,7 @@ import msgspec
 
 from slipstream.core.clock import Clock
 from slipstream.core.errors import DiskError
+from slipstream.core.ranks import split_rank_name
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 
 UNLABELLED = "unlabelled"
@@ -45,6 +46,7 @@ class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process
     """A process began to write here, again after it was started again. It computes with up to `threads` on `device`.
 
     `within`: the process that this one only is a part of, an executor inside the controller's (`host = "inline"`).
+    `zero_ns`: the time of day (since 1970) at which its clock stood at zero, which tells the clocks of two boots apart.
     """
 
     process: str
@@ -53,6 +55,7 @@ class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process
     threads: int = 1
     device: str = "cpu"
     within: str = ""
+    zero_ns: int = 0
 
 
 class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
@@ -172,7 +175,8 @@ class Timeline:
         self._background_s = 0.0
         self._is_closed = False
         self._cpu_s, self._main_s = time.process_time(), time.thread_time()
-        self._buffer.append(ProcessStart(process, os.getpid(), _ns(start_s), threads, device, within))
+        zero_ns = time.time_ns() - _ns(start_s)
+        self._buffer.append(ProcessStart(process, os.getpid(), _ns(start_s), threads, device, within, zero_ns))
 
     def span(self, state: str, **args: Any) -> AbstractContextManager[None]:
         """The process is in `state` inside this context; `args` (JSON types) are shown with the slice."""
@@ -430,7 +434,11 @@ def process_files(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: process_order(path.stem))
 
 
-def process_order(process: str) -> tuple[int, str]:
-    """Processes in the order of the loop, whatever their numbering."""
+def process_order(process: str) -> tuple[int, str, int, int]:
+    """Processes in the order of the loop, replicas and ranks by their numbers."""
     order = ("controller", "generator", "rewards", "reward_models", "reference", "trainer")
-    return next((i for i, name in enumerate(order) if process.startswith(name)), len(order)), process
+    executor, rank = split_rank_name(process)
+    name, _, number = executor.rpartition("-")
+    if not number.isdigit():
+        name, number = executor, "0"
+    return next((i for i, known in enumerate(order) if name == known), len(order)), name, int(number), rank
