@@ -59,7 +59,7 @@ weight = 0.0
 """
 """Behind the recipe: the task's own reward, which takes a while."""
 
-UNDISTURBED = (0.950, 0.964)
+UNDISTURBED = (0.960, 0.972, 0.964, 0.942, 0.978)
 """Held-out accuracy of undisturbed quickstarts: `python tests/chaos/undisturbed.py --seeds 0 1 2 3 4` prints them."""
 
 
