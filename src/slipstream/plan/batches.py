@@ -1,7 +1,7 @@
 """A batch that has to be generated to its end: how many completions a replica still decodes as it runs dry.
 
 With the bound closed until the trainer has all of a batch (staleness 0), nothing takes the place of what has finished.
-The last completion decodes alone, at the price of a step for one token, and the other replicas have finished long before.
+The last completion decodes alone, at the price of a step for one token; the other replicas have finished long before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def slowest_replica(
 ) -> tuple[tuple[int, float], ...]:
     """(completions alive, decode steps) of the replica that takes the most steps, from full to the last token.
 
-    `rollouts` lengths, evenly spaced quantiles of `completions` (ascending), are dealt to `replicas` in random order; each
-    decodes them in that order, `slots` at once. Mean over a few orders, which are always the same.
+    `rollouts` lengths, evenly spaced quantiles of `completions` (ascending), are dealt to `replicas` in random order;
+    each decodes them in that order, `slots` at once. Mean over a few orders, which are always the same.
     """
     places = ((np.arange(rollouts) + 0.5) / rollouts * len(completions)).astype(int)
     lengths = np.asarray(completions)[places]

@@ -1,14 +1,21 @@
-"""How long collectives take: the model by which NCCL chooses its algorithms, and its own constants.
+"""How long collectives take: the model by which NCCL chooses its algorithms, with NCCL's own constants.
 
-    time(algorithm, protocol) = latency + bytes / bandwidth,   the fastest of all pairs that there are
+    time(algorithm, protocol) = latency + bytes / bandwidth,   of the fastest pair
 
-NCCL (github.com/NVIDIA/nccl, src/graph/tuning.cc of 2.2x) has a latency to start with, one of each hop inside a node
-and one of each hop between nodes, by algorithm (ring, tree, NVLink SHARP) and protocol (LL: 4 bytes of flag for 4 of
-data; LL128: 8 for 120; Simple: none, but a fence). A ring of n ranks on s nodes has 2 (n - 1) hops for an all-reduce, of
-which 2 (s - 1) are between nodes; a tree climbs and descends a chain of n/s ranks in each node and log2(s) levels of nodes.
+NCCL (github.com/NVIDIA/nccl, src/graph/tuning.cc) counts microseconds to start, for a hop inside a node and for one
+between nodes, by algorithm (ring, tree, NVLink SHARP) and protocol (LL: half of all bytes are flags; LL128: one in 16;
+Simple: none, but fences). An all-reduce over n ranks on s nodes takes 2 (n - 1) hops around a ring, of which 2 (s - 1)
+leave a node, or 2 (n/s - 1) hops along each node's chain and 2 log2(s) up and down a tree of nodes.
 
-These are what an idle machine does when all ranks come at the same time. `Efficiency.collective` says by what factor real
-ones are slower.
+What is reached of a link's bandwidth is what NCCL's maintainers quote of H100: 370 of 450 GB/s of NVLink, 275 GB/s of
+summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb/s adapter (issue 290). On eight idle
+GPUs this model gives 18 and 27 us for 256 KiB and 1 MiB, where 20 and 28 were measured (kvcache-ai/Mooncake pull
+request 3484).
+
+Between nodes a collective needs the host: a proxy thread moves the bytes. Captured in a CUDA graph, each has a host task
+to wake it (enqueue.cc: "host tasks impose a high performance cost"), a round trip of about 26 us by torchcomms'
+measurement (meta-pytorch/torchcomms pull request 1203). All ranks wait for the last one's: the longest of n exponential
+times is in the mean 1 + 1/2 + ... + 1/n of them.
 """
 
 from __future__ import annotations
@@ -18,17 +25,20 @@ from dataclasses import dataclass
 
 from slipstream.plan.hardware import GB, Cluster
 
+HOST_TASK_S = 26e-6
+"""Mean seconds of a host task in a CUDA graph."""
+
 _US = 1e-6
 
 
 @dataclass(frozen=True)
 class _Protocol:
-    """Microseconds: to start, for a hop over NVLink, for a hop over the network; and what is left of the bandwidth."""
+    """Microseconds to start, for a hop over NVLink and for one over the network; the share of bytes that are data."""
 
     start: float
     node_hop: float
     network_hop: float
-    bandwidth: float
+    data: float
     is_ll: bool = False
 
     def latency_s(self, hops: float, network_hops: float, nodes: int) -> float:
@@ -36,10 +46,9 @@ class _Protocol:
         node_hop = self.node_hop * (_LL_BETWEEN_NODES if self.is_ll and nodes > 1 else 1.0)
         return (self.start + (hops - network_hops) * node_hop + network_hops * self.network_hop) * _US
 
-    def bandwidth_of(self, links: float, nodes: int) -> float:
-        """Bytes per second over `links` of so many."""
-        reached = links * self.bandwidth
-        return min(reached, _LL_LIMIT[min(nodes, 3)]) if self.is_ll else reached
+    def bandwidth(self, links: float, nodes: int) -> float:
+        """Bytes of data per second over `links` of so many."""
+        return min(links * self.data, _LL_LIMIT[min(nodes, 3)]) if self.is_ll else links * self.data
 
 
 _LL_BETWEEN_NODES = 1.8  # NCCL's factor on LL's hops inside a node, where there are several
@@ -54,33 +63,37 @@ _TREE = (
     _Protocol(14.0, 1.25, 8.5, 0.9 * 7 / 9),
     _Protocol(8.4, 4.0, 14.0, 0.9),
 )
-_NVLS_S = 25.0 * _US  # NVLink SHARP adds in the switch: one hop there and back, whatever the number of ranks
-_NVLS_NETWORK_S = 20.9 * _US
+_SHARP_S, _SHARP_NETWORK_S = 25.0 * _US, 20.9 * _US  # one hop there and back, whatever the number of ranks
+_NVLINK_REACHED, _SHARP_REACHED, _NETWORK_REACHED = 370 / 450, 275 / 450, 47 / 50
 
 
-def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster) -> float:
-    """Seconds of a sum over `ranks` neighbouring devices of `nbytes` on each, which all of them get."""
+def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster, *, in_graph: bool = False) -> float:
+    """Seconds of a sum over `ranks` neighbouring devices of `nbytes` on each, which all of them get.
+
+    `in_graph`: captured in a CUDA graph, as decode steps are.
+    """
     if ranks == 1:
         return 0.0
     device, nodes = cluster.device, cluster.nodes_of(ranks)
-    links = device.node_bandwidth
-    if nodes > 1:  # rings and trees cross the border of a node by all of its adapters in parallel
-        links = min(links, device.network_bandwidth * device.devices_per_node)
+    links = device.node_bandwidth * _NVLINK_REACHED
+    if nodes > 1:  # rings and trees leave a node by all of its adapters in parallel
+        links = min(links, device.network_bandwidth * device.devices_per_node * _NETWORK_REACHED)
     levels = math.ceil(math.log2(nodes))
     ring, tree = 2 * (ranks - 1), 2 * (ranks / nodes - 1 + levels)
     times = [
-        protocol.latency_s(ring, 2 * (nodes - 1), nodes) + nbytes * ring / ranks / protocol.bandwidth_of(links, nodes)
+        protocol.latency_s(ring, 2 * (nodes - 1), nodes) + nbytes * ring / ranks / protocol.bandwidth(links, nodes)
         for protocol in _RING
     ] + [
-        protocol.latency_s(tree, 2 * levels, nodes) + nbytes * 2 / protocol.bandwidth_of(links, nodes)
+        protocol.latency_s(tree, 2 * levels, nodes) + nbytes * 2 / protocol.bandwidth(links, nodes)
         for protocol in _TREE
     ]
-    if device.has_nvls and ranks > 2:
-        times.append(_NVLS_S + levels * _NVLS_NETWORK_S + nbytes * (1 if nodes == 1 else 2) / links)
-    return min(times)
+    if device.has_sharp and ranks > 2:
+        summed = device.node_bandwidth * _SHARP_REACHED
+        times.append(_SHARP_S + levels * _SHARP_NETWORK_S + nbytes / (summed if nodes == 1 else min(summed, links / 2)))
+    return min(times) + _host_s(ranks, nodes, in_graph)
 
 
-def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1) -> float:
+def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1, in_graph: bool = False) -> float:
     """Seconds until `ranks` devices, each `stride` from the next, have all `nbytes`, of which each had 1/ranks.
 
     A reduce-scatter takes as long. Of the groups that lie across the same nodes, each has its share of their adapters.
@@ -88,11 +101,17 @@ def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1
     if ranks == 1:
         return 0.0
     device, nodes = cluster.device, cluster.nodes_of(ranks * stride)
-    links = device.node_bandwidth
+    links = device.node_bandwidth * _NVLINK_REACHED
     if nodes > 1:
-        links = min(links, device.network_bandwidth * max(device.devices_per_node / stride, 1))
+        adapters = max(device.devices_per_node / stride, 1)
+        links = min(links, device.network_bandwidth * adapters * _NETWORK_REACHED)
+    hops, network_hops = ranks - 1, nodes - 1
     return min(
-        protocol.latency_s(ranks - 1, nodes - 1, nodes)
-        + nbytes * (ranks - 1) / ranks / protocol.bandwidth_of(links, nodes)
+        protocol.latency_s(hops, min(hops, network_hops), nodes)
+        + nbytes * hops / ranks / protocol.bandwidth(links, nodes)
         for protocol in _RING
-    )
+    ) + _host_s(ranks, nodes, in_graph)
+
+
+def _host_s(ranks: int, nodes: int, in_graph: bool) -> float:
+    return HOST_TASK_S * sum(1 / rank for rank in range(1, ranks + 1)) if in_graph and nodes > 1 else 0.0

@@ -1,6 +1,6 @@
-"""What a step costs: seconds and bytes of every executor, for a model on a cluster (docs/planning.md, "The cost model").
+"""What a step costs: seconds and bytes of every executor, for a model on a cluster (docs/planning.md).
 
-A roofline with named losses. Every time is a sum of parts that have a cause (`Parts`), so that a prediction can be taken
+A roofline with named losses. Every time is a sum of parts that have a cause (`Parts`), so a prediction can be taken
 apart. `CostModel` answers, for a layout of each executor (`layouts.py`):
 
     train_step, decode_step, prefill, generation, scoring, weight_sync     seconds, by what they are spent on
@@ -40,7 +40,7 @@ from slipstream.plan.layouts import (
 )
 
 DECODE_KERNELS = 10
-"""Per layer: two norms, four products, rotation with the write to the cache, attention and its reduction, activation."""
+"""Per layer: two norms, four products, rotation and the write to the cache, attention and its reduction, activation."""
 PREFILL_CHUNK = 512
 """Tokens prefilled beside a decode step (`generator.prefill_chunk`)."""
 LOGITS_AT_ONCE = 2**26
@@ -98,16 +98,14 @@ class CostModel:
         counts, model, ranks = counts_of(self.model, layout.tensor_parallel), self.model, layout.tensor_parallel
         precision, activation = layout.precision, COMPUTED_BYTES[layout.precision]
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
-        width, logits = model.hidden_size * activation, live * model.vocab_size * 4
+        width, logits = live * model.hidden_size * activation, live * model.vocab_size * 4
         return Parts(
             {
                 "weights": model.num_layers * self._product(live, counts.layer_matrix, precision)
                 + self._product(live, counts.head_matrix, head_precision),
                 "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
                 "kernels": (model.num_layers * DECODE_KERNELS + LOGIT_PASSES) * self.efficiency.kernel_s,
-                "tensor_parallel": model.num_layers
-                * counts.joins
-                * self._all_reduce(live * width, ranks, in_graph=True)
+                "tensor_parallel": model.num_layers * counts.joins * self._all_reduce(width, ranks, in_graph=True)
                 + self._all_gather(logits, ranks, in_graph=True),
                 "sampler": self._move(LOGIT_PASSES * logits)
                 + self.efficiency.step_s
@@ -133,20 +131,15 @@ class CostModel:
         before anything else starts (staleness 0): then slots run empty, `straggler`.
         """
         mine = self.workload.rollouts / layout.replicas
-        even = self._full(layout, mine)
         if not waits_for_longest:
-            return even
-        lengths = self.workload.lengths
+            return self._full(layout, mine)
+        layout = replace(layout, slots=min(layout.slots, math.ceil(mine)))
+        lengths, even = self.workload.lengths, self._full(layout, mine)
         profile = slowest_replica(lengths.completions, self.workload.rollouts, layout.replicas, layout.slots)
-        seconds = sum(
+        decoding = sum(
             steps * self.decode_step(layout, live=live, context=self._context).total for live, steps in profile
         )
-        decode = even.without("prefill").total
-        slots = min(layout.slots, mine)
-        if slots < layout.slots:
-            even = self._full(replace(layout, slots=max(1, round(slots))), mine)
-            decode = even.without("prefill").total
-        return even + Parts({"straggler": max(0.0, seconds - decode)})
+        return even + Parts({"straggler": max(0.0, decoding - even.without("prefill").total)})
 
     def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
         """Seconds in which copies of `model`, one on each device, read the rollouts of a step once."""
@@ -443,7 +436,7 @@ class CostModel:
     def _imbalance(self, layout: TrainerLayout) -> float:
         """By how much the data-parallel rank with most tokens has more than the mean: rollouts are dealt by number.
 
-        Sums of n lengths are nearly normal; the largest of d of them lies at their (d - 3/8) / (d + 1/4) quantile (Blom).
+        Sums of lengths are nearly normal; the largest of n of them is at their (n - 3/8) / (n + 1/4) quantile (Blom).
         """
         ranks = layout.data_parallel
         if ranks == 1:

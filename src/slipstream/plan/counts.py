@@ -12,7 +12,7 @@ from slipstream.models.config import TransformerConfig, local_config
 BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
 """Of a matrix's element."""
 COMPUTED_BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 2, "int8": 2}
-"""Of an activation, a key or a value: fp8 and int8 are formats of weights and operands, what lies between is bfloat16."""
+"""Of an activation, a key or a value: fp8 and int8 are formats of weights and operands, bfloat16 is between them."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """What hardware can do at best: published constants of GPUs, their links and their networks.
 
-    device          source
-    A100 80 GB      NVIDIA A100 datasheet (SXM): 312 TFLOP/s bf16, 2.039 TB/s, NVLink 600 GB/s; HDR InfiniBand 200 Gb/s a GPU
-    H100            NVIDIA H100 datasheet (SXM5): 989 TFLOP/s bf16, 3.35 TB/s, NVLink 900 GB/s; NDR InfiniBand 400 Gb/s a GPU
-    H200            NVIDIA H200 datasheet (SXM): an H100 with 141 GB at 4.8 TB/s
-    B200            NVIDIA HGX B200 datasheet: 2.25 PFLOP/s bf16, 180 GB, 8 TB/s, NVLink 1.8 TB/s; 400 Gb/s a GPU
+    A100    NVIDIA A100 datasheet, SXM 80 GB: 312 TFLOP/s bf16, 2.039 TB/s, NVLink 600 GB/s; HDR InfiniBand, 200 Gb/s
+    H100    NVIDIA H100 datasheet, SXM5: 989 TFLOP/s bf16, 3.35 TB/s, NVLink 900 GB/s; NDR InfiniBand, 400 Gb/s
+    H200    NVIDIA H200 datasheet, SXM: an H100 with 141 GB at 4.8 TB/s
+    B200    NVIDIA HGX B200 datasheet: 2.25 PFLOP/s bf16, 180 GB, 8 TB/s, NVLink 1.8 TB/s; 400 Gb/s
 
 All rates are dense (no 2:4 sparsity) and of one direction: NVIDIA quotes NVLink as the sum of both. What is reached of
 them is the business of `cost_model.Efficiency`; what a message costs besides its bytes, that of `collectives`.
@@ -37,7 +36,7 @@ class Device:
     network_bandwidth: float
     host_bandwidth: float
     devices_per_node: int = 8
-    has_nvls: bool = False
+    has_sharp: bool = False
     """Whether the switches of a node add what passes through them (NVLink SHARP)."""
 
     def flops_of(self, precision: Precision) -> float:
@@ -56,7 +55,7 @@ _H100 = Device(
     node_bandwidth=450 * GB,
     network_bandwidth=50 * GB,
     host_bandwidth=64 * GB,
-    has_nvls=True,
+    has_sharp=True,
 )
 DEVICES: dict[str, Device] = {
     "A100": Device(
@@ -78,7 +77,7 @@ DEVICES: dict[str, Device] = {
         node_bandwidth=900 * GB,
         network_bandwidth=50 * GB,
         host_bandwidth=64 * GB,
-        has_nvls=True,
+        has_sharp=True,
     ),
 }
 
