@@ -105,7 +105,7 @@ class TableCosts:
             if isinstance(layout, ScorerLayout):
                 sides[name] = self.scoring(self.model, layout)
         seconds = max(parts.total for parts in sides.values())
-        return StepTime(seconds=seconds, sides=sides, idle={name: 0.0 for name in sides})
+        return StepTime(seconds=seconds, sides=sides, idle=dict.fromkeys(sides, 0.0))
 
     def synchronous(self, plan: SynchronousPlan) -> StepTime:
         sides = {

@@ -43,6 +43,10 @@ class Lengths:
     def longest(self) -> int:
         return self.completions[-1]
 
+    def longest_of(self, count: int) -> float:
+        """What one in `count` completions exceeds."""
+        return float(np.quantile(self.completions, 1 - 1 / count)) if count > 1 else self.mean
+
     def drawn(self, seed: int, ordinal: int, count: int) -> tuple[int, ...]:
         """Those of group `ordinal`: the same ones however often and in whatever order groups are asked for."""
         picks = np.random.default_rng((seed, ordinal)).integers(0, len(self.completions), count)

@@ -8,6 +8,10 @@ gradients are summed, the precision of the generators, and where the reference l
 what it leaves out (docs/planning.md). Nothing is approximated. Side by side, executors share only devices, and the
 precision that versions are published in; so for each precision every executor's choices are listed, and
 `split.best_split` finds the division exactly. One after the other: `colocated.py`.
+
+The staleness bound k enters twice. No more than k + 1 steps' completions are in flight, so decode slots beyond that
+stay empty. And a completion that begins under version v is trained by step v + k at the latest, which waits for it:
+where the longest one of a step takes L seconds, a step takes at least L / k. (A rule of thumb; the simulator is exact.)
 """
 
 from __future__ import annotations
@@ -71,17 +75,13 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is tried. `devices`: counts that an executor may get; `max_in_flight`: completions that may be live at once.
-
-    The staleness bound k caps them: (k + 1) steps' worth are admitted beyond what is trained.
-    """
+    """What is tried. `devices`: counts that an executor may get; `slots`: multiples of eight, ascending."""
 
     devices: tuple[int, ...]
     trainer_parallel: tuple[int, ...]
     generator_parallel: tuple[int, ...]
     microbatches: tuple[int, ...]
     slots: tuple[int, ...]
-    max_in_flight: int
     trainer_precisions: tuple[Precision, ...] = ("bfloat16",)
     generator_precisions: tuple[Precision, ...] = ("bfloat16",)
     recompute: tuple[bool, ...] = (False, True)
@@ -95,7 +95,6 @@ def default_space(
     cluster: Cluster,
     workload: Workload,
     *,
-    max_staleness: int,
     precisions: Sequence[Precision],
 ) -> Space:
     """All degrees by which the model's heads divide, within a node or over whole nodes; microbatches by powers of two,
@@ -103,14 +102,12 @@ def default_space(
     parallel = tuple(_degrees(model, cluster))
     per_rank = math.ceil(workload.rollouts / workload.minibatches)
     microbatches = tuple(2**power for power in range(per_rank.bit_length() + 1) if 2**power < 2 * per_rank)
-    in_flight = (max_staleness + 1) * workload.rollouts
     return Space(
         devices=tuple(_counts(cluster)),
         trainer_parallel=parallel,
         generator_parallel=parallel,
         microbatches=microbatches,
         slots=_SLOTS,
-        max_in_flight=in_flight,
         generator_precisions=tuple(precisions),
         synchronous_devices=tuple(sorted({max(1, cluster.num_devices // 2**halvings) for halvings in range(4)})),
     )
@@ -157,13 +154,15 @@ def trainer_layouts(workload: Workload, space: Space, devices: int, degree: int)
 
 
 def generator_layouts(space: Space, devices: int, degree: int, precision: Precision) -> Iterator[GeneratorLayout]:
-    """Those of `space` on so many devices; slots up to those that all completions in flight need."""
-    most = math.ceil(space.max_in_flight / (devices // degree) / ROW_MULTIPLE) * ROW_MULTIPLE
-    counts = [slots for slots in space.slots if slots < most]
-    if most <= space.slots[-1]:
-        counts.append(most)
-    for slots in counts:
+    """Those of `space` on so many devices."""
+    for slots in space.slots:
         yield GeneratorLayout(devices=devices, tensor_parallel=degree, slots=slots, precision=precision)
+
+
+def most_slots(workload: Workload, replicas: int, max_staleness: int) -> int:
+    """Slots of a replica that the completions in flight can fill, at least those of one row group."""
+    in_flight = (max_staleness + 1) * workload.rollouts / replicas
+    return max(ROW_MULTIPLE, math.ceil(in_flight / ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +172,14 @@ class Found:
     plan: AsynchronousPlan | SynchronousPlan
     step: StepTime
     memory: Mapping[str, Parts]
+    longest_s: float = 0.0
+    """Seconds of a step's longest completion, where steps overlap."""
+    max_staleness: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.step.seconds
+        """Of a step: the slowest executor's, or those that the staleness bound leaves to the longest completion."""
+        return max(self.step.seconds, self.longest_s / self.max_staleness if self.max_staleness else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,20 +210,27 @@ class Signature:
 
 @dataclass(frozen=True)
 class _Option:
+    """One layout of an executor that fits, with its share of a step and the longest completion's time."""
+
     layout: TrainerLayout | GeneratorLayout | ScorerLayout
     memory: Parts
+    seconds: float
+    longest_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """The layouts of an executor that fit, by devices; and which did not, where some did not."""
+    """The layouts of an executor that fit, by devices; and the closest one of those that did not."""
 
-    frontier: Frontier[_Option]
+    options: Mapping[int, Sequence[_Option]]
     misfit: Misfit | None
 
 
+_Candidate = tuple[TrainerLayout | GeneratorLayout | ScorerLayout, Parts]
+
+
 class Search:
-    """Everything that fits of `space` on the cluster of `costs`, listed once."""
+    """Everything that fits of `space` on the cluster of `costs`, listed once for all staleness bounds."""
 
     def __init__(self, costs: Costs, space: Space) -> None:
         self.costs, self.space = costs, space
@@ -246,28 +256,26 @@ class Search:
         listed = [*self._trainers.values(), *self._generators.values(), *self._scorers.values()]
         return [one.misfit for one in listed if one.misfit is not None]
 
-    # Side by side
+    def asynchronous(self, max_staleness: int) -> dict[Signature, Found]:
+        """The best configuration of every signature that has one, under this bound (1 or more), fastest first."""
+        signatures = [
+            Signature(trainer, generator, precision, own_reference)
+            for precision, own_reference, trainer in self._trainers
+            for of, generator in self._generators
+            if of == precision
+        ]
+        found: dict[Signature, Found] = {}
+        frontiers = self._frontiers(max_staleness)
+        for signature in signatures:
+            chosen = best_split(_of(frontiers, signature), self.costs.cluster.num_devices)
+            if chosen is not None:
+                found[signature] = self._found(chosen, max_staleness)
+        return dict(sorted(found.items(), key=lambda item: _by_time(item[1])))
 
-    def signatures(self) -> Iterator[Signature]:
-        for precision, own_reference, trainer in self._trainers:
-            for of, generator in self._generators:
-                if of == precision:
-                    yield Signature(trainer, generator, precision, own_reference)
-
-    def asynchronous(self) -> dict[Signature, Found]:
-        """The best configuration of every signature that has one, fastest first."""
-        found = {signature: self.best_of(signature) for signature in self.signatures()}
-        fitting = {signature: one for signature, one in found.items() if one is not None}
-        return dict(sorted(fitting.items(), key=lambda item: _by_time(item[1])))
-
-    def best_of(self, signature: Signature) -> Found | None:
-        """The best configuration of this signature; None where nothing fits."""
-        chosen = best_split(self._frontiers(signature), self.costs.cluster.num_devices)
-        return None if chosen is None else self._found(chosen)
-
-    def shifted(self, signature: Signature, found: Found, giver: str, taker: str) -> Found | None:
-        """`found` with as many devices less for `giver` as it can do with at most, and what they are for `taker`."""
-        frontiers = self._frontiers(signature)
+    def shifted(self, found: Found, giver: str, taker: str) -> Found | None:
+        """`found` with the least that `giver` can give of its devices given to `taker`; None where it has no less."""
+        assert isinstance(found.plan, AsynchronousPlan)
+        frontiers = _of(self._frontiers(found.max_staleness), signature_of(found.plan))
         counts = {name: layout.devices for name, layout in executors(found.plan).items()}
         less = frontiers[giver].with_devices(counts[giver] - 1)
         if less is None:
@@ -275,125 +283,160 @@ class Search:
         more = frontiers[taker].with_devices(counts[taker] + counts[giver] - less.devices)
         others = {name: frontiers[name].with_devices(count) for name, count in counts.items()}
         chosen = others | {giver: less, taker: more}
-        return self._found({name: choice for name, choice in chosen.items() if choice is not None})
+        return self._found({name: choice for name, choice in chosen.items() if choice is not None}, found.max_staleness)
 
-    def _frontiers(self, signature: Signature) -> dict[str, Frontier[_Option]]:
-        key = signature.precision, signature.own_reference, signature.trainer_parallel
-        listed = {
-            "trainer": self._trainers[key],
-            "generator": self._generators[signature.precision, signature.generator_parallel],
-        }
-        listed |= {
-            name: scorers for name, scorers in self._scorers.items() if name != "reference" or signature.own_reference
-        }
-        return {name: one.frontier for name, one in listed.items()}
+    # What there is to choose from under a bound
 
-    def _found(self, chosen: Mapping[str, Choice[_Option]]) -> Found:
+    def _frontiers(self, max_staleness: int) -> dict[tuple[Any, ...], Frontier[_Option]]:
+        """Of every executor by what a signature says of it."""
+        listed: dict[tuple[Any, ...], _Listed] = {
+            **{("trainer", *key): one for key, one in self._trainers.items()},
+            **{("generator", *key): one for key, one in self._generators.items()},
+            **{(name,): one for name, one in self._scorers.items()},
+        }
+        return {key: self._frontier(one, max_staleness) for key, one in listed.items()}
+
+    def _frontier(self, listed: _Listed, max_staleness: int) -> Frontier[_Option]:
+        return Frontier(
+            [
+                Choice(devices, max(option.seconds, option.longest_s / max_staleness), option)
+                for devices, options in listed.options.items()
+                for option in options
+                if self._may_be_filled(option.layout, max_staleness)
+            ]
+        )
+
+    def _may_be_filled(self, layout: TrainerLayout | GeneratorLayout | ScorerLayout, max_staleness: int) -> bool:
+        if not isinstance(layout, GeneratorLayout):
+            return True
+        return layout.slots <= most_slots(self.costs.workload, layout.replicas, max_staleness)
+
+    def _found(self, chosen: Mapping[str, Choice[_Option]], max_staleness: int) -> Found:
         layouts: dict[str, Any] = {name: choice.what.layout for name, choice in chosen.items()}
         plan = AsynchronousPlan(**layouts)
-        step = self.costs.asynchronous(plan)
+        found = Found(
+            plan=plan,
+            step=self.costs.asynchronous(plan),
+            memory={name: choice.what.memory for name, choice in chosen.items()},
+            longest_s=chosen["generator"].what.longest_s,
+            max_staleness=max_staleness,
+        )
         listed_s = max(choice.seconds for choice in chosen.values())
-        assert math.isclose(step.seconds, listed_s, rel_tol=1e-6), "a step takes what its slowest executor takes"
-        return Found(plan=plan, step=step, memory={name: choice.what.memory for name, choice in chosen.items()})
+        assert math.isclose(found.seconds, listed_s, rel_tol=1e-6), "a step takes what its slowest executor takes"
+        return found
 
-    # What there is to choose from
+    # What there is to choose from at all
 
     def _list_trainers(self, precision: Precision, degree: int, *, own_reference: bool) -> _Listed:
         costs = self.costs
         has_pass = costs.workload.reference and not own_reference
 
-        def options(devices: int) -> Iterator[tuple[_Option, Callable[[], float]]]:
+        def candidates(devices: int) -> Iterator[_Candidate]:
             for layout in trainer_layouts(costs.workload, self.space, devices, degree):
                 memory = costs.train_memory(layout, served=precision)
-                memory = memory.without("reference") if own_reference else memory
+                yield layout, memory.without("reference") if own_reference else memory
 
-                def seconds(layout: TrainerLayout = layout) -> float:
-                    reference_s = costs.reference_pass(layout).total if has_pass else 0.0
-                    return self._seconds_of(layout) + reference_s + self._stage_s(layout, precision)
+        def timed(layout: Any, memory: Parts) -> _Option:
+            if layout not in self._train_s:
+                self._train_s[layout] = costs.train_step(layout).total
+            stage_s = costs.weight_sync(layout, replace(_ANY_GENERATOR, precision=precision))["stage"]
+            reference_s = costs.reference_pass(layout).total if has_pass else 0.0
+            return _Option(layout, memory, self._train_s[layout] + stage_s + reference_s)
 
-                yield _Option(layout, memory), seconds
-
-        return self._listed("trainer", degree, precision, options)
+        return self._listed("trainer", degree, precision, candidates, timed)
 
     def _list_generators(self, precision: Precision, degree: int) -> _Listed:
         costs = self.costs
+        workload = costs.workload
+        longest = workload.lengths.longest_of(workload.rollouts)
 
-        def options(devices: int) -> Iterator[tuple[_Option, Callable[[], float]]]:
+        def candidates(devices: int) -> Iterator[_Candidate]:
             for layout in generator_layouts(self.space, devices, degree, precision):
+                yield layout, costs.generator_memory(layout)
 
-                def seconds(layout: GeneratorLayout = layout) -> float:
-                    generating = costs.generation(layout, waits_for_longest=False)
-                    return generating.total + costs.weight_sync(_ANY_TRAINER, layout)["pause"]
+        def timed(layout: Any, memory: Parts) -> _Option:
+            generating_s = costs.generation(layout, waits_for_longest=False).total
+            pause_s = costs.weight_sync(_ANY_TRAINER, layout)["pause"]
+            token_s = generating_s * layout.slots * layout.replicas / (workload.rollouts * workload.lengths.mean)
+            return _Option(layout, memory, generating_s + pause_s, longest_s=longest * token_s)
 
-                yield _Option(layout, costs.generator_memory(layout)), seconds
-
-        return self._listed("generator", degree, precision, options)
+        return self._listed("generator", degree, precision, candidates, timed)
 
     def _list_scorers(self, name: str, model: TransformerConfig) -> _Listed:
         costs = self.costs
 
-        def options(devices: int) -> Iterator[tuple[_Option, Callable[[], float]]]:
+        def candidates(devices: int) -> Iterator[_Candidate]:
             layout = ScorerLayout(devices=devices)
-            yield _Option(layout, costs.scorer_memory(model, layout)), lambda: costs.scoring(model, layout).total
+            yield layout, costs.scorer_memory(model, layout)
 
-        return self._listed(name, 1, ScorerLayout(devices=1).precision, options)
+        def timed(layout: Any, memory: Parts) -> _Option:
+            return _Option(layout, memory, costs.scoring(model, layout).total)
+
+        return self._listed(name, 1, ScorerLayout(devices=1).precision, candidates, timed)
 
     def _listed(
         self,
         executor: str,
         degree: int,
         precision: Precision,
-        options: Callable[[int], Iterable[tuple[_Option, Callable[[], float]]]],
+        candidates: Callable[[int], Iterable[_Candidate]],
+        timed: Callable[[Any, Parts], _Option],
     ) -> _Listed:
-        """The fastest option that fits, for every number of devices; the closest one where none does."""
-        choices: list[Choice[_Option]] = []
-        closest: tuple[int, _Option] | None = None
+        """Every candidate that fits, timed; and of the most devices on which none does, the closest one."""
+        options: dict[int, list[_Option]] = {}
+        closest: tuple[int, Parts] | None = None
         for devices in self.space.devices:
             if devices % degree:
                 continue
-            tried = list(options(devices))
-            fitting = [(option, seconds) for option, seconds in tried if self.costs.fits(option.memory)]
+            tried = list(candidates(devices))
+            fitting = [timed(layout, memory) for layout, memory in tried if self.costs.fits(memory)]
             if fitting:
-                timed = [Choice(devices, seconds(), option) for option, seconds in fitting]
-                choices.append(min(timed, key=lambda choice: choice.seconds))
+                options[devices] = fitting
             elif tried:
-                closest = devices, min((option for option, _ in tried), key=lambda option: option.memory.total)
+                closest = devices, min((memory for _, memory in tried), key=lambda memory: memory.total)
         misfit = None
         if closest is not None:
-            devices, option = closest
-            fits_from = min((choice.devices for choice in choices if choice.devices > devices), default=None)
+            devices, memory = closest
             misfit = Misfit(
                 executor=executor,
                 tensor_parallel=degree,
                 precision=precision,
                 devices=devices,
-                memory=option.memory,
-                short_bytes=option.memory.total - self.costs.usable_bytes,
-                fits_from=fits_from,
+                memory=memory,
+                short_bytes=memory.total - self.costs.usable_bytes,
+                fits_from=min((count for count in options if count > devices), default=None),
             )
-        return _Listed(Frontier(choices), misfit)
+        return _Listed(options, misfit)
 
-    def _seconds_of(self, layout: TrainerLayout) -> float:
-        if layout not in self._train_s:
-            self._train_s[layout] = self.costs.train_step(layout).total
-        return self._train_s[layout]
 
-    def _stage_s(self, layout: TrainerLayout, precision: Precision) -> float:
-        """It depends on nothing of the generators but what they compute in."""
-        return self.costs.weight_sync(layout, replace(_ANY_GENERATOR, precision=precision))["stage"]
+def _of(frontiers: Mapping[tuple[Any, ...], Frontier[_Option]], signature: Signature) -> dict[str, Frontier[_Option]]:
+    """Those of the executors that configurations of this signature have."""
+    precision, own_reference = signature.precision, signature.own_reference
+    found = {
+        "trainer": frontiers["trainer", precision, own_reference, signature.trainer_parallel],
+        "generator": frontiers["generator", precision, signature.generator_parallel],
+    }
+    scorers = ["reference"] if own_reference else []
+    return found | {name: frontiers[name,] for name in [*scorers, "reward_model"] if (name,) in frontiers}
 
 
 def _by_time(found: Found) -> tuple[float, ...]:
     """The slowest executor's seconds first, then the next one's: among equals the least busy."""
-    return tuple(sorted((side.total for side in found.step.sides.values()), reverse=True))
+    return found.seconds, *sorted((side.total for side in found.step.sides.values()), reverse=True)
 
 
 def executors(plan: AsynchronousPlan | SynchronousPlan) -> dict[str, TrainerLayout | GeneratorLayout | ScorerLayout]:
     """The layouts of a plan by executor."""
-    named = {"trainer": plan.trainer, "generator": plan.generator}
+    found: dict[str, TrainerLayout | GeneratorLayout | ScorerLayout] = {
+        "trainer": plan.trainer,
+        "generator": plan.generator,
+    }
     if isinstance(plan, AsynchronousPlan):
-        named |= {"reference": plan.reference, "reward_model": plan.reward_model}  # type: ignore[dict-item]
-    return {name: layout for name, layout in named.items() if layout is not None}
+        if plan.reference is not None:
+            found["reference"] = plan.reference
+        if plan.reward_model is not None:
+            found["reward_model"] = plan.reward_model
+    return found
 
 
 def signature_of(plan: AsynchronousPlan) -> Signature:
