@@ -12,8 +12,8 @@ summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb
 GPUs this model gives 18 and 27 us for 256 KiB and 1 MiB, where 20 and 28 were measured (kvcache-ai/Mooncake pull
 request 3484).
 
-Between nodes a collective needs the host: a proxy thread moves the bytes. Captured in a CUDA graph, each has a host task
-to wake it (enqueue.cc: "host tasks impose a high performance cost"), a round trip of about 26 us by torchcomms'
+Between nodes a collective needs the host: a proxy thread moves the bytes. Captured in a CUDA graph, each has a host
+task to wake it (enqueue.cc: "host tasks impose a high performance cost"), a round trip of about 26 us by torchcomms'
 measurement (meta-pytorch/torchcomms pull request 1203). All ranks wait for the last one's: the longest of n exponential
 times is in the mean 1 + 1/2 + ... + 1/n of them.
 """
@@ -24,9 +24,6 @@ import math
 from dataclasses import dataclass
 
 from slipstream.plan.hardware import GB, Cluster
-
-HOST_TASK_S = 26e-6
-"""Mean seconds of a host task in a CUDA graph."""
 
 _US = 1e-6
 
@@ -67,10 +64,10 @@ _SHARP_S, _SHARP_NETWORK_S = 25.0 * _US, 20.9 * _US  # one hop there and back, w
 _NVLINK_REACHED, _SHARP_REACHED, _NETWORK_REACHED = 370 / 450, 275 / 450, 47 / 50
 
 
-def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster, *, in_graph: bool = False) -> float:
+def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster, *, host_task_s: float = 0.0) -> float:
     """Seconds of a sum over `ranks` neighbouring devices of `nbytes` on each, which all of them get.
 
-    `in_graph`: captured in a CUDA graph, as decode steps are.
+    `host_task_s`: mean seconds of the host task that a CUDA graph needs, where ranks lie on several nodes.
     """
     if ranks == 1:
         return 0.0
@@ -90,10 +87,10 @@ def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster, *, in_graph: bool 
     if device.has_sharp and ranks > 2:
         summed = device.node_bandwidth * _SHARP_REACHED
         times.append(_SHARP_S + levels * _SHARP_NETWORK_S + nbytes / (summed if nodes == 1 else min(summed, links / 2)))
-    return min(times) + _host_s(ranks, nodes, in_graph)
+    return min(times) + _last_host_task_s(host_task_s, ranks, nodes)
 
 
-def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1, in_graph: bool = False) -> float:
+def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1, host_task_s: float = 0.0) -> float:
     """Seconds until `ranks` devices, each `stride` from the next, have all `nbytes`, of which each had 1/ranks.
 
     A reduce-scatter takes as long. Of the groups that lie across the same nodes, each has its share of their adapters.
@@ -110,8 +107,8 @@ def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1
         protocol.latency_s(hops, min(hops, network_hops), nodes)
         + nbytes * hops / ranks / protocol.bandwidth(links, nodes)
         for protocol in _RING
-    ) + _host_s(ranks, nodes, in_graph)
+    ) + _last_host_task_s(host_task_s, ranks, nodes)
 
 
-def _host_s(ranks: int, nodes: int, in_graph: bool) -> float:
-    return HOST_TASK_S * sum(1 / rank for rank in range(1, ranks + 1)) if in_graph and nodes > 1 else 0.0
+def _last_host_task_s(mean_s: float, ranks: int, nodes: int) -> float:
+    return mean_s * sum(1 / rank for rank in range(1, ranks + 1)) if nodes > 1 else 0.0

@@ -99,14 +99,15 @@ class CostModel:
         precision, activation = layout.precision, COMPUTED_BYTES[layout.precision]
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
         width, logits = live * model.hidden_size * activation, live * model.vocab_size * 4
+        host_task_s = self.efficiency.host_task_s
+        sums = model.num_layers * counts.joins * self._all_reduce(width, ranks, host_task_s=host_task_s)
         return Parts(
             {
                 "weights": model.num_layers * self._product(live, counts.layer_matrix, precision)
                 + self._product(live, counts.head_matrix, head_precision),
                 "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
                 "kernels": (model.num_layers * DECODE_KERNELS + LOGIT_PASSES) * self.efficiency.kernel_s,
-                "tensor_parallel": model.num_layers * counts.joins * self._all_reduce(width, ranks, in_graph=True)
-                + self._all_gather(logits, ranks, in_graph=True),
+                "tensor_parallel": sums + self._all_gather(logits, ranks, host_task_s=host_task_s),
                 "sampler": self._move(LOGIT_PASSES * logits)
                 + self.efficiency.step_s
                 + live * self.efficiency.sequence_s,
@@ -137,7 +138,7 @@ class CostModel:
         lengths, even = self.workload.lengths, self._full(layout, mine)
         profile = slowest_replica(lengths.completions, self.workload.rollouts, layout.replicas, layout.slots)
         decoding = sum(
-            steps * self.decode_step(layout, live=live, context=self._context).total for live, steps in profile
+            steps * self.decode_step(layout, live=live, context=self.context).total for live, steps in profile
         )
         return even + Parts({"straggler": max(0.0, decoding - even.without("prefill").total)})
 
@@ -324,7 +325,7 @@ class CostModel:
     # Pieces
 
     @property
-    def _context(self) -> float:
+    def context(self) -> float:
         """Mean tokens that a live completion sees: it is found at any of its tokens, and longer ones more often."""
         lengths = self.workload.lengths
         return lengths.prompt_mean + self.workload.lengths.mean_square / lengths.mean / 2
@@ -332,7 +333,7 @@ class CostModel:
     def _full(self, layout: GeneratorLayout, rollouts: float) -> Parts:
         """Seconds in which a replica with all its slots taken generates `rollouts`."""
         steps = rollouts * self.workload.lengths.mean / layout.slots
-        decode = self.decode_step(layout, live=layout.slots, context=self._context)
+        decode = self.decode_step(layout, live=layout.slots, context=self.context)
         return decode.times(steps) + self.prefill(layout, prompts=rollouts / self.workload.group_size)
 
     def _roofline(self, flops: float, nbytes: float, precision: Precision) -> float:
@@ -348,11 +349,11 @@ class CostModel:
         """Seconds to read or write so much memory."""
         return nbytes / self.cluster.device.memory_bandwidth / self.efficiency.memory
 
-    def _all_reduce(self, nbytes: float, ranks: int, *, in_graph: bool = False) -> float:
-        return self.efficiency.collective * all_reduce_s(nbytes, ranks, self.cluster, in_graph=in_graph)
+    def _all_reduce(self, nbytes: float, ranks: int, *, host_task_s: float = 0.0) -> float:
+        return self.efficiency.collective * all_reduce_s(nbytes, ranks, self.cluster, host_task_s=host_task_s)
 
-    def _all_gather(self, nbytes: float, ranks: int, *, stride: int = 1, in_graph: bool = False) -> float:
-        seconds = all_gather_s(nbytes, ranks, self.cluster, stride=stride, in_graph=in_graph)
+    def _all_gather(self, nbytes: float, ranks: int, *, stride: int = 1, host_task_s: float = 0.0) -> float:
+        seconds = all_gather_s(nbytes, ranks, self.cluster, stride=stride, host_task_s=host_task_s)
         return self.efficiency.collective * seconds
 
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
