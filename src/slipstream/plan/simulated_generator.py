@@ -45,6 +45,11 @@ class Account:
             self._since_s = now_s
         self._state = state
 
+    def restart(self) -> None:
+        """Forget what was spent so far; what is under way counts from now on."""
+        self.seconds.clear()
+        self._since_s = self._loop.time_s
+
     def spend(self, parts: Mapping[str, float]) -> None:
         """The time since the last call was spent on `parts`, in these proportions."""
         elapsed_s, total = self.elapsed_s, sum(parts.values())
@@ -278,8 +283,8 @@ class Replica:
 
     # What comes in
 
-    def admit(self, ordinal: int, work: GroupWork) -> None:
-        self.inbox.append(group_of(ordinal, work))
+    def admit(self, groups: Sequence[tuple[int, GroupWork]]) -> None:
+        self.inbox.extend(group_of(ordinal, work) for ordinal, work in groups)
         self.wake()
 
     def offer(self, version: int) -> None:

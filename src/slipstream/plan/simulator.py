@@ -55,13 +55,16 @@ def simulate(
     *,
     seed: int = 0,
     events: Path | None = None,
+    window: tuple[int, int] | None = None,
 ) -> Simulated:
     """Run `policy` from its first event to its last step; a function of its arguments.
 
-    With `events` every decision is written there, as a run writes `events.jsonl`: `slipstream replay` takes it.
+    With `events` every decision is written there, as a run writes `events.jsonl`: `slipstream replay` takes it. With a
+    `window` of steps (m, n) the run is left when n steps are done, and what happened is told from the end of the first
+    m on: neither its beginning, when nothing is there to train, nor its end, when nothing is left to generate.
     Raises ScheduleError where it deadlocks.
     """
-    return Simulation(policy, setup, workload, costs, seed=seed, events=events).run()
+    return Simulation(policy, setup, workload, costs, seed=seed, events=events, window=window).run()
 
 
 class _Rewards:
@@ -249,7 +252,10 @@ class Simulation:
         *,
         seed: int = 0,
         events: Path | None = None,
+        window: tuple[int, int] | None = None,
     ) -> None:
+        self._window = (0, policy.config.steps) if window is None else window
+        self._since_s = 0.0
         self.policy, self.setup, self.workload, self.costs = policy, setup, workload, costs
         self.loop = EventLoop()
         self.result = Simulated()
@@ -278,7 +284,11 @@ class Simulation:
             for _ in range(self.setup.evaluates_first):
                 self._evaluate(0)
             policy, step = self.policy, self.loop.step
-            while not policy.is_finished:
+            first, last = self._window
+            while policy.steps_done < last and not policy.is_finished:
+                if 0 < first <= policy.steps_done:
+                    self._look_from_here()
+                    first = 0
                 if not step():
                     raise ScheduleError(
                         "the schedule is stuck: nothing can happen any more",
@@ -317,8 +327,8 @@ class Simulation:
             tokens = self._tokens[row.ordinal]
             for version, count in spans:
                 tokens[version] = tokens.get(version, 0) + count
-        self.later(self.costs.to_rewards_s, partial(self.rewards.score, [row.ordinal for row, _ in rows]))
         self.later(self.costs.to_controller_s, partial(self._hear_finished, replica, [row for row, _ in rows]))
+        self.later(self.costs.to_rewards_s, partial(self.rewards.score, [row.ordinal for row, _ in rows]))
 
     def evaluated(self, count: int) -> None:
         self.later(self.costs.to_rewards_s, partial(self.rewards.score, [None] * count))
@@ -398,14 +408,17 @@ class Simulation:
             self._free_s = max(self._free_s, self.loop.time_s) + self.costs.decide_s
             if isinstance(event, StepDone):
                 self._after_step(event.version)
+            admitted: dict[int, list[tuple[int, GroupWork]]] = {}
             for command in commands:
                 match command:
                     case StartGroup():
-                        self._start(command)
+                        admitted.setdefault(command.replica, []).append(self._start(command))
                     case TrainStep():
                         self._send(self.costs.to_trainer_s, partial(self.trainer.obey, command))
                     case Skip():
                         self._skip(command)
+            for replica, groups in admitted.items():  # what is ready together travels together
+                self._send(self.costs.to_generator_s, partial(self.replicas[replica].admit, groups))
             self._tell_reason()
         self._is_deciding = False
 
@@ -424,12 +437,12 @@ class Simulation:
         """When the controller has come to it, and `seconds` on the way."""
         self.later(self._free_s - self.loop.time_s + seconds, do)
 
-    def _start(self, command: StartGroup) -> None:
+    def _start(self, command: StartGroup) -> tuple[int, GroupWork]:
         ordinal, config = command.ordinal, self.policy.config
         work = self.workload.group(ordinal, self.policy.place(ordinal) // config.groups_per_step)
         self._groups[ordinal], self._tokens[ordinal] = work, {}
         self.result.started[command.replica] += 1
-        self._send(self.costs.to_generator_s, partial(self.replicas[command.replica].admit, ordinal, work))
+        return ordinal, work
 
     def _skip(self, command: Skip) -> None:
         for ordinal in command.ordinals:
@@ -453,8 +466,15 @@ class Simulation:
         prompts = self.workload.held_out(version)
         self._send(self.costs.to_generator_s, partial(newest.evaluate, prompts, version))
 
+    def _look_from_here(self) -> None:
+        """Forget what happened so far."""
+        self._count_reason()
+        self.result, self._since_s = Simulated(), self.loop.time_s
+        for account in (self.trainer.account, *(replica.account for replica in self.replicas)):
+            account.restart()
+
     def _finished(self) -> Simulated:
-        result, now_s = self.result, self.loop.time_s
+        result, now_s = self.result, self.loop.time_s - self._since_s
         self._count_reason()
         self.trainer.end_run()
         result.left_tokens = sum(replica.end_run() for replica in self.replicas)
