@@ -115,15 +115,14 @@ class CostModel:
         )
 
     def prefill(self, layout: GeneratorLayout, *, prompts: float) -> Parts:
-        """Seconds to prefill so many prompts on one replica, in chunks beside decode steps."""
+        """Seconds to prefill so many prompts on one replica, in full chunks beside decode steps."""
         counts, model = counts_of(self.model, layout.tensor_parallel), self.model
         tokens = prompts * self.workload.lengths.prompt_mean
-        chunk = min(tokens, PREFILL_CHUNK)
-        attention = 2 * chunk * self.workload.lengths.prompt_mean * counts.local.query_size
-        layer = self._product(chunk, counts.layer_matrix, layout.precision, flops=attention)
-        nbytes = chunk * model.hidden_size * COMPUTED_BYTES[layout.precision]
+        attention = 2 * PREFILL_CHUNK * self.workload.lengths.prompt_mean * counts.local.query_size
+        layer = self._product(PREFILL_CHUNK, counts.layer_matrix, layout.precision, flops=attention)
+        nbytes = PREFILL_CHUNK * model.hidden_size * COMPUTED_BYTES[layout.precision]
         layer += counts.joins * self._all_reduce(nbytes, layout.tensor_parallel)
-        return Parts({"prefill": model.num_layers * layer * tokens / chunk})
+        return Parts({"prefill": model.num_layers * layer * tokens / PREFILL_CHUNK})
 
     def generation(self, layout: GeneratorLayout, *, waits_for_longest: bool) -> Parts:
         """Seconds in which `layout` generates the rollouts of a step.

@@ -1,0 +1,439 @@
+"""The cost model against numbers worked out by hand, brute force, and LlamaRL's formulas."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.errors import ConfigError
+from slipstream.plan.architectures import ARCHITECTURES
+from slipstream.plan.batches import slowest_replica
+from slipstream.plan.cost_model import CostModel
+from slipstream.plan.hardware import DEVICES, Cluster, cluster
+from slipstream.plan.layouts import (
+    AsynchronousPlan,
+    Efficiency,
+    GeneratorLayout,
+    Parts,
+    ScorerLayout,
+    SynchronousPlan,
+    TrainerLayout,
+    Workload,
+)
+from slipstream.plan.lengths import Lengths, lengths_with_tail
+from slipstream.plan.theory import Side, Theory
+
+LLAMA_8B, LLAMA_70B = ARCHITECTURES["llama-3.1-8b"], ARCHITECTURES["llama-3.1-70b"]
+LLAMA_405B, QWEN_4B = ARCHITECTURES["llama-3.1-405b"], ARCHITECTURES["qwen3-4b"]
+IDEAL = Efficiency(
+    matmul=1, memory=1, network=1, kernel_s=0, collective=1, host_task_s=0, step_s=0, sequence_s=0, serial_s=0
+)
+H100 = DEVICES["H100"]
+
+
+def even(completion: int, prompt: float = 100.0) -> Lengths:
+    return Lengths(prompt, (completion,), "all alike")
+
+
+def costs(
+    model=LLAMA_8B, devices: int = 64, lengths: Lengths | None = None, efficiency: Efficiency = IDEAL, **work: object
+) -> CostModel:
+    workload = Workload(groups=64, group_size=8, lengths=lengths or even(500), **work)  # type: ignore[arg-type]
+    return CostModel(model, cluster("H100", devices), workload, efficiency)
+
+
+def trainer(devices: int = 8, tensor_parallel: int = 1, microbatch: float = 8, **rest: object) -> TrainerLayout:
+    return TrainerLayout(devices=devices, tensor_parallel=tensor_parallel, microbatch=microbatch, **rest)  # type: ignore[arg-type]
+
+
+def generator(devices: int = 8, tensor_parallel: int = 1, slots: int = 64, **rest: object) -> GeneratorLayout:
+    return GeneratorLayout(devices=devices, tensor_parallel=tensor_parallel, slots=slots, **rest)  # type: ignore[arg-type]
+
+
+# Decoding
+
+
+def test_one_completion_takes_the_weights_once_per_token() -> None:
+    """8.03 B parameters less 0.53 B of the embedding, 2 bytes each, at 3.35 TB/s: 4.48 ms."""
+    step = costs().decode_step(generator(), live=1, context=0)
+    assert step.total == pytest.approx(7.505e9 * 2 / 3.35e12, rel=2e-3)
+    quarter = costs().decode_step(generator(tensor_parallel=4), live=1, context=0)
+    assert quarter["weights"] == pytest.approx(step["weights"] / 4, rel=1e-3)
+
+
+def test_keys_and_values_are_read_for_every_token_that_is_seen() -> None:
+    """Llama 8B: 32 layers of 8 heads of 128, keys and values, 2 bytes: 128 KiB a token."""
+    step = costs().decode_step(generator(), live=256, context=1000)
+    assert step["keys_and_values"] == pytest.approx(256 * 1000 * 128 * 1024 / 3.35e12)
+    shared = costs().decode_step(generator(tensor_parallel=8), live=256, context=1000)
+    assert shared["keys_and_values"] == pytest.approx(step["keys_and_values"] / 8)
+    # 16 ranks of 8 heads: two ranks hold the same one
+    double = costs().decode_step(generator(devices=16, tensor_parallel=16), live=256, context=1000)
+    assert double["keys_and_values"] == pytest.approx(shared["keys_and_values"])
+
+
+def test_fp8_halves_what_is_read_but_not_the_head() -> None:
+    both = [
+        costs(LLAMA_70B).decode_step(generator(tensor_parallel=8, precision=precision), live=1, context=0)["weights"]
+        for precision in ("bfloat16", "fp8")
+    ]
+    head = 128256 * 8192 / 8 * 2 / 3.35e12
+    assert both[1] - head == pytest.approx((both[0] - head) / 2, rel=1e-3)
+
+
+def test_many_completions_are_bound_by_products() -> None:
+    step = costs().decode_step(generator(), live=50_000, context=0)
+    assert step["weights"] == pytest.approx(2 * 7.505e9 * 50_000 / 989.4e12, rel=0.01)
+
+
+def test_decode_pays_for_kernels_collectives_and_the_host() -> None:
+    plain, layout = costs(LLAMA_405B, 16), generator(16, 16)
+    base = plain.decode_step(layout, live=32, context=0)
+    slower = {
+        "kernels": replace(IDEAL, kernel_s=2e-6),
+        "tensor_parallel": replace(IDEAL, collective=2.0),
+        "sampler": replace(IDEAL, step_s=1e-3, sequence_s=1e-4),
+    }
+    gains = {
+        part: costs(LLAMA_405B, 16, efficiency=efficiency).decode_step(layout, live=32, context=0) + base.times(-1)
+        for part, efficiency in slower.items()
+    }
+    assert gains["kernels"].total == pytest.approx((126 * 10 + 5) * 2e-6)
+    assert gains["tensor_parallel"].total == pytest.approx(base["tensor_parallel"])
+    assert gains["sampler"].total == pytest.approx(1e-3 + 32e-4)
+    hosted = costs(LLAMA_405B, 16, efficiency=replace(IDEAL, host_task_s=26e-6)).decode_step(layout, live=32, context=0)
+    # two sums in each of 126 layers, and the logits; the last of 16 hosts
+    assert hosted.total - base.total == pytest.approx((2 * 126 + 1) * 26e-6 * 3.380729, rel=1e-5)
+
+
+# Generation
+
+
+def decoded_step_by_step(lengths: list[int], slots: int) -> list[int]:
+    """How many completions are alive in each decode step, one step at a time."""
+    waiting, live, alive = list(lengths), [], []
+    while waiting or live:
+        while waiting and len(live) < slots:
+            live.append(waiting.pop(0))
+        alive.append(len(live))
+        live = [left - 1 for left in live if left > 1]
+    return alive
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 5), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_the_slowest_replica_step_by_step(sampled: list[int], replicas: int, slots: int, more: int) -> None:
+    rollouts = replicas + more
+    profile = slowest_replica(tuple(sorted(sampled)), rollouts, replicas, slots)
+    quantiles = [sorted(sampled)[int((i + 0.5) / rollouts * len(sampled))] for i in range(rollouts)]
+    expected: dict[int, float] = {}
+    for seed in range(4):
+        dealt = np.random.default_rng(seed).permutation(np.array(quantiles)).tolist()
+        runs = [decoded_step_by_step(dealt[replica::replicas], slots) for replica in range(replicas)]
+        slowest = max(runs, key=len)
+        for live in slowest:
+            expected[live] = expected.get(live, 0.0) + 1 / 4
+    steps = sum(count for _, count in profile)
+    assert steps == pytest.approx(sum(expected.values()))
+    if replicas == 1:  # else replicas may tie
+        assert dict(profile) == pytest.approx(expected)
+        assert sum(live * count for live, count in profile) == pytest.approx(sum(quantiles))
+
+
+def test_alike_lengths_that_fill_all_slots_leave_no_stragglers() -> None:
+    """512 completions on 8 replicas of 16 slots: four waves, all full."""
+    full = costs().generation(generator(slots=16), waits_for_longest=False)
+    waiting = costs().generation(generator(slots=16), waits_for_longest=True)
+    assert waiting.total == pytest.approx(full.total)
+    step = costs().decode_step(generator(slots=16), live=16, context=100 + 250)
+    assert full.without("prefill").total == pytest.approx(4 * 500 * step.total)
+
+
+def test_a_heavy_tail_costs_the_batch_that_waits_for_it() -> None:
+    light, heavy = (costs(lengths=lengths_with_tail(100, 500, tail * 500, 8000)) for tail in (1.2, 5.0))
+    layout = generator(slots=16)
+    even_s = [model.generation(layout, waits_for_longest=False).total for model in (light, heavy)]
+    assert even_s[1] == pytest.approx(even_s[0], rel=0.05)  # longer contexts, the same tokens
+    straggler = [model.generation(layout, waits_for_longest=True)["straggler"] for model in (light, heavy)]
+    assert straggler[1] > 4 * straggler[0] > 0
+
+
+def test_slots_that_a_waiting_batch_cannot_fill_do_not_count() -> None:
+    model = costs()
+    wide = model.generation(generator(slots=1024), waits_for_longest=True)
+    assert wide.total == pytest.approx(model.generation(generator(slots=64), waits_for_longest=True).total)
+
+
+# Training
+
+
+def test_training_takes_six_operations_per_parameter_and_token() -> None:
+    """The usual 6 N D, with short rollouts (attention) and without recomputation, at the peak of the hardware."""
+    layout = trainer(8, microbatch=64, recompute=False, head_precision="bfloat16")
+    model = costs(lengths=even(40, prompt=8), shares_prompts=False)
+    flops = model.train_step(layout)["compute"] * 8 * 989.4e12
+    layers, head = 7.505e9 - 128256 * 4096, 128256 * 4096
+    by_hand = 6 * 512 * (48 * layers + 40 * 4 / 3 * head)  # the head's logits are computed once more in chunks
+    assert flops == pytest.approx(by_hand, rel=0.03)
+
+
+def test_recomputation_costs_a_third_and_saves_activations() -> None:
+    kept, again = trainer(recompute=False), trainer(recompute=True)
+    model = costs(lengths=even(40))
+    layers = [
+        model.train_step(layout)["compute"] - model._head(layout, 8, is_trained=True)["compute"] * 8
+        for layout in (kept, again)
+    ]
+    assert layers[1] == pytest.approx(layers[0] * 4 / 3)
+    memory = [model.train_memory(layout)["activations"] for layout in (kept, again)]
+    assert memory[1] < memory[0] / 3
+
+
+def test_shared_prompts_are_computed_once_per_group() -> None:
+    alone, shared = (costs(lengths=even(100, prompt=800), shares_prompts=shares) for shares in (False, True))
+    assert (alone.workload.trained_tokens, shared.workload.trained_tokens) == (900, 200)
+    assert shared.train_step(trainer()).total < 0.3 * alone.train_step(trainer()).total
+
+
+def test_gradients_are_reduced_once_if_asked_for() -> None:
+    """Small microbatches over a slow network: reducing each time is what takes long."""
+    slow = Cluster(device=replace(H100, network_bandwidth=5e9), num_devices=64)
+    model = CostModel(LLAMA_8B, slow, Workload(groups=64, group_size=8, lengths=even(50)), IDEAL)
+    often, once = trainer(64, 8, microbatch=8), trainer(64, 8, microbatch=8, reduce_once=True)
+    assert model.train_step(once)["data_parallel"] < 0.7 * model.train_step(often)["data_parallel"]
+    assert model.train_memory(once)["gradients"] == 8 * model.train_memory(often)["gradients"]
+
+
+def test_ranks_wait_for_the_one_with_most_tokens() -> None:
+    """Against sums of lengths that are really dealt to 16 ranks, 32 each."""
+    lengths = lengths_with_tail(0.0 + 1, 500, 2000, 8000)
+    rng = np.random.default_rng(0)
+    dealt = rng.choice(lengths.completions, (4000, 16, 32)).sum(2)
+    measured = (dealt.max(1) / dealt.mean(1)).mean() - 1
+    model = costs(lengths=lengths, shares_prompts=True)
+    step = model.train_step(trainer(16))
+    rest = step["imbalance"] / (step.total - step["imbalance"] - step["optimizer"])
+    assert rest == pytest.approx(measured, rel=0.1)
+
+
+def test_a_rollout_is_not_divided_over_ranks() -> None:
+    few = Workload(groups=2, group_size=2, lengths=even(500))
+    model = CostModel(LLAMA_8B, cluster("H100", 64), few, IDEAL)
+    assert model.train_step(trainer(64, microbatch=1))["compute"] == pytest.approx(
+        model.train_step(trainer(4, microbatch=1))["compute"]
+    )
+
+
+def test_updates_epochs_critic_and_serial_work() -> None:
+    base = costs().train_step(trainer(microbatch=4))
+    assert costs(epochs=2).train_step(trainer(microbatch=4)).total == pytest.approx(2 * base.total)
+    split = costs(minibatches=4).train_step(trainer(microbatch=4))
+    assert split["compute"] == pytest.approx(base["compute"])
+    assert split["optimizer"] == pytest.approx(4 * base["optimizer"])
+    assert costs(critic=True).train_step(trainer(microbatch=4)).total == pytest.approx(2 * base.total)
+    later = costs(efficiency=replace(IDEAL, serial_s=3.0)).train_step(trainer(microbatch=4))
+    assert later.total == pytest.approx(base.total + 3.0)
+    assert base["optimizer"] == pytest.approx(28 * 8.03e9 / 8 / 3.35e12, rel=1e-3)
+
+
+def test_reading_costs_a_third_of_training_without_recomputation() -> None:
+    layout = trainer(8, microbatch=8, recompute=False, head_precision="bfloat16")
+    model = costs(reference=True)
+    trained, read = model.train_step(layout), model.reference_pass(layout)
+    assert 0.2 < read.total / trained.total < 0.4
+    scored = model.scoring(LLAMA_8B, ScorerLayout(devices=8))
+    assert scored.total == pytest.approx(read.total, rel=0.15)
+    assert model.scoring(LLAMA_8B, ScorerLayout(devices=16)).total == pytest.approx(scored.total / 2)
+
+
+# LlamaRL's curves and formulas
+
+models = st.sampled_from([LLAMA_8B, LLAMA_70B, QWEN_4B])
+
+
+@given(models, st.sampled_from([1, 4, 8, 16]), st.floats(0.3, 1), st.floats(0.3, 1), st.integers(20, 2000))
+@settings(max_examples=40, deadline=None)
+def test_eta_falls_with_the_batch(model, degree: int, matmul: float, memory: float, completion: int) -> None:
+    """Assumption 7.1 of LlamaRL, which its theory rests on, holds for the cost model's curves."""
+    efficiency = Efficiency(matmul=matmul, memory=memory)
+    costing = costs(model, 64, even(completion), efficiency)
+    train = [costing.eta_t(trainer(16, degree, b, head_precision="bfloat16")) for b in (1, 2, 4, 8, 16, 32)]
+    generate = [costing.eta_g(generator(16, degree, b)) for b in (1, 2, 4, 8, 16, 32)]
+    assert all(after < before for before, after in pairwise(train))
+    assert all(after < before for before, after in pairwise(generate))
+
+
+@given(st.sampled_from([8, 16, 24, 32, 48]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 8]))
+@settings(max_examples=30, deadline=None)
+def test_an_asynchronous_step_is_llamarls_formula(devices: int, m_t: int, m_g: int) -> None:
+    """(B0 / G0) max(eta_t m_t / theta, eta_g m_g / (1 - theta)), with what happens once per step beside it."""
+    model, total = costs(), 64
+    training = trainer(devices, m_t, 512 * m_t / devices / 4)
+    generating = generator(total - devices, m_g, 16)
+    found = model.asynchronous(AsynchronousPlan(trainer=training, generator=generating))
+    theta = devices / total
+    once = Parts(found.sides["trainer"].parts)
+    by_step = once["optimizer"] + once["stage"] + once["imbalance"]
+    by_formula = 512 / total * model.eta_t(training) * m_t / theta
+    assert found.sides["trainer"].total == pytest.approx(by_formula + by_step)
+    generated = 512 / total * model.eta_g(generating) * m_g / (1 - theta)
+    assert found.sides["generator"].total == pytest.approx(generated + found.sides["generator"]["pause"])
+    assert found.seconds == max(side.total for side in found.sides.values())
+    assert min(found.idle.values()) == 0.0
+    slower = max(found.sides, key=lambda side: found.sides[side].total)
+    faster = min(found.sides, key=lambda side: found.sides[side].total)
+    assert found.idle[faster] == pytest.approx(1 - found.sides[faster].total / found.sides[slower].total)
+
+
+def test_the_cost_models_curves_in_the_theory() -> None:
+    """An asynchronous optimum of the theory, by the curves of the cost model, is strictly faster there too."""
+    model = costs(LLAMA_70B)
+    weights = 2 * 70.6e9
+    kv = 600 * 320 * 1024
+    theory = Theory(
+        trainer=Side(
+            fixed=4 * weights,
+            per_sample=5e9,
+            eta=lambda b: model.eta_t(trainer(8, 8, b)) * 8,
+            batches=[2**i for i in range(8)],
+        ),
+        generator=Side(
+            fixed=weights,
+            per_sample=kv,
+            eta=lambda b: model.eta_g(generator(8, 8, int(b))) * 8,
+            batches=[2**i for i in range(10)],
+        ),
+        device_bytes=80e9,
+        devices=256,
+        samples=2048,
+    )
+    assert theory.asynchronous().seconds < theory.synchronous().seconds
+
+
+# Weight sync
+
+
+@pytest.mark.parametrize(("model", "billion_bytes"), [(LLAMA_70B, 141), (LLAMA_405B, 812)])
+def test_a_replica_is_bound_by_its_adapters(model, billion_bytes: float) -> None:
+    """Wire bytes over tp adapters of 50 GB/s: 353 ms for 70B, 2.03 s for 405B at TP 8, bf16; the embedding lies whole
+    on each rank."""
+    sync = costs(model, 1024).weight_sync(trainer(512, 8), generator(8, 8))
+    embedding = 2 * model.vocab_size * model.hidden_size * 7 / 8
+    assert sync["transfer"] == pytest.approx((billion_bytes * 1e9 / 8 + embedding) / 50e9, rel=0.01)
+
+
+def test_many_replicas_are_bound_by_the_trainer() -> None:
+    model = costs(LLAMA_8B, 64)
+    few, many = (model.weight_sync(trainer(8, 8), generator(devices, 1))["transfer"] for devices in (4, 32))
+    assert few == pytest.approx(16.06e9 / 50e9, rel=1e-3)  # a replica's own adapter
+    assert many == pytest.approx(32 * 16.06e9 / 8 / 50e9, rel=1e-3)
+    assert model.weight_sync(trainer(8, 8), generator(4, 1))["pause"] == pytest.approx(4 * 16.06e9 / 3.35e12, rel=1e-3)
+    staged = model.weight_sync(trainer(8, 1), generator(4, 1))["stage"]
+    assert staged == pytest.approx((4 + 2 * 2) * 8.03e9 / 8 / 3.35e12, rel=1e-3)
+
+
+# Memory
+
+
+def test_a_trainers_states_by_hand() -> None:
+    """Sixteen bytes a parameter over all ranks, and the two staged versions of docs/weight_sync.md."""
+    memory = costs().train_memory(trainer(8, 1))
+    held = [memory[part] for part in ("weights", "moments", "gradients", "staging")]
+    assert held == pytest.approx([byte * 8.03e9 / 8 for byte in (4, 8, 4, 4)], rel=2e-3)
+    both = costs(critic=True, reference=True).train_memory(trainer(8, 1))
+    assert both["moments"] == 2 * memory["moments"]
+    assert both["reference"] == pytest.approx(memory["weights"])
+    assert costs().train_memory(trainer(8, 1), served=None)["staging"] == 0
+    # gathered in bfloat16: embedding, head, and two of 32 layers of 218 M
+    assert memory["gathered"] == pytest.approx(2 * (2 * 128256 * 4096 + 2 * 218.1e6), rel=1e-3)
+    alone = costs().train_memory(trainer(1, 1, precision="float32"))
+    assert alone["gathered"] == 0
+
+
+def test_activations_grow_with_the_microbatch() -> None:
+    small, large = (costs().train_memory(trainer(8, 1, b)) for b in (1, 2))
+    assert large["activations"] == pytest.approx(2 * small["activations"])
+    # inputs of 32 layers of 4096, in bfloat16, and one layer that runs again
+    entry = 512.5 * 4096 * 2
+    inner = 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
+    assert small["activations"] == pytest.approx(32 * entry + 512.5 * inner * 2)
+
+
+def test_a_generators_memory_by_hand() -> None:
+    """Two versions, and 64 slots of at most 100 + 500 tokens in pages of 16."""
+    memory = costs().generator_memory(generator(8, 1, 64))
+    assert memory["weights"] == memory["shadow"] == pytest.approx(16.06e9, rel=1e-3)
+    assert memory["keys_and_values"] == 64 * math.ceil(600 / 16) * 16 * 128 * 1024
+    assert costs().generator_memory(generator(8, 1, 64), shadow=False)["shadow"] == 0
+    quantised = costs().generator_memory(generator(8, 1, 64, precision="fp8"))
+    assert 0.5 < quantised["weights"] / memory["weights"] < 0.6  # embedding and head stay in bfloat16
+
+
+def test_what_a_colocated_trainer_frees() -> None:
+    def of(frees) -> dict[str, float]:
+        plan = SynchronousPlan(trainer=trainer(64, 8), generator=generator(64, 8), frees=frees)
+        return {phase: parts.total for phase, parts in costs(LLAMA_70B).colocated_memory(plan).items()}
+
+    nothing, work, states = of("nothing"), of("gradients_and_activations"), of("optimizer_too")
+    alone = costs(LLAMA_70B).train_memory(trainer(64, 8), served=None)
+    beside = costs(LLAMA_70B).generator_memory(generator(64, 8), shadow=False)
+    assert nothing["trains"] == nothing["generates"] == pytest.approx(alone.total + beside.total)
+    freed = sum(alone[part] for part in ("gradients", "activations", "logits", "gathered"))
+    assert nothing["generates"] - work["generates"] == pytest.approx(freed)
+    assert nothing["trains"] - work["trains"] == pytest.approx(beside.total - beside["weights"])
+    assert work["generates"] - states["generates"] == pytest.approx(alone["weights"] + alone["moments"])
+    assert states["trains"] == work["trains"]
+
+
+def test_405b_does_not_fit_where_llamarl_could_not_put_it() -> None:
+    """A bf16 replica of 810 GB on one node of 640 GB, and in fp8 with a second version of it in the shadow."""
+    model = costs(LLAMA_405B, 1024)
+    assert not model.fits(model.generator_memory(generator(8, 8, 32)))
+    assert not model.fits(model.generator_memory(generator(8, 8, 32, precision="fp8")))
+    assert model.fits(model.generator_memory(generator(8, 8, 32, precision="fp8"), shadow=False))
+    assert not model.fits(model.train_memory(trainer(64, 8, 1)))
+    assert model.fits(model.train_memory(trainer(512, 16, 1)))
+
+
+def test_a_scorer_has_a_whole_copy() -> None:
+    memory = costs().scorer_memory(LLAMA_8B, ScorerLayout(devices=4))
+    assert memory["weights"] == pytest.approx(16.06e9, rel=1e-3)
+
+
+# Whole plans
+
+
+def test_a_synchronous_step_is_the_sum_of_its_turns() -> None:
+    model = costs(efficiency=Efficiency(), lengths=lengths_with_tail(100, 500, 1500, 4000))
+    plan = SynchronousPlan(trainer=trainer(64, 1), generator=generator(64, 1, 8))
+    step = model.synchronous(plan)
+    assert step.seconds == pytest.approx(sum(side.total for side in step.sides.values()))
+    assert sum(step.idle.values()) == pytest.approx(1.0)
+    assert model.tokens_per_s(step) == pytest.approx(512 * model.workload.lengths.mean / step.seconds)
+    offloaded = model.synchronous(replace(plan, frees="optimizer_too"))
+    kept = 12 * 8.03e9 / 64
+    assert offloaded.seconds - step.seconds == pytest.approx(2 * kept / 64e9, rel=1e-3)
+
+
+def test_other_executors_are_sides_of_their_own() -> None:
+    model = costs(reference=True, reward_model=QWEN_4B)
+    both = AsynchronousPlan(trainer=trainer(8), generator=generator(8), reward_model=ScorerLayout(devices=8))
+    beside = model.asynchronous(both)
+    assert set(beside.sides) == {"trainer", "generator", "reward_model"}
+    assert beside.sides["trainer"]["reference"] > 0
+    own = model.asynchronous(replace(both, reference=ScorerLayout(devices=8)))
+    assert own.sides["trainer"]["reference"] == 0
+    assert own.sides["reference"].total > 0
+    with pytest.raises(ConfigError, match="reward model needs devices"):
+        model.asynchronous(AsynchronousPlan(trainer=trainer(8), generator=generator(8)))
+
+
+def test_a_colocated_plan_has_the_same_devices() -> None:
+    with pytest.raises(ConfigError, match="same devices"):
+        costs().synchronous(SynchronousPlan(trainer=trainer(8), generator=generator(16)))

@@ -1,0 +1,108 @@
+"""Counts of parameters, bytes and operations against the modules that have them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from slipstream.core.sections import Precision
+from slipstream.generator.paged_kv import PagedKV
+from slipstream.models.config import TransformerConfig, local_config
+from slipstream.models.quantized import WeightLayout
+from slipstream.models.transformer import OneRank, Transformer
+from slipstream.plan.architectures import ARCHITECTURES
+from slipstream.plan.counts import Counts
+
+LLAMA = TransformerConfig(
+    family="llama",
+    vocab_size=67,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=160,
+    tie_embeddings=False,
+)
+BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+GPT = {**BIASED, "num_kv_heads": 8, "gated_mlp": False, "layer_norm": True}
+CONFIGS = {
+    "llama": LLAMA,
+    "llama_tied": replace(LLAMA, tie_embeddings=True),
+    "wide_heads": replace(LLAMA, head_dim=24, **BIASED),
+    "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
+    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True),
+    "gpt_neox": replace(LLAMA, family="gpt_neox", **GPT, rotary_fraction=0.25, parallel_residual=True),
+    "gpt2": replace(LLAMA, family="gpt2", **GPT, rotary_fraction=0.0, tie_embeddings=True),
+}
+
+
+class FirstOf(OneRank):
+    """The first of `world` ranks, whose rows of the head are the most there are."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def vocab_rows(self, vocab_size: int) -> range:
+        return range(-(-vocab_size // self.world))
+
+
+def share(config: TransformerConfig, world: int) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(local_config(config, world), FirstOf(world))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_params_are_those_of_the_module(case: str, world: int) -> None:
+    model = share(CONFIGS[case], world)
+    counts = Counts(CONFIGS[case], world)
+    assert counts.params == sum(parameter.numel() for parameter in model.parameters())
+    assert counts.embedding == sum(p.numel() for name, p in model.named_parameters() if "embedding" in name)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_served_bytes_are_those_of_the_layout(case: str, precision: Precision) -> None:
+    config = replace(CONFIGS[case], hidden_size=128, intermediate_size=256, vocab_size=512)
+    layout = WeightLayout(share(config, 2), precision)
+    gaps = 2 * 64 * len(layout.stored)  # each parameter and its scales begin on a multiple of 64 bytes
+    assert Counts(config, 2).served_bytes(precision) <= layout.num_bytes
+    assert layout.num_bytes <= Counts(config, 2).served_bytes(precision) + gaps
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("fp8", torch.bfloat16)])
+@pytest.mark.parametrize("world", [1, 4])
+def test_kv_bytes_are_those_of_a_page(world: int, precision: Precision, dtype: torch.dtype) -> None:
+    local = local_config(LLAMA, world)
+    page = PagedKV.bytes_per_page(
+        num_layers=local.num_layers, num_kv_heads=local.num_kv_heads, head_dim=local.head_dim, dtype=dtype
+    )
+    assert Counts(LLAMA, world).kv_bytes(precision) * 16 == page
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_operations_of_the_products_are_twice_their_weights(case: str) -> None:
+    """Counted by torch in a forward pass whose attention computes nothing."""
+    config, tokens = CONFIGS[case], 12
+    counts, model = Counts(config), share(config, 1).to("meta")
+    ids = torch.zeros(tokens, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.logits(model(ids, ids, lambda layer, q, k, v: q))
+    assert counter.get_total_flops() == 2 * tokens * (config.num_layers * counts.layer_matrix + counts.head_matrix)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6), ("llama-3.1-405b", 405.9)]
+)
+def test_published_sizes(name: str, billions: float) -> None:
+    assert Counts(ARCHITECTURES[name]).params == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+def test_shapes_that_no_rank_can_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be divided"):
+        _ = Counts(LLAMA, 3).params
