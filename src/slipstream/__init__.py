@@ -1,7 +1,8 @@
 """Slipstream: asynchronous, off-policy reinforcement learning for language models, in native PyTorch.
 
-`slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures (`slipstream/evals/`). Everything is
-imported on first use, so that the command line answers at once.
+`slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures (`slipstream/evals/`),
+`slipstream.watch` shows (`slipstream/observe/watch/`). Everything is imported on first use, so that the command line
+answers at once.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ if TYPE_CHECKING:
     from slipstream.core.config import RunConfig
     from slipstream.core.recipes import resolve
     from slipstream.evals.evaluate import evaluate_model
+    from slipstream.observe.watch import watch
 
 __version__ = "0.1.0"
-__all__ = ["Result", "RunConfig", "evaluate_model", "replay", "resolve", "run"]
+__all__ = ["Result", "RunConfig", "evaluate_model", "replay", "resolve", "run", "watch"]
 
 _HOMES = {
     "run": "slipstream.api",
     "Result": "slipstream.api",
     "replay": "slipstream.controller.replay",
     "evaluate_model": "slipstream.evals.evaluate",
+    "watch": "slipstream.observe.watch",
     "RunConfig": "slipstream.core.config",
     "resolve": "slipstream.core.recipes",
 }

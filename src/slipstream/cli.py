@@ -1,4 +1,4 @@
-"""The command line: `slipstream run | launch | eval | report | replay | recipes | doctor`.
+"""The command line: `slipstream run | launch | eval | report | watch | replay | recipes | doctor`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 130 interrupted. Errors go to stderr without a
 traceback. torch and transformers are imported inside the commands that compute, after their input was checked.
@@ -125,6 +125,17 @@ def report_command(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+def watch_command(argv: Sequence[str]) -> int:
+    """Show a run in the browser, live while it goes on and with a time slider afterwards, until Ctrl-C."""
+    options = _parse("watch", WatchOptions, argv, watch_command)
+    from slipstream.observe.watch import watch
+
+    with watch(options.run, port=options.port, open_browser=options.open) as page:
+        _console.print(f"watching {options.run} at {page.url} (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+        page.wait()
+    return EXIT_DONE
+
+
 def replay_command(argv: Sequence[str]) -> int:
     """Run a run's recorded events through the schedule again; the first line that it would decide otherwise."""
     options = _parse("replay", ReplayOptions, argv, replay_command)
@@ -225,6 +236,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch_command,
     "eval": eval_command,
     "report": report_command,
+    "watch": watch_command,
     "replay": replay_command,
     "recipes": recipes_command,
     "doctor": doctor_command,
@@ -237,6 +249,20 @@ class ReportOptions:
 
     run: tyro.conf.Positional[Path]
     """Folder of a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchOptions:
+    """Flags of `slipstream watch`."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, which need not have begun."""
+
+    port: int = 7878
+    """Port on loopback; 0 takes one that is free."""
+
+    open: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Open it in the default browser."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,373 @@
+"""What the page is told: each answer is of a bounded size, whatever the run's is. JSON types only.
+
+Rows are lists where there may be thousands of them; the page's `js/api.js` says the same of their columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from slipstream.observe.recorder import RolloutLine
+from slipstream.observe.states import colour, in_words, kind, side_of
+from slipstream.observe.tokens import TokenLine
+from slipstream.observe.watch.events import Passage, Stretch
+from slipstream.observe.watch.index import RunIndex
+from slipstream.observe.watch.loop import PHASES, Group, Loop, Move
+from slipstream.observe.watch.rollouts import GroupRow
+from slipstream.observe.watch.timelines import bars
+from slipstream.observe.watch.verdict import Verdict
+
+MAX_GROUPS = 600  # drawn at once: of more, every second, fourth ...
+MAX_MOVES = 6000
+MAX_COUNTS = 300
+MAX_BARS = 700
+MAX_POINTS = 500
+MAX_NAMES = 24
+MAX_ROWS = 60
+MAX_STEPS = 400
+MAX_TEXT = 20_000
+MAX_HEAD = 80
+
+
+class BadRequest(ValueError):
+    """The query makes no sense."""
+
+
+def number(query: Mapping[str, str], name: str, default: float | None = None) -> float:
+    """A finite number of the query. BadRequest without one."""
+    text = query.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadRequest(f"'{name}' is a number")
+    return value
+
+
+def run_answer(index: RunIndex, verdict: Verdict, _query: Mapping[str, str]) -> dict[str, Any]:
+    """What does not change often: names, dials, states and their colours, alarms, the verdict."""
+    loop = index.events.loop
+    states = {name for timeline in index.timelines.values() for name in timeline.totals.names}
+    return pulse(index) | {
+        "name": index.run_dir.resolve().name,
+        "facts": {name: _typeset(text) for name, text in index.facts.items()},
+        "dials": None if loop.dials is None else msgspec.to_builtins(loop.dials),
+        "policy": loop.policy,
+        "stretches": [[round(one.start_s, 3), round(one.end_s, 3)] for one in index.events.stretches],
+        "begin_s": round(_begin_s(index), 3),
+        "attempts": index.num_attempts,
+        "processes": [{"name": name, "side": side_of(name)} for name in index.processes],
+        "states": {
+            name: {"words": in_words(name), "colour": colour(name), "kind": kind(name)}
+            for name in sorted(states | {"absent", "lost", "unlabelled"})
+        },
+        "curves": list(index.curves.curves),
+        "alarms": [msgspec.to_builtins(one) for one in index.alarms.spans()],
+        "verdict": verdict.sentence,
+        "error": loop.error,
+    }
+
+
+def _begin_s(index: RunIndex) -> float:
+    """A little before the first group is admitted: start-up and warm start may take most of a short run."""
+    first_s = index.events.first_s
+    return 0.0 if first_s is None else max(0.0, first_s - max(1.0, 0.01 * (index.end_s - first_s)))
+
+
+def pulse(index: RunIndex) -> dict[str, Any]:
+    """What is told with every change."""
+    life, silent_s = index.life()
+    loop = index.events.loop
+    return {
+        "revision": index.revision,
+        "life": life,
+        "silent_s": round(silent_s, 1),
+        "progress": round(index.progress, 3),
+        "end_s": round(index.end_s, 3),
+        "version": loop.version,
+        "fates": dict(loop.fates),
+        "num_groups": index.rollouts.num_groups,
+        "num_alarms": len(index.alarms.alarms),
+        "damaged": index.num_damaged,
+    }
+
+
+def loop_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """The loop at `from`, and what moves until `to` (run time, seconds): see `events.Passage`.
+
+    Of many groups every `every`-th by ordinal is told, with `counts` of all: [time, a count for each phase].
+    """
+    start_s = max(0.0, number(query, "from"))
+    passage = index.events.passage(start_s, max(start_s, number(query, "to")))
+    moves, every = _thinned(passage)
+    answer: dict[str, Any] = {
+        "revision": index.revision,
+        "from": start_s,
+        "to": passage.end_s,
+        "every": every,
+        "loop": _loop(passage.loop, every),
+        "moves": [_move(move) for move in moves],
+        "swaps": [[round(one.time_s, 4), one.replica, one.version] for one in passage.swaps],
+        "steps": [[round(time_s, 4), version] for time_s, version in passage.steps],
+    }
+    if every > 1:
+        answer["counts"] = _counts(passage)
+    return answer
+
+
+def _thinned(passage: Passage) -> tuple[list[Move], int]:
+    """What is drawn: first completions that finish are left out, then groups."""
+    moves, every = passage.moves, 1
+    if len(moves) > MAX_MOVES:
+        moves = [move for move in moves if not (move.group.phase == "sampling" and move.group.finished)]
+    while len(passage.loop.groups) > every * MAX_GROUPS or len(moves) > MAX_MOVES:
+        every *= 2
+        moves = [move for move in moves if move.group.ordinal % every == 0]
+    return moves, every
+
+
+def _loop(loop: Loop, every: int) -> dict[str, Any]:
+    return {
+        "groups": [_group(one) for one in loop.groups.values() if one.ordinal % every == 0],
+        "counts": list(loop.counts.values()),
+        "versions": {str(replica): version for replica, version in sorted(loop.versions.items())},
+        "version": loop.version,
+        "next_ordinal": loop.next_ordinal,
+        "fates": dict(loop.fates),
+    }
+
+
+def _group(group: Group) -> list[Any]:
+    reward = None if group.reward is None else round(group.reward, 4)
+    return [
+        group.ordinal,
+        PHASES.index(group.phase),
+        round(group.since_s, 4),
+        group.replica,
+        group.finished,
+        group.version,
+        group.step,
+        reward,
+    ]
+
+
+def _move(move: Move) -> list[Any]:
+    return [round(move.time_s, 4), *_group(move.group), move.fate]
+
+
+def _counts(passage: Passage) -> list[list[float]]:
+    """[time, waiting, sampling, scoring, ready, training] at up to `MAX_COUNTS` times, of all groups."""
+    counts = dict(passage.loop.counts)
+    phase_of = {ordinal: group.phase for ordinal, group in passage.loop.groups.items()}
+    apart_s = (passage.end_s - passage.start_s) / MAX_COUNTS
+    found = [[round(passage.start_s, 4), *counts.values()]]
+    for move in passage.moves:
+        before = phase_of.pop(move.group.ordinal, None)
+        if before is not None:
+            counts[before] -= 1
+        if move.fate is None:
+            phase_of[move.group.ordinal] = move.group.phase
+            counts[move.group.phase] += 1
+        row = [round(move.time_s, 4), *counts.values()]
+        if move.time_s - found[-1][0] >= apart_s:
+            found.append(row)
+        else:
+            found[-1] = [found[-1][0], *row[1:]]
+    return found
+
+
+def lanes_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """What each process did between `from` and `to`: [start, end, state, share of that time, args, other states]."""
+    start_s = number(query, "from")
+    end_s = max(start_s, min(number(query, "to"), index.end_s + 60.0))
+    parts = int(min(MAX_BARS, max(50, number(query, "parts", MAX_BARS))))
+    lanes: dict[str, list[list[Any]]] = {name: [] for name in index.processes}
+    for timeline, stretch, start_ns, end_ns in index.lanes(start_s, end_s):
+
+        def run_s(ns: int, stretch: Stretch = stretch) -> float:
+            return round(stretch.run_s(ns * 1e-9), 4)
+
+        lane = lanes[timeline.process]
+        slices = timeline.slices(start_ns, end_ns)
+        if slices is None:
+            for begin, end, state, share in timeline.outline(start_ns, end_ns, parts):
+                lane.append([run_s(begin), run_s(end), state, round(share, 3), {}, {}])
+        else:
+            for begin, end, state, share, args, also in bars(slices, start_ns, end_ns, parts):
+                lane.append([run_s(begin), run_s(end), state, round(share, 3), args, also])
+        lane += [
+            [run_s(begin), run_s(end), state, 1.0, {}, {}] for state, begin, end in timeline.gone(start_ns, end_ns)
+        ]
+    return {"revision": index.revision, "from": start_s, "to": end_s, "lanes": lanes}
+
+
+def overview_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """The whole run in outline: how many groups were in each phase, when steps ended, where alarms began."""
+    points = int(min(MAX_POINTS, max(10, number(query, "points", 300))))
+    phases = index.events.phases
+    columns = {name: phases.of(name) / phases.width for name in phases.names}
+    length = max((len(column) for column in columns.values()), default=0)
+    stride = max(1, -(-length // points))
+    ends = index.events.step_ends
+    apart = max(1, -(-len(ends) // MAX_STEPS))
+    return {
+        "revision": index.revision,
+        "end_s": index.end_s,
+        "width_s": phases.width * stride,
+        "phases": {
+            name: [round(float(column[at : at + stride].mean()), 2) for at in range(0, length, stride)]
+            for name, column in columns.items()
+        },
+        "steps": [[step, round(ends[step], 3)] for step in range(0, len(ends), apart)],
+        "alarms": [
+            [round(_when(index, one.began), 3), one.name, one.severity] for one in index.alarms.spans()[-MAX_STEPS:]
+        ],
+        "stretches": [round(one.start_s, 3) for one in index.events.stretches],
+    }
+
+
+def step_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """When `step` was trained, or how many steps there are where it was not; with `at`, the step of that time."""
+    ends, starts = index.events.step_ends, index.events.step_starts
+    step = index.events.step_at(number(query, "at")) if "at" in query else int(number(query, "step"))
+    is_known = 0 <= step < len(starts)
+    return {
+        "step": step,
+        "steps": len(ends),
+        "start_s": round(starts[step], 4) if is_known else None,
+        "end_s": round(ends[step], 4) if 0 <= step < len(ends) else None,
+    }
+
+
+def _typeset(text: str) -> str:
+    return text.replace(" x ", " × ").replace("<=", "≤").replace("_", " ")
+
+
+def _when(index: RunIndex, step: int) -> float:
+    ends = index.events.step_ends
+    return ends[step] if 0 <= step < len(ends) else index.end_s
+
+
+def curves_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """Of each of `names` at most about `points` [step, mean, least, greatest], and the last value."""
+    points = int(min(MAX_POINTS, max(10, number(query, "points", 300))))
+    curves: dict[str, Any] = {}
+    for name in [name for name in query.get("names", "").split(",") if name][:MAX_NAMES]:
+        if (curve := index.curves.curves.get(name)) is not None:
+            curves[name] = {"points": _joined(curve.points(), points), "last": curve.last}
+    return {"revision": index.revision, "curves": curves}
+
+
+def _joined(points: list[tuple[float, float, float, float]], count: int) -> list[list[float]]:
+    stride = max(1, -(-len(points) // count))
+    joined = []
+    for at in range(0, len(points), stride):
+        x, mean, least, greatest = zip(*points[at : at + stride], strict=True)
+        joined.append([_short(v) for v in (sum(x) / len(x), sum(mean) / len(mean), min(least), max(greatest))])
+    return joined
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def groups_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """`count` groups whose fate is known, in that order: from `row` on, or those of `step`; `tokens=1`: only such
+    whose tokens were written."""
+    rollouts = index.rollouts
+    count = int(min(MAX_ROWS, max(1, number(query, "count", 30))))
+    row = rollouts.row_of_step(int(number(query, "step"))) if "step" in query else int(number(query, "row", 0))
+    row = max(0, min(row, max(0, rollouts.num_groups - 1)))
+    has_tokens = query.get("tokens") == "1"
+    found = []
+    for at in range(row, min(rollouts.num_groups, row + (2000 if has_tokens else count))):
+        group = rollouts.group(at)
+        if has_tokens and group.ordinal not in index.tokens:
+            continue
+        found.append(_row(index, group))
+        if len(found) == count:
+            break
+    return {"revision": index.revision, "row": row, "num_groups": rollouts.num_groups, "groups": found}
+
+
+def _row(index: RunIndex, group: GroupRow) -> dict[str, Any]:
+    lines = index.rollouts.lines(group.row, limit=1)
+    return {
+        **msgspec.to_builtins(group),
+        "has_tokens": group.ordinal in index.tokens,
+        "prompt": lines[0].prompt[:MAX_HEAD] if lines else "",
+    }
+
+
+def group_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """Group `ordinal`: its rollouts, long texts cut, with tokens where they were written; null where it has no fate."""
+    ordinal = int(number(query, "ordinal"))
+    row = index.rollouts.row_of(ordinal)
+    if row is None:
+        return {"revision": index.revision, "ordinal": ordinal, "group": None}
+    lines = index.rollouts.lines(row)
+    tokens = {line.sample: line for line in index.tokens.lines(ordinal)}
+    return {
+        "revision": index.revision,
+        "ordinal": ordinal,
+        "group": _row(index, index.rollouts.group(row)),
+        "prompt": lines[0].prompt[:MAX_TEXT] if lines else "",
+        "answer": lines[0].answer if lines else None,
+        "task": lines[0].task if lines else "",
+        "rollouts": [_rollout(index, line, tokens.get(line.sample)) for line in lines],
+    }
+
+
+def _rollout(index: RunIndex, line: RolloutLine, tokens: TokenLine | None) -> dict[str, Any]:
+    return {
+        "sample": line.sample,
+        "completion": line.completion[:MAX_TEXT],
+        "is_cut": len(line.completion) > MAX_TEXT,
+        "reward": line.reward,
+        "parts": line.parts,
+        "failure": line.failure,
+        "finish_reason": line.finish_reason,
+        "num_tokens": line.num_tokens,
+        "versions": line.versions,
+        "mean_behaviour_logprob": line.mean_behaviour_logprob,
+        "replica": line.replica,
+        "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s, line.scored_s)],
+        "tokens": None
+        if tokens is None
+        else {
+            "texts": tokens.texts,
+            "ids": tokens.tokens,
+            "versions": tokens.versions,
+            "behaviour": tokens.behaviour_logprobs,
+            "policy": tokens.policy_logprobs,
+            "advantages": tokens.advantages,
+        },
+    }
+
+
+def _run_s(index: RunIndex, raw_s: float) -> float | None:
+    """On the run's time; None where no attempt was then."""
+    for stretch in reversed(index.events.stretches):
+        if stretch.start_s <= stretch.run_s(raw_s) <= stretch.end_s:
+            return round(stretch.run_s(raw_s), 3)
+    return None
+
+
+Answer = Callable[[RunIndex, Verdict, Mapping[str, str]], dict[str, Any]]
+ANSWERS: dict[str, Answer] = {
+    "/api/run": run_answer,
+    "/api/loop": loop_answer,
+    "/api/lanes": lanes_answer,
+    "/api/overview": overview_answer,
+    "/api/step": step_answer,
+    "/api/curves": curves_answer,
+    "/api/groups": groups_answer,
+    "/api/group": group_answer,
+}

@@ -1,0 +1,194 @@
+"""An index over `events.jsonl`: the state of the loop now and at any time before, without keeping all that happened."""
+
+from __future__ import annotations
+
+import bisect
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from slipstream.observe.watch.buckets import Buckets
+from slipstream.observe.watch.lines import LineIndex
+from slipstream.observe.watch.loop import PHASES, Began, Decision, Done, Loop, Move, Swapped, Train, decode_decision
+from slipstream.observe.watch.tail import lines_from
+
+MAX_MARKS = 512
+MAX_MARK_BYTES = 32_000_000
+MAX_REPLAYED_BYTES = 16_000_000
+"""Of `events.jsonl`, for one answer."""
+
+
+@dataclass
+class Stretch:
+    """One attempt's part of the run's time: `raw_s` of the machine's clock is `start_s` of the run's.
+
+    The run's time begins with its first event. An attempt that was resumed follows the last event that is left of the
+    one before: what was abandoned, and the time in between, are no time of the run.
+    """
+
+    raw_s: float
+    start_s: float
+    end_s: float
+
+    def run_s(self, raw_s: float) -> float:
+        return raw_s - self.raw_s + self.start_s
+
+
+class Swap(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """From `time_s` on `replica` samples from `version`; before that it stood still for `pause_s`."""
+
+    time_s: float
+    replica: int
+    version: int
+    pause_s: float | None
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """The loop as it was when the line at `offset` was next."""
+
+    offset: int
+    time_s: float
+    stretch: int
+    loop: bytes
+
+
+@dataclass
+class Passage:
+    """What happened from `start_s` on to `end_s`, as far as it was read: how it was then, and what moved, in order."""
+
+    start_s: float
+    end_s: float
+    loop: Loop
+    moves: list[Move]
+    swaps: list[Swap]
+    steps: list[tuple[float, int]]  # when the trainer came to which version
+
+
+class EventIndex(LineIndex):
+    """`loop` is the present state, `stretches` the run's time, `step_starts`, `step_ends` when each step was trained.
+
+    Marks of the state lie so far apart that there are at most `MAX_MARKS`, of `MAX_MARK_BYTES` together; an answer is
+    folded from the last one before it. `phases` are group-seconds in each phase: divided by a bucket's width, how many
+    groups were in it on average.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.reset()
+
+    def reset(self) -> None:
+        self.loop = Loop()
+        self.stretches: list[Stretch] = []
+        self.step_starts, self.step_ends = array("d"), array("d")
+        self.first_s: float | None = None  # when the first group was admitted, or trained
+        self.phases = Buckets(width=0.25)
+        self._phases_s = 0.0  # up to where `phases` is counted
+        self._group_seconds = dict.fromkeys(PHASES, 0.0)  # since then
+        self._last_s = 0.0
+        self._num_lines = 0
+        self._spacing = 512
+        self._marks: list[_Mark] = []
+
+    @property
+    def end_s(self) -> float:
+        """Time of the last event."""
+        return self.stretches[-1].end_s if self.stretches else 0.0
+
+    def take(self, line: bytes, offset: int) -> None:
+        decision = decode_decision(line)
+        if decision is None:
+            self.num_damaged += 1
+            return
+        if self._num_lines % self._spacing == 0:
+            self._mark(offset)
+        self._num_lines += 1
+        time_s = self._time_of(decision)
+        self._count_phases(time_s)
+        self.loop.take(decision, time_s)
+        self._count_steps(decision, time_s)
+
+    def _time_of(self, decision: Decision) -> float:
+        if isinstance(decision.event, Began) or not self.stretches:
+            self.stretches.append(Stretch(decision.time_s, self.end_s, self.end_s))
+        stretch = self.stretches[-1]
+        stretch.end_s = max(stretch.end_s, stretch.run_s(decision.time_s))
+        return stretch.end_s
+
+    def _count_phases(self, time_s: float) -> None:
+        """The loop has been as it is since the event before."""
+        waited_s, self._last_s = time_s - self._last_s, time_s
+        for phase, count in self.loop.counts.items():
+            self._group_seconds[phase] += count * waited_s
+        if time_s - self._phases_s >= self.phases.width / 4:
+            for phase, amount in self._group_seconds.items():
+                self.phases.add(phase, self._phases_s, time_s, amount)
+                self._group_seconds[phase] = 0.0
+            self._phases_s = time_s
+
+    def _count_steps(self, decision: Decision, time_s: float) -> None:
+        if decision.commands and self.first_s is None:
+            self.first_s = time_s
+        for command in decision.commands:
+            if isinstance(command, Train):
+                _put_at(self.step_starts, command.step, time_s)
+        if isinstance(decision.event, Done):
+            _put_at(self.step_ends, decision.event.step, time_s)
+
+    def _mark(self, offset: int) -> None:
+        self._marks.append(_Mark(offset, self.end_s, len(self.stretches), msgspec.msgpack.encode(self.loop)))
+        if len(self._marks) > MAX_MARKS or sum(len(mark.loop) for mark in self._marks) > MAX_MARK_BYTES:
+            self._marks = self._marks[::2]
+            self._spacing *= 2
+
+    def passage(self, start_s: float, end_s: float) -> Passage:
+        """What happened after `start_s` until `end_s`; less where more than `MAX_REPLAYED_BYTES` tell of it."""
+        loop, base, last_s = Loop(), Loop(), 0.0
+        found = Passage(start_s, min(end_s, max(start_s, self.end_s)), base, [], [], [])
+        if not self._marks:
+            return found
+        mark = self._marks[max(0, bisect.bisect_right(self._marks, start_s, key=lambda one: one.time_s) - 1)]
+        loop = base = _decoded(mark.loop)
+        stretch, last_s = mark.stretch, mark.time_s
+        budget = min(self.tail.offset - mark.offset, MAX_REPLAYED_BYTES)
+        for line in lines_from(self.path, mark.offset, max_bytes=budget):
+            decision = decode_decision(line)
+            if decision is None:
+                continue
+            stretch += isinstance(decision.event, Began)
+            time_s = max(last_s, self.stretches[stretch - 1].run_s(decision.time_s))
+            if time_s > found.end_s:
+                break
+            last_s = time_s
+            if time_s > start_s and loop is base:
+                loop = _decoded(msgspec.msgpack.encode(base))
+            moves = loop.take(decision, time_s)
+            if time_s > start_s:
+                found.moves += moves
+                match decision.event:
+                    case Swapped(replica=replica, version=version, pause_s=pause_s):
+                        found.swaps.append(Swap(time_s, replica, version, pause_s))
+                    case Done(version=version):
+                        found.steps.append((time_s, version))
+        else:
+            if budget == MAX_REPLAYED_BYTES:
+                found.end_s = max(start_s, last_s)
+        found.loop = base
+        return found
+
+    def step_at(self, time_s: float) -> int:
+        """The last step that had begun by then; -1 before the first."""
+        return bisect.bisect_right(self.step_starts, time_s) - 1
+
+
+def _decoded(loop: bytes) -> Loop:
+    return msgspec.msgpack.decode(loop, type=Loop)
+
+
+def _put_at(column: array[float], index: int, value: float) -> None:
+    """`column[index] = value`, with the last value where there is a hole; after a resume a step may come again."""
+    del column[index + 1 :]
+    while len(column) < index:
+        column.append(column[-1] if column else value)
+    column[index:] = array("d", [value])

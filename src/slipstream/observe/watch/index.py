@@ -1,0 +1,228 @@
+"""What the watch page knows of a run: indexes over its growing files, kept up to date, and what state the run is in.
+
+Memory is bounded but for 41 bytes per group and 16 per step; nothing is ever written. Files may be missing, torn, or
+replaced by a resume at any time.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.recipes import read_toml, resolve
+from slipstream.observe.display import config_summary
+from slipstream.observe.health import ALARMS_FILE, Alarm, AlarmSpan, spans
+from slipstream.observe.timeline import process_order
+from slipstream.observe.tokens import TOKENS_FILE
+from slipstream.observe.watch.curves import CurveIndex
+from slipstream.observe.watch.events import EventIndex, Stretch
+from slipstream.observe.watch.lines import LineIndex
+from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
+from slipstream.observe.watch.timelines import TimelineIndex
+
+SILENT_AFTER_S = 20.0
+"""Processes write at least once a second while they work: a run that has not for so long stands still, or is gone."""
+
+Life = Literal["waiting", "running", "silent", "done", "failed", "interrupted"]
+
+
+class AlarmIndex(LineIndex):
+    """The run's alarms, which are few."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.reset()
+
+    def reset(self) -> None:
+        self.alarms: list[Alarm] = []
+
+    def take(self, line: bytes, offset: int) -> None:  # noqa: ARG002
+        try:
+            self.alarms.append(msgspec.json.decode(line, type=Alarm))
+        except (ValueError, RecursionError):
+            self.num_damaged += 1
+
+    def spans(self) -> list[AlarmSpan]:
+        return spans(self.alarms)
+
+
+@dataclass
+class WholeFile:
+    """A small file that is replaced as a whole, read again when it has changed."""
+
+    path: Path
+    _stamp: tuple[int, int] = (0, 0)
+    data: bytes | None = None
+
+    def advance(self) -> bool:
+        try:
+            stat = self.path.stat()
+            stamp = (stat.st_mtime_ns, stat.st_size)
+            if stamp == self._stamp:
+                return False
+            self._stamp, self.data = stamp, self.path.read_bytes()
+        except OSError:
+            if self.data is None:
+                return False
+            self._stamp, self.data = (0, 0), None
+        return True
+
+    @property
+    def changed_s(self) -> float:
+        return self._stamp[0] * 1e-9
+
+
+class RunIndex:
+    """Call `advance` now and then, from one thread at a time; all else reads what it has found.
+
+    `revision` counts how often something that was known has become void.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.events = EventIndex(run_dir / "events.jsonl")
+        self.curves = CurveIndex(run_dir / "metrics.jsonl")
+        self.rollouts = RolloutIndex(run_dir / "rollouts.jsonl")
+        self.tokens = TokenIndex(run_dir / TOKENS_FILE)
+        self.alarms = AlarmIndex(run_dir / ALARMS_FILE)
+        self.timelines: dict[Path, TimelineIndex] = {}
+        self.summary_file = WholeFile(run_dir / "summary.json")
+        self.config_file = WholeFile(run_dir / "config.toml")
+        self.revision = 0
+        self.is_caught_up = False
+        self.grew_s: float | None = None  # when the newest news came, on the clock of the day
+        self.facts: dict[str, str] = {}
+        self.summary: dict[str, Any] = {}
+
+    @property
+    def indexes(self) -> list[LineIndex]:
+        return [self.events, self.curves, self.alarms, self.tokens, *self.timelines.values(), self.rollouts]
+
+    def advance(self) -> bool:
+        """Read at most one piece of each file; whether there was news."""
+        self._find_timelines()
+        has_news = False
+        for index in self.indexes:
+            offset = index.tail.offset
+            has_news |= (grew := index.advance())
+            self.revision += index.tail.offset < offset
+            if grew and self.is_caught_up:
+                self.grew_s = time.time()
+        if self.summary_file.advance():
+            has_news, self.summary = True, _json(self.summary_file.data)
+        if self.config_file.advance():
+            has_news, self.facts = True, self._facts()
+        if not has_news and not self.is_caught_up:
+            self.is_caught_up = True
+            changed = [_changed_s(index.path) for index in self.indexes]
+            self.grew_s = self.grew_s or max(changed, default=0.0) or None
+        return has_news
+
+    def _find_timelines(self) -> None:
+        for path in self.run_dir.glob("timeline/*.jsonl"):
+            self.timelines.setdefault(path, TimelineIndex(path))
+        for path in self.run_dir.glob("attempt_*/timeline/*.jsonl"):
+            self.timelines.setdefault(path, TimelineIndex(path))
+
+    def _facts(self) -> dict[str, str]:
+        """What the run is, in a few words; of a configuration that this version cannot read, the recipe alone."""
+        path = self.config_file.path
+        try:
+            return config_summary(resolve(path))
+        except (SlipstreamError, OSError):
+            pass
+        try:
+            return {"recipe": str(read_toml(path).get("recipe", ""))}
+        except (SlipstreamError, OSError):
+            return {}
+
+    @property
+    def progress(self) -> float:
+        """Share of the files' bytes that are indexed."""
+        sizes = [(index.tail.offset, index.tail.size()) for index in self.indexes]
+        total = sum(size for _, size in sizes)
+        return min(1.0, sum(offset for offset, _ in sizes) / total) if total else 1.0
+
+    @property
+    def num_damaged(self) -> int:
+        return sum(index.num_damaged for index in self.indexes)
+
+    @property
+    def end_s(self) -> float:
+        """Up to where the run's time is known."""
+        return self.events.end_s
+
+    def life(self) -> tuple[Life, float]:
+        """What state the run is in, and for how many seconds there has been no news.
+
+        `summary.json` is written last. One that is older than the newest event is that of an attempt before.
+        """
+        silent_s = max(0.0, time.time() - self.grew_s) if self.grew_s is not None else 0.0
+        if not self.events.stretches:
+            return "waiting", silent_s
+        status = self.summary.get("status")
+        if status in ("done", "failed", "interrupted") and self.summary.get("steps") == self.events.loop.version:
+            is_newest = self.summary_file.changed_s >= _changed_s(self.events.path) - 0.5
+            if is_newest or silent_s > SILENT_AFTER_S:
+                return status, silent_s
+        return ("silent" if silent_s > SILENT_AFTER_S else "running"), silent_s
+
+    def lanes(self, start_s: float, end_s: float) -> Iterator[tuple[TimelineIndex, Stretch, int, int]]:
+        """Timelines that are of the window of the run's time, each with its part of the window in nanoseconds.
+
+        A stretch has the folder whose controller had started just before its first event.
+        """
+        stretches = self.events.stretches
+        for number, stretch in enumerate(stretches):
+            is_last = number == len(stretches) - 1
+            until_s = end_s if is_last else min(end_s, stretches[number + 1].start_s)
+            from_s = start_s if number == 0 else max(start_s, stretch.start_s)
+            folder = self._folder_of(stretch)
+            if from_s >= until_s or folder is None:
+                continue
+            start_ns, end_ns = (round((at - stretch.start_s + stretch.raw_s) * 1e9) for at in (from_s, until_s))
+            for path, index in self.timelines.items():
+                if path.parent == folder:
+                    yield index, stretch, start_ns, end_ns
+
+    def _folder_of(self, stretch: Stretch) -> Path | None:
+        best: tuple[float, Path] | None = None
+        for path, index in self.timelines.items():
+            if path.stem != "controller" or not index.lives:
+                continue
+            ahead_s = stretch.raw_s - index.lives[0].first_ns * 1e-9
+            if 0 <= ahead_s < 3600 and (best is None or ahead_s < best[0]):
+                best = (ahead_s, path.parent)
+        return None if best is None else best[1]
+
+    @property
+    def processes(self) -> list[str]:
+        """Of all attempts, in the order of the loop."""
+        return sorted({index.process for index in self.timelines.values() if index.lives}, key=process_order)
+
+    @property
+    def num_attempts(self) -> int:
+        """Attempts that were abandoned for a later one, and the present one."""
+        folders = [path.name for path in self.run_dir.glob("attempt_*") if re.fullmatch(r"attempt_\d+", path.name)]
+        return len(folders) + 1
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _json(data: bytes | None) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(data or b"{}", type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {}

@@ -1,0 +1,170 @@
+// Metrics over steps, small and many; and the headline, which is their values where the slider is.
+
+import { byId, el, say, svg } from './dom.js';
+import { metricName, number } from './format.js';
+
+const WIDTH = 300;
+const HEIGHT = 92;
+const CHARTS = [
+  ['Reward', ['reward', 'eval_accuracy'], ['of the batch', 'held-out accuracy']],
+  ['Staleness, in steps', ['staleness_mean', 'staleness_max'], ['mean', 'most']],
+  ['Tokens per second', ['generated_tokens_per_s', 'trained_tokens_per_s'], ['generated', 'trained']],
+  ['|logprob of trainer − of generator|', ['logprob_diff_mean'], ['mean, nats']],
+  ['KL to the reference', ['kl_reference'], ['nats per token']],
+  ['Entropy', ['entropy'], ['nats']],
+  ['Answer length', ['completion_tokens_mean'], ['tokens']],
+  ['Groups without signal', ['no_signal_frac'], ['share']],
+  ['Gradient norm', ['grad_norm'], ['before clipping']],
+];
+const SPARSE = new Set(['eval_accuracy', 'eval_sampled_accuracy']); // measured now and then: with dots
+
+/** The last point at or before `step`; null before the first. */
+export function valueAt(points, step) {
+  let low = 0;
+  let high = points.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] <= step) low = middle + 1;
+    else high = middle;
+  }
+  return low ? points[low - 1][1] : null;
+}
+
+export class Curves {
+  /** `onStep(step)`: somebody wants to go there. */
+  constructor(onStep) {
+    this.onStep = onStep;
+    this.charts = [];
+    this.curves = {};
+    this.extra = [];
+    this.step = 0;
+    const select = byId('add-curve');
+    select.addEventListener('change', () => {
+      if (select.value) this.extra.push(select.value);
+      select.value = '';
+      this.names = '';
+      this.onChange?.();
+    });
+  }
+
+  setUp(info) {
+    this.known = new Set(info.curves);
+    if (info.curves.join() === this.names) return;
+    this.names = info.curves.join();
+    this.plan = CHARTS.map(([title, names, labels]) => ({
+      title,
+      series: names.map((name, index) => ({ name, label: labels[index] })).filter((one) => this.known.has(one.name)),
+    })).filter((chart) => chart.series.length);
+    for (const name of this.extra) this.plan.push({ title: metricName(name), series: [{ name, label: '' }] });
+    const shown = new Set(this.wanted());
+    const options = info.curves.filter((name) => !shown.has(name)).sort();
+    byId('add-curve').replaceChildren(
+      el('option', { value: '' }, 'a curve …'),
+      ...options.map((name) => el('option', { value: name }, metricName(name))),
+    );
+    this.charts = this.plan.map((chart) => new Chart(chart, this.onStep));
+    byId('charts').replaceChildren(...this.charts.map((chart) => chart.element));
+    this.redraw();
+  }
+
+  wanted() {
+    return (this.plan ?? []).flatMap((chart) => chart.series.map((one) => one.name));
+  }
+
+  load(answer) {
+    this.curves = answer.curves;
+    this.redraw();
+  }
+
+  redraw() {
+    for (const chart of this.charts) chart.draw(this.curves);
+    this.show(this.step, true);
+  }
+
+  /** The slider is where the policy has version `version`: the last step that is done is the one before. */
+  show(version, isForced = false) {
+    const step = version - 1;
+    if (step === this.step && !isForced) return;
+    this.step = step;
+    for (const chart of this.charts) chart.show(this.curves, step);
+  }
+
+  value(name, step) {
+    const curve = this.curves[name];
+    return curve ? valueAt(curve.points, step) : null;
+  }
+
+  first(name) {
+    return this.curves[name]?.points[0]?.[1] ?? null;
+  }
+}
+
+class Chart {
+  constructor({ title, series }, onStep) {
+    this.series = series;
+    this.values = series.map(() => el('b'));
+    const keys = series.map((one, index) =>
+      el('span', { class: 'key' }, el('i', { class: `swatch series-${index}` }), one.label ? `${one.label} ` : '', this.values[index]),
+    );
+    this.picture = svg('svg', { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: 'none', role: 'img', 'aria-label': title });
+    this.low = el('span');
+    this.high = el('span');
+    this.last = el('span', { class: 'x-last' });
+    const plot = el('div', { class: 'plot' }, this.picture, el('div', { class: 'y-axis', 'aria-hidden': true }, this.high, this.low));
+    plot.addEventListener('click', (event) => {
+      const box = this.picture.getBoundingClientRect();
+      onStep(Math.round(this.right * ((event.clientX - box.left) / box.width)));
+    });
+    const axis = el('div', { class: 'x-axis', 'aria-hidden': true }, el('span', {}, 'step 0'), this.last);
+    this.element = el('figure', { class: 'chart' }, el('figcaption', {}, title), el('p', { class: 'keys' }, ...keys), plot, axis);
+    this.right = 1;
+  }
+
+  draw(curves) {
+    const found = this.series.map((one) => curves[one.name]?.points ?? []);
+    const all = found.flat();
+    if (!all.length) return;
+    this.right = Math.max(1, ...all.map((point) => point[0]));
+    const least = Math.min(...all.map((point) => point[2]));
+    const most = Math.max(...all.map((point) => point[3]));
+    const low = least >= 0 && least < 0.5 * most ? 0 : least;
+    const high = most > low ? most : low + 1;
+    const x = (step) => ((step / this.right) * WIDTH).toFixed(2);
+    const y = (value) => (HEIGHT - 4 - ((value - low) / (high - low)) * (HEIGHT - 8)).toFixed(2);
+    this.cursor = svg('line', { class: 'cursor', y1: 0, y2: HEIGHT, x1: 0, x2: 0, 'vector-effect': 'non-scaling-stroke' });
+    this.picture.replaceChildren(
+      ...found.flatMap((points, index) => {
+        const parts = [];
+        const isJoined = points.some((point) => point[3] > point[2]);
+        if (isJoined) {
+          const upper = points.map((point) => `${x(point[0])},${y(point[3])}`);
+          const lower = points.map((point) => `${x(point[0])},${y(point[2])}`).reverse();
+          parts.push(svg('path', { class: `band series-${index}`, d: `M${upper.join('L')}L${lower.join('L')}Z` }));
+        }
+        const line = points.map((point) => `${x(point[0])},${y(point[1])}`).join('L');
+        parts.push(svg('path', { class: `line series-${index}`, d: `M${line}`, 'vector-effect': 'non-scaling-stroke' }));
+        if (SPARSE.has(this.series[index].name)) {
+          // A line of no length with round ends is a dot that stays round when the picture is stretched.
+          const dots = points.map((point) => `M${x(point[0])},${y(point[1])}h0`).join('');
+          parts.push(svg('path', { class: `dots-of series-${index}`, d: dots, 'vector-effect': 'non-scaling-stroke' }));
+        }
+        return parts;
+      }),
+      this.cursor,
+    );
+    say(this.low, number(low));
+    say(this.high, number(high));
+    say(this.last, String(Math.round(this.right)));
+  }
+
+  show(curves, step) {
+    this.series.forEach((one, index) => {
+      // What is measured of a version lies at its number: one more than the step that made it.
+      const at = SPARSE.has(one.name) ? step + 1 : step;
+      say(this.values[index], number(valueAt(curves[one.name]?.points ?? [], at)));
+    });
+    const x = (Math.max(0, step) / this.right) * WIDTH;
+    this.cursor?.setAttribute('x1', x);
+    this.cursor?.setAttribute('x2', x);
+  }
+}

@@ -1,0 +1,352 @@
+// The page: one playhead, and everything that shows what was at its time.
+
+import { Alarms } from './alarms.js';
+import { get, Latest, live } from './api.js';
+import { Curves } from './curves.js';
+import { byId, el, prefersStill, say } from './dom.js';
+import { clock, number, percent } from './format.js';
+import { listen } from './keys.js';
+import { drawMix, Lanes } from './lanes.js';
+import { Passage } from './loop_state.js';
+import { Playhead, SPEEDS } from './playhead.js';
+import { Rollouts } from './rollouts.js';
+import { Scrubber } from './scrubber.js';
+import { Stage } from './stage.js';
+
+const AHEAD_S = 6; // of the viewer's time that is loaded beyond the playhead
+const SLOW_EVERY_MS = 250; // what need not be redrawn with every frame
+const IDLE_MS = 100; // between frames while nothing moves
+const REFRESH_MS = 4000; // curves and the outline of a run that goes on
+const PLAY = 'M4 2.5v11L13.5 8z';
+const PAUSE = 'M3.5 3h3v10h-3zM9.5 3h3v10h-3z';
+const OVER = ['done', 'failed', 'interrupted'];
+
+const state = { info: null, pulse: null, passage: null, isLinked: true, error: '', wasJump: true };
+const playhead = new Playhead();
+const fail = (error) => {
+  state.error = error.message;
+  notice();
+};
+const requests = { loop: new Latest(fail), lanes: new Latest(fail), info: new Latest(fail), curves: new Latest(fail), overview: new Latest(fail) };
+const rollouts = new Rollouts(fail);
+const stage = new Stage((ordinal) => {
+  byId('follow').checked = false;
+  rollouts.open(ordinal, true);
+});
+const lanes = new Lanes((time) => seek(time));
+const scrubber = new Scrubber((time) => seek(time));
+const curves = new Curves((step) => goToStep(step + 1));
+const alarms = new Alarms((step) => goToStep(step + 1));
+let sideOf = new Map();
+let slowAt = 0;
+let refreshedAt = 0;
+
+// Time
+
+function seek(time, isLive = false) {
+  if (isLive) playhead.goLive();
+  else playhead.seek(time);
+  remember();
+  showButtons();
+  load();
+}
+
+/** A link to this moment. */
+function remember() {
+  history.replaceState(null, '', playhead.isLive ? '#live' : `#t=${playhead.time.toFixed(2)}`);
+}
+
+/** Go to the moment that the page's address names; whether it names one. */
+function followLink() {
+  const linked = /^#t=([\d.]+)$/.exec(location.hash);
+  if (linked === null) return false;
+  playhead.isPlaying = false;
+  seek(Number(linked[1]));
+  return true;
+}
+
+/** Where step `step` begins, or the end of the last one. */
+async function goToStep(step) {
+  const found = await get('step', { step: Math.max(0, step) });
+  if (found.start_s !== null) seek(found.start_s);
+  else if (found.steps) seek(playhead.end);
+}
+
+async function moveSteps(steps) {
+  const found = await get('step', { at: playhead.time + 1e-3 });
+  await goToStep(Math.max(0, found.step + steps));
+}
+
+function toggle() {
+  playhead.toggle();
+  remember();
+  showButtons();
+}
+
+function goLive() {
+  seek(playhead.end, true);
+}
+
+function showButtons() {
+  byId('play-icon').setAttribute('d', playhead.isPlaying ? PAUSE : PLAY);
+  byId('play').setAttribute('aria-label', playhead.isPlaying ? 'Pause' : 'Play');
+  byId('speed').value = String(playhead.speed);
+  byId('speed').disabled = playhead.isLive;
+  const canFollow = state.pulse !== null && !OVER.includes(state.pulse.life);
+  byId('go-live').hidden = !canFollow;
+  byId('go-live').setAttribute('aria-pressed', String(playhead.isLive));
+}
+
+// Loading
+
+function load() {
+  loadLoop();
+  loadLanes();
+}
+
+/** Keep what the playhead needs next: a passage that covers its time, and goes on from there. */
+function loadLoop() {
+  requests.loop.run(async () => {
+    const { time, end, speed } = playhead;
+    const ahead = playhead.isLive ? AHEAD_S : Math.max(AHEAD_S, 2 * AHEAD_S * speed);
+    const { passage } = state;
+    const isCovered = passage !== null && passage.covers(time) && passage.answer.revision === state.pulse?.revision;
+    if (isCovered && (passage.to >= end - 1e-3 || passage.to - time > ahead / 2)) return;
+    const answer = await get('loop', { from: time.toFixed(4), to: Math.min(end, time + ahead).toFixed(4) });
+    const next = new Passage(answer);
+    // The playhead has gone on meanwhile: what was drawn goes on, too, where the new passage takes over.
+    state.wasJump ||= !(isCovered || (passage !== null && passage.to >= next.from && passage.from <= next.from));
+    if (next.covers(playhead.time) || next.from === next.to) state.passage = next;
+    else state.passage ??= next;
+  });
+}
+
+function loadLanes() {
+  const query = lanes.wanted(playhead.time, playhead.end);
+  if (query === null) return;
+  requests.lanes.run(async () => {
+    lanes.load(await get('lanes', { from: query.from.toFixed(3), to: query.to.toFixed(3), parts: query.parts }));
+  });
+}
+lanes.onZoom = () => load();
+
+function loadCurves() {
+  requests.curves.run(async () => {
+    const names = curves.wanted();
+    if (names.length) curves.load(await get('curves', { names: names.join(','), points: 300 }));
+  });
+}
+
+curves.onChange = () => {
+  curves.setUp(state.info);
+  loadCurves();
+};
+
+function loadOverview() {
+  requests.overview.run(async () => scrubber.load(await get('overview', { points: 400 })));
+}
+
+async function loadInfo() {
+  const info = await get('run');
+  state.info = info;
+  state.pulse ??= info;
+  playhead.begin = info.begin_s;
+  document.title = `${info.name} – Slipstream`;
+  say(byId('name'), info.name);
+  const { recipe, model, batch, mode } = info.facts;
+  say(byId('facts'), [recipe, model, batch, mode].filter(Boolean).join(' · '));
+  sideOf = new Map(info.processes.map((one) => [one.name, one.side]));
+  stage.setUp(info);
+  lanes.setUp(info);
+  curves.setUp(info);
+  alarms.setUp(info);
+  loadCurves();
+  loadOverview();
+}
+
+// News of the run
+
+function onPulse(pulse) {
+  const before = state.pulse;
+  state.pulse = pulse;
+  state.error = '';
+  if (before !== null && pulse.revision !== before.revision) {
+    playhead.end = 0; // a resume has cut the run: it ends earlier than it did
+    lanes.forget();
+    state.wasJump = true;
+  }
+  playhead.extend(pulse.end_s);
+  playhead.time = Math.min(playhead.time, playhead.end);
+  const isOver = OVER.includes(pulse.life);
+  if (isOver && playhead.isLive && playhead.time >= playhead.end - 3) playhead.isLive = false;
+  const hasBegun = pulse.life !== 'waiting';
+  const isNews = before === null || pulse.revision !== before.revision || pulse.num_alarms !== before.num_alarms;
+  const isDue = performance.now() - refreshedAt > REFRESH_MS && pulse.end_s !== before?.end_s;
+  if (isNews || isDue || (hasBegun && !state.info?.dials) || isOver !== OVER.includes(before?.life)) {
+    refreshedAt = performance.now();
+    requests.info.run(loadInfo);
+  }
+  if (playhead.isLive) lanes.forget();
+  showVerdict(pulse.verdict);
+  showLife();
+  showButtons();
+  notice();
+  load();
+}
+
+function showVerdict(sentence) {
+  byId('verdict').hidden = !sentence;
+  if (sentence) say(byId('verdict'), sentence);
+}
+
+function showLife() {
+  const { life, silent_s: silent } = state.pulse;
+  const words = {
+    waiting: 'has not begun',
+    running: 'running',
+    silent: `no news for ${clock(silent)}`,
+    done: 'done',
+    failed: 'failed',
+    interrupted: 'interrupted',
+  }[life];
+  say(byId('life'), words);
+  byId('life').className = `life ${life}`;
+}
+
+function notice() {
+  const { pulse } = state;
+  const said = [];
+  if (!state.isLinked) said.push('The server of this page does not answer. It tries again by itself.');
+  if (state.error) said.push(state.error);
+  if (pulse?.progress < 0.999) said.push(`Reading the run's files: ${percent(pulse.progress)}.`);
+  else if (pulse?.life === 'waiting') said.push('There are no events yet. This page begins by itself when the run does.');
+  if (pulse?.life === 'silent') said.push('Nothing was written for a while: the run was killed or stopped, or its machine is away.');
+  if (pulse?.damaged) said.push(`${number(pulse.damaged)} lines of its files could not be read.`);
+  if (state.info?.error) said.push(`The run ended: ${state.info.error}`);
+  byId('notice').hidden = !said.length;
+  say(byId('notice'), said.join(' '));
+}
+
+// Showing
+
+function frame(now) {
+  const seconds = Math.min(0.1, (now - (frame.before ?? now)) / 1000);
+  frame.before = now;
+  const { passage } = state;
+  const limit = passage && !playhead.isLive && passage.covers(playhead.time) ? passage.to : Infinity;
+  const wasPlaying = playhead.isPlaying;
+  const hasMoved = playhead.tick(seconds, limit);
+  if (passage && passage.covers(playhead.time) && (hasMoved || state.wasJump || passage !== frame.shown)) {
+    const isJump = state.wasJump || playhead.time < passage.time || seconds * playhead.speed > 2;
+    const hasChanged = passage.goTo(playhead.time) || isJump || passage !== frame.shown;
+    state.wasJump = false;
+    frame.shown = passage;
+    if (hasChanged) stage.update(passage, isJump);
+  } else if (passage && !passage.covers(playhead.time)) {
+    state.wasJump = true;
+  }
+  const isMoving = stage.frame(prefersStill() ? 10 : seconds);
+  scrubber.show(playhead, passage?.version ?? 0);
+  if (hasMoved || lanes.window !== frame.lanes) {
+    frame.lanes = lanes.window;
+    frame.mixes = lanes.show(playhead.time);
+  }
+  if (now - slowAt > SLOW_EVERY_MS) {
+    slowAt = now;
+    showSlowly(passage);
+  }
+  if (wasPlaying !== playhead.isPlaying) showButtons();
+  if (playhead.isPlaying) load();
+  if (playhead.isPlaying || isMoving) requestAnimationFrame(frame);
+  else setTimeout(requestAnimationFrame, IDLE_MS, frame);
+}
+
+function showSlowly(passage) {
+  const version = passage?.version ?? 0;
+  const tenths = playhead.end < 3600;
+  say(byId('clock'), `${clock(playhead.time, tenths)} / ${clock(playhead.end)}`);
+  curves.show(version);
+  alarms.show(version);
+  if (state.pulse?.num_groups) rollouts.show(version);
+  headline(version);
+  stage.setWaits(lanes.waits(playhead.time, sideOf));
+  for (const [name, { state: now, seconds }] of frame.mixes ?? []) {
+    const box = byId('stage').querySelector(`[data-process="${CSS.escape(name)}"]`);
+    if (!box) continue;
+    const word = box.querySelector('.state');
+    say(word, lanes.words(now));
+    word.classList.toggle('is-wait', lanes.states[now]?.kind === 'wait');
+    drawMix(box.querySelector('.mix'), seconds, (one) => lanes.colour(one));
+  }
+}
+
+function headline(version) {
+  const step = version - 1;
+  const { dials } = state.info ?? {};
+  const at = (name) => curves.value(name, step);
+  const [held, first] = [curves.value('eval_accuracy', version), curves.first('eval_accuracy')];
+  const tiles = [
+    ['step', `${version}`, dials ? `of ${dials.steps.toLocaleString('en')}` : ''],
+    ['reward', number(at('reward')), 'mean of the batch'],
+    ['held-out', held === null ? '–' : percent(held), first === null ? 'accuracy' : `accuracy, was ${percent(first)}`],
+    ['staleness', number(at('staleness_mean')), dials ? `mean; bound ${dials.max_staleness}` : 'mean'],
+    ['generated', number(at('generated_tokens_per_s')), 'tokens per second'],
+    ['trained', number(at('trained_tokens_per_s')), 'tokens per second'],
+  ];
+  const list = byId('headline');
+  while (list.children.length < tiles.length) list.append(el('div', {}, el('dt'), el('dd'), el('dd', { class: 'note' })));
+  tiles.forEach((texts, index) => texts.forEach((text, part) => say(list.children[index].children[part], text)));
+}
+
+// The beginning
+
+for (const speed of SPEEDS) byId('speed').append(el('option', { value: speed }, `${speed}×`));
+byId('speed').addEventListener('change', () => (playhead.speed = Number(byId('speed').value)));
+byId('play').addEventListener('click', toggle);
+byId('previous').addEventListener('click', () => moveSteps(-1).catch(fail));
+byId('next').addEventListener('click', () => moveSteps(1).catch(fail));
+byId('go-live').addEventListener('click', goLive);
+byId('help-button').addEventListener('click', () => byId('help').showModal());
+listen({
+  toggle,
+  move: (seconds) => seek(playhead.time + seconds),
+  step: (steps) => moveSteps(steps).catch(fail),
+  start: () => seek(playhead.begin),
+  end: () => (OVER.includes(state.pulse?.life) ? seek(playhead.end) : goLive()),
+  faster: (steps) => {
+    playhead.faster(steps);
+    showButtons();
+  },
+  live: () => OVER.includes(state.pulse?.life) || goLive(),
+  read: () => {
+    byId('rollouts').scrollIntoView();
+    byId('group-list').querySelector('button')?.focus();
+  },
+  help: () => byId('help').showModal(),
+});
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
+  lanes.draw();
+  scrubber.draw();
+});
+
+async function begin() {
+  await loadInfo();
+  playhead.extend(state.info.end_s);
+  addEventListener('hashchange', followLink);
+  if (followLink()) {
+    showButtons();
+  } else if (OVER.includes(state.info.life)) {
+    playhead.seek(playhead.begin);
+    playhead.isPlaying = !prefersStill();
+  } else {
+    playhead.goLive();
+  }
+  live(onPulse, (isLinked) => {
+    state.isLinked = isLinked;
+    notice();
+  });
+  load();
+  requestAnimationFrame(frame);
+}
+
+begin().catch(fail);

@@ -1,0 +1,305 @@
+// Reading: the groups whose fate is known, one of them, and single tokens.
+
+import { byId, el, say } from './dom.js';
+import { get, Latest } from './api.js';
+import { ageClass } from './stage.js';
+import { age, number, plural, printable } from './format.js';
+
+const COUNT = 24;
+const MODES = {
+  version: 'version',
+  gap: 'logprob gap',
+  advantage: 'advantage',
+};
+
+/** What colours a token, from -1 to 1 for what has a sign; `scale` is what counts as 1. */
+export const shade = (value, scale) => Math.max(-1, Math.min(1, value / (scale || 1)));
+
+/** A round number that most of the values stay below. */
+export function scaleOf(values) {
+  const sizes = values.filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+  if (!sizes.length) return 1;
+  const high = sizes[Math.floor(0.95 * (sizes.length - 1))] || sizes[sizes.length - 1];
+  return [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10].find((round) => round >= high) ?? high;
+}
+
+/** The version of every token, from runs [[first token, version], ...]. */
+export function versionsOf(runs, count) {
+  const found = new Array(count).fill(-1);
+  runs.forEach(([first, version], index) => {
+    found.fill(version, first, index + 1 < runs.length ? runs[index + 1][0] : count);
+  });
+  return found;
+}
+
+const gapOf = (tokens, index) => {
+  const [policy, behaviour] = [tokens.policy[index], tokens.behaviour[index]];
+  return policy === null || behaviour === null ? null : policy - behaviour;
+};
+
+export class Rollouts {
+  constructor(onError) {
+    this.requests = new Latest(onError);
+    this.reading = new Latest(onError);
+    this.row = 0;
+    this.step = -1;
+    this.mode = 'version';
+    this.ordinal = null;
+    this.sample = 0;
+    this.bottom = [];
+    byId('earlier').addEventListener('click', () => this.page(-1));
+    byId('later').addEventListener('click', () => this.page(1));
+    byId('follow').addEventListener('change', () => (this.step = -1));
+    byId('only-tokens').addEventListener('change', () => this.list({ row: this.row }));
+    this.nothing('Nothing has been trained or dropped yet.');
+  }
+
+  get isFollowing() {
+    return byId('follow').checked;
+  }
+
+  /** The slider is at `version`: show what its last step was trained on. */
+  show(version) {
+    const step = Math.max(0, version - 1);
+    if (!this.isFollowing || step === this.step) return;
+    this.step = step;
+    this.list({ step });
+  }
+
+  page(direction) {
+    byId('follow').checked = false;
+    const rows = this.shown ?? [];
+    const row = direction > 0 ? (rows.at(-1)?.row ?? 0) + 1 : Math.max(0, (rows[0]?.row ?? 0) - COUNT * this.spread());
+    this.list({ row });
+  }
+
+  /** How many rows it takes on average to find one that is shown. */
+  spread() {
+    const rows = this.shown ?? [];
+    return rows.length > 1 ? Math.ceil((rows.at(-1).row - rows[0].row) / (rows.length - 1)) : 32;
+  }
+
+  list(query) {
+    const tokens = byId('only-tokens').checked ? '1' : '0';
+    this.requests.run(async () => {
+      let answer = await get('groups', { ...query, count: COUNT, tokens });
+      if (!answer.groups.length && tokens === '1' && answer.num_groups && !this.hasChosen) {
+        byId('only-tokens').checked = false; // this run has written none
+        answer = await get('groups', { ...query, count: COUNT, tokens: '0' });
+      }
+      this.shown = answer.groups;
+      this.row = answer.row;
+      byId('group-list').replaceChildren(...answer.groups.map((group) => this.item(group)));
+      if (answer.groups.length && (this.isFollowing || this.ordinal === null)) this.open(answer.groups[0].ordinal);
+    });
+  }
+
+  item(group) {
+    const fate = group.step === null ? (group.outcome === 'failed' ? 'failed' : 'dropped') : `step ${group.step}`;
+    return el(
+      'li',
+      {},
+      el(
+        'button',
+        {
+          type: 'button',
+          'data-ordinal': group.ordinal,
+          'aria-pressed': String(group.ordinal === this.ordinal),
+          onclick: () => {
+            byId('follow').checked = false;
+            this.open(group.ordinal);
+          },
+        },
+        el('span', { class: 'group-fate' }, fate),
+        el('bdi', { class: 'group-prompt' }, printable(group.prompt)),
+        group.has_tokens ? el('span', { class: 'badge' }, 'tokens') : null,
+        el('span', { class: 'group-reward' }, number(group.mean_reward)),
+      ),
+    );
+  }
+
+  /** Read group `ordinal`; `isAsked`: a person has pointed at it. */
+  open(ordinal, isAsked = false) {
+    this.ordinal = ordinal;
+    for (const button of byId('group-list').querySelectorAll('button')) {
+      button.setAttribute('aria-pressed', String(Number(button.dataset.ordinal) === ordinal));
+    }
+    this.reading.run(async () => {
+      const answer = await get('group', { ordinal });
+      if (ordinal !== this.ordinal) return;
+      this.answer = answer;
+      this.sample = answer.rollouts?.some((one) => one.sample === this.sample) ? this.sample : 0;
+      this.render();
+      if (isAsked) byId('rollouts').scrollIntoView({ block: 'start', behavior: 'auto' });
+    });
+  }
+
+  nothing(text) {
+    byId('reader').replaceChildren(el('p', { class: 'muted' }, text));
+  }
+
+  render() {
+    const { answer } = this;
+    if (!answer.group) {
+      this.nothing(`Group ${answer.ordinal} is still on its way: its text is written once it is trained or dropped.`);
+      return;
+    }
+    const { group } = answer;
+    const fate = group.step === null ? `was dropped (${group.outcome})` : `was trained in step ${group.step}`;
+    const samples = answer.rollouts.map((one) =>
+      el(
+        'button',
+        {
+          type: 'button',
+          class: 'sample',
+          'aria-pressed': String(one.sample === this.sample),
+          'data-sample': one.sample,
+          onclick: () => this.choose(one.sample),
+        },
+        `${one.sample + 1}`,
+        el('small', {}, one.failure ? 'failed' : number(one.reward)),
+      ),
+    );
+    this.body = el('div', { class: 'answer' });
+    byId('reader').replaceChildren(
+      el('h3', {}, `Group ${group.ordinal} `, el('small', {}, `${fate}, mean reward ${number(group.mean_reward)}`)),
+      el('p', { class: 'label' }, 'Prompt', answer.task ? ` (${printable(answer.task)})` : ''),
+      el('pre', { class: 'text', dir: 'auto' }, printable(answer.prompt, true)),
+      ...(answer.answer === null
+        ? []
+        : [el('p', { class: 'label' }, 'Expected: ', el('bdi', { class: 'expected' }, printable(answer.answer)))]),
+      el('div', { class: 'samples', role: 'group', 'aria-label': 'Answers and their rewards' }, el('span', { class: 'label' }, 'Answers, with rewards'), ...samples),
+      this.body,
+    );
+    this.renderAnswer();
+  }
+
+  choose(sample) {
+    this.sample = sample;
+    for (const button of byId('reader').querySelectorAll('.sample')) {
+      button.setAttribute('aria-pressed', String(Number(button.dataset.sample) === sample));
+    }
+    this.renderAnswer();
+  }
+
+  renderAnswer() {
+    const rollout = this.answer.rollouts.find((one) => one.sample === this.sample);
+    if (!rollout) return;
+    const { step } = this.answer.group;
+    const parts = Object.entries(rollout.parts).map(([name, value]) => `${printable(name)} ${number(value)}`);
+    const seconds = rollout.times[0] !== null && rollout.times[1] !== null ? rollout.times[1] - rollout.times[0] : null;
+    const facts = [
+      `reward ${number(rollout.reward)}${parts.length > 1 ? ` (${parts.join(', ')})` : ''}`,
+      plural(rollout.num_tokens, 'token'),
+      rollout.finish_reason === 'stop' ? 'ended by itself' : `cut (${rollout.finish_reason})`,
+      `on generator-${rollout.replica}${seconds === null ? '' : ` in ${number(seconds)} s`}`,
+      versionWords(rollout.versions),
+    ];
+    const children = [
+      el('p', { class: 'facts' }, facts.join(' · ')),
+      rollout.failure ? el('p', { class: 'failure' }, 'failed: ', el('bdi', {}, printable(rollout.failure))) : null,
+    ];
+    if (rollout.tokens) {
+      children.push(this.modes(), ...this.tokenView(rollout.tokens, step));
+    } else {
+      children.push(
+        el('pre', { class: 'text', dir: 'auto' }, printable(rollout.completion, true), rollout.is_cut ? ' …' : ''),
+        el('p', { class: 'muted' }, 'Single tokens are written for some groups only (observe.tokens_every).'),
+      );
+    }
+    this.body.replaceChildren(...children.filter((child) => child !== null));
+  }
+
+  modes() {
+    const choice = el('fieldset', { class: 'choice' }, el('legend', {}, 'Colour by'));
+    for (const [mode, words] of Object.entries(MODES)) {
+      const input = el('input', { type: 'radio', name: 'colour', value: mode, checked: mode === this.mode });
+      input.addEventListener('change', () => {
+        this.mode = mode;
+        this.renderAnswer();
+        this.body.querySelector(`input[value="${mode}"]`).focus();
+      });
+      choice.append(el('label', {}, input, el('span', {}, words)));
+    }
+    return choice;
+  }
+
+  tokenView(tokens, step) {
+    const count = tokens.texts.length;
+    const versions = versionsOf(tokens.versions, count);
+    const values = this.mode === 'advantage' ? tokens.advantages : tokens.texts.map((_, index) => gapOf(tokens, index));
+    const scale = scaleOf(values);
+    const readout = el('p', { class: 'readout token-readout', 'aria-live': 'polite' }, 'Point at a token, or walk with the arrow keys.');
+    const spans = tokens.texts.map((text, index) => {
+      const span = el('span', { class: 'token', tabindex: index ? -1 : 0 }, ...visible(text));
+      if (this.mode === 'version') {
+        span.classList.add(versions[index] < 0 ? 'given' : ageClass(step - versions[index]));
+      } else if (values[index] === null) {
+        span.classList.add('given');
+      } else {
+        const tone = shade(values[index], scale);
+        span.classList.add(tone < 0 ? 'less' : 'more');
+        span.style.setProperty('--tone', `${Math.round(Math.abs(tone) * 70)}%`);
+      }
+      const tell = () => say(readout, tokenWords(tokens, index, versions, step));
+      span.addEventListener('pointerenter', tell);
+      span.addEventListener('focus', tell);
+      return span;
+    });
+    const text = el('div', { class: 'text tokens', role: 'group', 'aria-label': 'Tokens', dir: 'auto' }, ...spans);
+    text.addEventListener('keydown', (event) => {
+      const walk = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -count, End: count }[event.key];
+      if (!walk) return;
+      event.preventDefault();
+      event.stopPropagation();
+      const now = spans.indexOf(document.activeElement);
+      const next = spans[Math.min(Math.max(0, now + walk), count - 1)];
+      for (const span of spans) span.tabIndex = span === next ? 0 : -1;
+      next.focus();
+    });
+    text.addEventListener('click', (event) => event.target.closest('.token')?.focus());
+    return [text, this.colourLegend(scale, versions, step), readout];
+  }
+
+  colourLegend(scale, versions, step) {
+    const key = (kind, words, tone) => {
+      const swatch = el('i', { class: `swatch token ${kind}` });
+      if (tone) swatch.style.setProperty('--tone', tone);
+      return el('span', { class: 'key' }, swatch, words);
+    };
+    if (this.mode === 'version') {
+      const seen = [...new Set(versions)].sort((a, b) => b - a);
+      return el('div', { class: 'legend' }, ...seen.map((version) =>
+        version < 0 ? key('given', 'given, not sampled') : key(ageClass(step - version), `version ${version} (${age(step - version)})`)));
+    }
+    const [less, more] = this.mode === 'gap' ? ['the trainer finds it less likely', 'more likely'] : ['made less likely', 'made more likely'];
+    const unit = this.mode === 'gap' ? `full colour from ${number(scale)} nats on` : `full colour from ${number(scale)} on`;
+    return el('div', { class: 'legend' }, key('less', less, '70%'), key('more', more, '70%'), el('span', {}, unit), key('given', 'not trained on'));
+  }
+}
+
+/** A token's text with what cannot be seen made visible; line breaks stay line breaks. */
+function visible(text) {
+  if (text === '') return [el('i', { class: 'unseen' }, '∅')];
+  return text.split(/(\n)/).filter(Boolean).flatMap((part) =>
+    part === '\n' ? [el('i', { class: 'unseen' }, '↵'), '\n'] : /^ +$/.test(part) && part === text ? [el('i', { class: 'unseen' }, '␣'.repeat(part.length))] : [printable(part)]);
+}
+
+function versionWords(runs) {
+  const sampled = runs.filter(([, version]) => version >= 0);
+  if (!sampled.length) return 'no version';
+  const [first, ...later] = sampled;
+  return `version ${first[1]}${later.map(([token, version]) => `, ${version} from token ${token + 1} on`).join('')}`;
+}
+
+function tokenWords(tokens, index, versions, step) {
+  const text = printable(tokens.texts[index]);
+  const start = `Token ${index + 1} of ${tokens.texts.length} “${text}” (id ${tokens.ids[index]})`;
+  if (versions[index] < 0) return `${start}: given, not sampled`;
+  const gap = gapOf(tokens, index);
+  const behind = step === null ? '' : `, ${age(step - versions[index])}`;
+  return (
+    `${start}: version ${versions[index]}${behind} · logprob ${number(tokens.behaviour[index])} when sampled, ` +
+    `${number(tokens.policy[index])} when trained on (gap ${number(gap)}) · advantage ${number(tokens.advantages[index])}`
+  );
+}
