@@ -32,12 +32,21 @@ def test_a_cut_tail_is_lognormal_below_the_cut():
     assert np.median(found.completions) == pytest.approx(1000 * np.exp(-(sigma**2) / 2), rel=0.01)
 
 
-def test_groups_have_their_lengths_whatever_the_order_they_are_asked_in():
+def test_groups_have_their_lengths_however_many_there_are():
     found = lengths_with_tail(1, 100, 400, 800)
-    assert found.drawn(0, 7, 4) == found.drawn(0, 7, 4) != found.drawn(0, 8, 4)
-    assert found.drawn(1, 7, 4) != found.drawn(0, 7, 4)
-    many = [length for ordinal in range(2000) for length in found.drawn(3, ordinal, 4)]
-    assert np.mean(many) == pytest.approx(100, rel=0.05)
+    many = found.drawn(0, 2000, 4)
+    assert many[:7] == found.drawn(0, 7, 4)
+    assert found.drawn(1, 7, 4) != many[:7]
+    drawn = [length for group in many for length in group]
+    assert np.mean(drawn) == pytest.approx(100, rel=0.05)
+    assert np.quantile(drawn, 0.99) == pytest.approx(400, rel=0.1)
+
+
+def test_the_longest_of_so_many_is_what_one_in_so_many_exceeds():
+    found = Lengths(prompt_mean=4.0, completions=tuple(range(1, 101)), source="test")
+    assert found.longest_of(100) == pytest.approx(99.01)
+    assert found.longest_of(2) == found.mean == 50.5
+    assert found.longest_of(1) == 50.5
 
 
 @pytest.mark.parametrize(

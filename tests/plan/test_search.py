@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +14,13 @@ from slipstream.plan.colocated import FREES, best_synchronous
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     GeneratorLayout,
+    Parts,
     ScorerLayout,
     SynchronousPlan,
     TrainerLayout,
 )
 from slipstream.plan.search import Search, Space, executors, signature_of
+from slipstream.plan.theory import Side, Theory
 
 SPACE = Space(
     devices=(1, 2, 3, 4, 6),
@@ -82,7 +85,7 @@ def ScorerLayoutOf(devices):
     return ScorerLayout(devices=devices)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), num_devices=st.integers(1, 9))
 def test_asynchronous_equals_brute_force(seed, num_devices):
     costs = TableCosts(seed=seed, num_devices=num_devices)
@@ -99,7 +102,7 @@ def test_reference_and_reward_model_equal_brute_force(seed, num_devices):
     assert (found[0].seconds if found else None) == fastest_asynchronous(costs)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_what_is_found_fits_and_is_within_the_cluster(seed):
     costs = TableCosts(seed=seed, num_devices=7, reference=True)
@@ -117,7 +120,7 @@ def test_what_is_found_fits_and_is_within_the_cluster(seed):
         assert found.memory["trainer"] == (held.without("reference") if own else held)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_synchronous_equals_brute_force(seed):
     costs = TableCosts(seed=seed, num_devices=6)
@@ -147,8 +150,6 @@ def test_misfits_say_how_much_memory_is_missing_and_from_where_on_it_is_not():
 
         @staticmethod
         def parts(**parts):
-            from slipstream.plan.layouts import Parts
-
             return Parts(parts)
 
     search = Search(Shared(seed=0, num_devices=6), SPACE)
@@ -180,3 +181,60 @@ def test_shifted_moves_devices_from_one_executor_to_the_other(giver, taker):
     assert moved is not None
     assert {name: layout.devices for name, layout in executors(moved.plan).items()} == {giver: 2, taker: 4}
     assert moved.seconds == 6.0
+
+
+class TheoryCosts(TableCosts):
+    """LlamaRL's assumptions: devices work by themselves, memory divides evenly, communication and copies are free."""
+
+    theory: Theory
+
+    def train_step(self, layout):
+        per_device = self.theory.trainer.eta(layout.microbatch) * layout.tensor_parallel / layout.devices
+        return Parts({"train": self.theory.samples * per_device})
+
+    def generation(self, layout, *, waits_for_longest):
+        per_device = self.theory.generator.eta(layout.slots) * layout.tensor_parallel / layout.devices
+        return Parts({"generate": self.theory.samples * per_device})
+
+    def weight_sync(self, trainer, generator):
+        return Parts({"stage": 0.0, "pause": 0.0})
+
+    def train_memory(self, layout, *, served="bfloat16"):
+        return Parts({"all": self.theory.trainer.memory(layout.microbatch) / layout.tensor_parallel})
+
+    def generator_memory(self, layout, *, shadow=True):
+        return Parts({"all": self.theory.generator.memory(layout.slots) / layout.tensor_parallel})
+
+
+@pytest.mark.parametrize(("train_s", "generate_s"), [(1.0, 1.0), (3.0, 0.4), (0.2, 5.0)])
+def test_where_the_paper_s_assumptions_hold_the_optimum_is_the_theory_s(train_s, generate_s):
+    """Degrees at which memory is just full are integers here: what is lost is that instances of a model are whole."""
+    sizes = (8, 16, 32, 64)
+    theory = Theory(
+        trainer=Side(fixed=400.0, per_sample=3.0, eta=lambda b: train_s * (1 + 20 / b), batches=sizes),
+        generator=Side(fixed=104.0, per_sample=2.0, eta=lambda b: generate_s * (1 + 30 / b), batches=sizes),
+        device_bytes=8.0,
+        devices=4000.0,
+        samples=100.0,
+    )
+    costs = TheoryCosts(seed=0, num_devices=4000, usable_bytes=theory.device_bytes)
+    costs.theory = theory
+    space = Space(
+        devices=tuple(range(1, 4001)),
+        trainer_parallel=(50, 53, 56, 62, 70, 74),
+        generator_parallel=(15, 16, 17, 20, 21, 29),
+        microbatches=sizes,
+        slots=sizes,
+        recompute=(True,),
+        reduce_once=(False,),
+    )
+    costs.workload = replace(costs.workload, groups=10**6)  # microbatches and slots are always filled
+    found = next(iter(Search(costs, space).asynchronous(max_staleness=10**12).values()))
+    best = theory.asynchronous()
+    assert best.seconds <= found.seconds <= 1.03 * best.seconds
+    layouts = executors(found.plan)
+    assert found.plan.trainer.microbatch == best.trainer.batch
+    assert found.plan.generator.slots == best.generator.batch
+    assert layouts["trainer"].devices / 4000 == pytest.approx(best.theta, abs=0.04)
+    assert found.plan.generator.tensor_parallel == best.generator.degree
+    assert found.plan.trainer.tensor_parallel == best.trainer.degree

@@ -47,10 +47,10 @@ class Lengths:
         """What one in `count` completions exceeds."""
         return float(np.quantile(self.completions, 1 - 1 / count)) if count > 1 else self.mean
 
-    def drawn(self, seed: int, ordinal: int, count: int) -> tuple[int, ...]:
-        """Those of group `ordinal`: the same ones however often and in whatever order groups are asked for."""
-        picks = np.random.default_rng((seed, ordinal)).integers(0, len(self.completions), count)
-        return tuple(self.completions[pick] for pick in picks.tolist())
+    def drawn(self, seed: int, num_groups: int, count: int) -> list[tuple[int, ...]]:
+        """Those of groups 0, 1 ...: a group has the same ones however many there are."""
+        picks = np.random.default_rng(seed).integers(0, len(self.completions), (num_groups, count))
+        return [tuple(group) for group in np.asarray(self.completions)[picks].tolist()]
 
 
 def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int, *, points: int = 1000) -> Lengths:

@@ -1,0 +1,142 @@
+"""A plan in virtual time: the real schedule with the plan's layout, the cost model's times and the lengths' tail.
+
+The cost model says what a step takes when nobody waits. Who waits, and how stale tokens are, depends on the staleness
+bound k and on the longest completions, which only the schedule itself knows: so it is run, in `simulator.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from slipstream.controller.machine import ScheduleConfig
+from slipstream.controller.policies import make_policy
+from slipstream.plan.cost_model import CostModel
+from slipstream.plan.layouts import AsynchronousPlan, Workload
+from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Setup, Simulated
+from slipstream.plan.simulator import simulate
+
+STEPS = 6
+"""Of the window that is looked at; before it as many as fill the pipeline."""
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What the schedule makes of a plan under the bound `max_staleness`. `idle`: by executor, a share of the step."""
+
+    max_staleness: int
+    step_s: float
+    tokens_per_s: float
+    idle: dict[str, float]
+    staleness_mean: float
+    staleness_max: int
+
+
+def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int) -> Rehearsed:
+    """The steps of `plan` in the middle of a run."""
+    sync = model.weight_sync(plan.trainer, plan.generator)
+    scoring_s, workers, behind_s = _scoring(model, plan)
+    costs = Costs(
+        decode=_decode(model, plan),
+        prefill=_prefill(model, plan),
+        train=_train(model, plan),
+        publish_s=sync["stage"],
+        stage_s=sync["transfer"],
+        swap_s=sync["pause"],
+        score_s=scoring_s,
+        from_rewards_s=behind_s,
+    )
+    setup = Setup(replicas=plan.generator.replicas, slots=plan.generator.slots, workers=workers)
+    found = run_schedule(setup, costs, model.workload, max_staleness)
+    idle = {"trainer": found.trainer_idle_frac, "generator": found.generator_idle_frac}
+    for name, side in model.asynchronous(plan).sides.items():
+        idle.setdefault(name, max(0.0, 1 - side.total / found.step_s))
+    return rehearsed(found, idle, max_staleness)
+
+
+def run_schedule(setup: Setup, costs: Costs, workload: Workload, max_staleness: int) -> Simulated:
+    """A window of steady steps of a run with this layout and these times."""
+    first = max_staleness + 2  # what was admitted under version 0 is trained by then
+    group = workload.group_size
+    config = ScheduleConfig(
+        groups_per_step=workload.groups,
+        completions_per_group=group,
+        max_staleness=max_staleness,
+        reorder_window=1,
+        steps=first + STEPS + max_staleness + 2,
+        capacity=max(setup.slots, group) + group,
+    )
+    drawn = workload.lengths.drawn(SEED, config.steps * config.groups_per_step, group)
+    work = MadeUp(lengths=drawn.__getitem__, prompt_tokens=round(workload.lengths.prompt_mean))
+    window = (first, first + STEPS)
+    return simulate(make_policy("oldest_first", config), setup, work, costs, seed=SEED, window=window)
+
+
+def rehearsed(found: Simulated, idle: dict[str, float], max_staleness: int) -> Rehearsed:
+    return Rehearsed(
+        max_staleness=max_staleness,
+        step_s=found.step_s,
+        tokens_per_s=found.trained_tokens_per_s,
+        idle=idle,
+        staleness_mean=found.staleness_mean,
+        staleness_max=found.staleness_max,
+    )
+
+
+def _decode(model: CostModel, plan: AsynchronousPlan) -> Callable[[int, int, float], float]:
+    """A step's time is linear in the tokens that its rows see together."""
+
+    @cache
+    def line(rows: int) -> tuple[float, float]:
+        start = model.decode_step(plan.generator, live=rows, context=0.0).total
+        return start, (model.decode_step(plan.generator, live=rows, context=1000.0).total - start) / (1000.0 * rows)
+
+    def decode(replica: int, rows: int, context: float) -> float:  # noqa: ARG001 - all replicas are alike
+        start, slope = line(rows)
+        return start + slope * context
+
+    return decode
+
+
+def _prefill(model: CostModel, plan: AsynchronousPlan) -> Callable[[int, int, bool], float]:
+    token_s = model.prefill(plan.generator, prompts=1.0).total / model.workload.lengths.prompt_mean
+
+    def prefill(replica: int, tokens: int, is_alone: bool) -> float:  # noqa: ARG001 - the same beside decoding
+        return tokens * token_s
+
+    return prefill
+
+
+def _train(model: CostModel, plan: AsynchronousPlan) -> Callable[[Batch], dict[str, float]]:
+    """A step with more tokens than the mean one takes longer; its updates do not."""
+    workload, lengths = model.workload, model.workload.lengths
+    step = model.train_step(plan.trainer)
+    fixed_s = step["optimizer"] + step["serial"]
+    reference_s = 0.0
+    if workload.reference and plan.reference is None:
+        reference_s = model.reference_pass(plan.trainer).total
+    mean_tokens = workload.groups * lengths.prompt_mean + workload.rollouts * lengths.mean
+
+    def train(batch: Batch) -> dict[str, float]:
+        share = (batch.prompt_tokens + batch.completion_tokens) / mean_tokens
+        states = {"forward_backward": share * (step.total - fixed_s), "optimizer": fixed_s}
+        return states | ({"reference": share * reference_s} if reference_s else {})
+
+    return train
+
+
+def _scoring(model: CostModel, plan: AsynchronousPlan) -> tuple[float, int, float]:
+    """Seconds in which a copy of the reward model scores a completion, the number of copies, and what comes behind.
+
+    Without a reward model a completion is scored at once: functions run beside. An own reference is a station more.
+    """
+    workload, behind_s = model.workload, 0.0
+    if workload.reference and plan.reference is not None:
+        scored_s = model.scoring(model.model, plan.reference).total
+        behind_s = scored_s * plan.reference.devices / workload.rollouts
+    if workload.reward_model is None or plan.reward_model is None:
+        return 0.0, 0, behind_s
+    scored_s = model.scoring(workload.reward_model, plan.reward_model).total
+    return scored_s * plan.reward_model.devices / workload.rollouts, plan.reward_model.devices, behind_s
