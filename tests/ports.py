@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed
-from slipstream.core.executor import Context, Executor
+from slipstream.core.executor import Context, Executor, NoSpans
 from slipstream.core.types import Message
 
 
@@ -34,16 +31,6 @@ class Port:
 
     def get_nowait(self) -> Message | None:
         return self.messages.popleft() if self.messages else None
-
-
-class NoSpans:
-    @contextmanager
-    def span(self, state: str, **args: Any) -> Iterator[None]:
-        yield
-
-    def instant(self, name: str, **args: Any) -> None: ...
-
-    def set_idle_state(self, state: str) -> None: ...
 
 
 def start(executor: Executor, run_dir: Path, *, name: str) -> dict[str, Port]:

@@ -28,6 +28,7 @@ class Subscriber:
 
     def __init__(self) -> None:
         self.pending_version: int | None = None
+        self.is_staging = False
         self.vanishes = False
 
     def open(self, *args: Any, **kwargs: Any) -> None: ...
@@ -67,7 +68,7 @@ class ScriptedBackend:
 
     weights: Any = None
     probes_prepared = False
-    idle_state = "wait_trainer"
+    working_state = None
     max_len = MAX_LEN
 
     def __init__(self) -> None:

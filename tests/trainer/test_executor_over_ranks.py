@@ -1,7 +1,6 @@
 """The trainer's executor on ranks that are threads: who keeps, tells, relays, trains and records what."""
 
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
 
 import msgspec
@@ -15,7 +14,7 @@ from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.executor import Context
+from slipstream.core.executor import Context, NoSpans
 from slipstream.core.ranks import data_parallel_rank, rank_name
 from slipstream.core.types import (
     Arrived,
@@ -54,10 +53,7 @@ class Port:
         return self.messages.popleft() if self.messages else None
 
 
-class Spans:
-    def span(self, state, **args):
-        return nullcontext()
-
+class Spans(NoSpans):
     def set_idle_state(self, state):
         self.idle = state
 

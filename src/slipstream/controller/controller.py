@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -106,8 +107,12 @@ class Controller:
         self.tally = tally
         self.observer = observer
         self.clock = WallClock() if clock is None else clock
-        self.timeline = Timeline(CONTROLLER, timeline_path(run_dir, CONTROLLER), self.clock)
-        self.timeline.backdate("start_up", tally.started_s)
+        self.timeline = Timeline(
+            CONTROLLER,
+            timeline_path(run_dir, CONTROLLER),
+            self.clock,
+            threads_alone=max([node.num_threads_alone for node in pipeline.nodes if node.host == "inline"], default=1),
+        )
         self.ledger = Ledger(run_dir / "ledger.jsonl")
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
@@ -127,6 +132,8 @@ class Controller:
         self.holders: dict[int, int] = {}  # ordinal -> the replica that samples it, or keeps it until it is scored
         self.evaluation_due: int | None = None  # once a replica holds this version
         self.waiting_reason = ""
+        self.held_back: frozenset[int] | None = None  # versions on which nothing may start; None: all steps are done
+        self.told: dict[int, str] = {}  # replica -> what it was told that it waits for
         self.checkpointed: int | None = None
         self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_exported = False
@@ -138,13 +145,15 @@ class Controller:
 
     def run(self) -> Tally:
         """Launch, train, end. Raises ExecutorDied or SlipstreamError; whatever happens, no process survives it."""
-        self.events.record(self.schedule.began(), [])
-        if left := sweep():
-            self.observer.note(f"removed {len(left)} files and folders that runs left behind which were killed")
-        transport_dir = make_transport_dir()
-        run_id, owner = transport_dir.name, claim(transport_dir)
+        self.timeline.backdate("start_up", self.tally.started_s)
+        with self.timeline.span("start_up"):
+            self.events.record(self.schedule.began(), [])
+            if left := sweep():
+                self.observer.note(f"removed {len(left)} files and folders that runs left behind which were killed")
+            transport_dir = make_transport_dir()
+            run_id, owner = transport_dir.name, claim(transport_dir)
         try:
-            with self._catch_interrupts():
+            with self._catch_interrupts(), self.timeline.span("overhead"):
                 with self.timeline.span("start_up"):
                     self.executors.launch(transport_dir, run_id, self.cluster)
                     if self.work.warm_start is not None:
@@ -312,11 +321,28 @@ class Controller:
         if reason != self.waiting_reason:
             self.waiting_reason = reason
             self.executors.send("trainer", Waiting(reason=reason))
+        self._tell_generators(event)
         if isinstance(event, Swapped | ReplicaLost):
             self._ask(self.evaluations.ask_again(self.schedule.versions))
         if isinstance(event, Swapped) and self.evaluation_due is not None and event.version >= self.evaluation_due:
             self.evaluation_due = None
             self._evaluate(with_samples=False)
+
+    def _tell_generators(self, event: Event) -> None:
+        """What they wait for without work, when that has changed."""
+        held_back = None if self.schedule.is_finished else self.schedule.held_back()
+        if held_back == self.held_back and not isinstance(event, Swapped | ReplicaLost):
+            return
+        self.held_back = held_back
+        if isinstance(event, ReplicaLost):
+            self.told.pop(event.replica, None)
+        for replica, version in self.schedule.versions.items():
+            reason: Literal["nothing", "trainer", "prompt"] = (
+                "nothing" if held_back is None else "trainer" if version in held_back else "prompt"
+            )
+            if self.told.get(replica, "trainer") != reason:
+                self.told[replica] = reason
+                self.executors.send(f"generator-{replica}", Waiting(reason=reason))
 
     def _settle(self, message: GroupScored) -> None:
         """What its replica has kept of the group, in case the rewards are lost, has done its duty."""
@@ -328,7 +354,8 @@ class Controller:
         match command:
             case StartGroup():
                 self.tally.started(self.clock.now_s())
-                if command.ordinal in self.ledger.states:
+                is_again = command.ordinal in self.ledger.states
+                if is_again:
                     self.readmitted.add(command.ordinal)
                 self.ledger.admit(command.ordinal)
                 self.holders[command.ordinal] = command.replica
@@ -338,6 +365,7 @@ class Controller:
                     prompt=self.work.prompt_of(command.ordinal),
                     num_samples=self.config.samples_per_group,
                     partials=self.partials.pop(command.ordinal, ()),
+                    is_again=is_again,
                 )
                 self.executors.send(f"generator-{command.replica}", admit)
             case TrainStep():

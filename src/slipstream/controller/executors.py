@@ -116,8 +116,9 @@ class Executors:
         ports = connect_by_book(channels, [CONTROLLER, *(node.name for node in inline)], book, incarnation=1)
         self._ports = ports[CONTROLLER]
         self._inline = [Host(node, ports[node.name], channels, self.run_dir, run_id=run_id) for node in inline]
-        for host in self._inline:
-            host.init(is_inline=True)
+        with self._spans.span("idle"):  # of the controller: what goes on meanwhile is in their own timelines
+            for host in self._inline:
+                host.init(is_inline=True)
 
     @property
     def missing(self) -> list[str]:
@@ -162,8 +163,10 @@ class Executors:
         Processes that have given no sign of life for too long are shut out. False: there was nothing to do.
         """
         has_worked = False
-        for host in self._inline:
-            has_worked |= host.step()
+        if self._inline:
+            with self._spans.span("idle"):
+                for host in self._inline:
+                    has_worked |= host.step()
         has_worked |= self._bury()
         for name in self._membership.check(self._ports, busy=self._busy(), patience=self._patience()):
             has_worked = True

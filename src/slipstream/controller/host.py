@@ -80,7 +80,15 @@ class Host:
         self.name = node.members[group.rank]
         self.ports = ports
         self.executor = node.build()
-        self.timeline = Timeline(self.name, timeline_path(run_dir, self.name), clock)
+        self.timeline = Timeline(
+            self.name,
+            timeline_path(run_dir, self.name),
+            clock,
+            threads=node.num_threads,
+            threads_alone=node.num_threads_alone,
+            device=node.device,
+            within=CONTROLLER if node.host == "inline" else "",
+        )
         publisher: Publisher | None = None
         subscriber: Subscriber | None = None
         if has_weights(node.name, channels):
@@ -97,7 +105,6 @@ class Host:
         self.ends = ExitStack()
         """Closed last in, first out, each whatever the others do: all that was opened, and only that."""
         self.ends.callback(self.timeline.close)
-        self.ends.callback(self.while_idle.close)
         for end in (publisher, subscriber):
             if end is not None:
                 self.ends.callback(end.close)
@@ -121,23 +128,24 @@ class Host:
         if is_inline:
             self.while_idle.enter_context(self.timeline.idle())
         with self.timeline.span("start_up"):
-            self.ends.callback(self._close_executor)
+            self.ends.callback(self.executor.close)
             self.executor.init(self.context)
 
     def step(self) -> bool:
         """One step of the executor; about once a second, its time per state goes to the controller."""
-        self._meet()
-        now_s = self.context.clock.now_s()
-        if now_s - self.counted_s >= COUNTERS_EVERY_S:
-            self.counted_s = now_s
-            totals = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
-            self.ports.outputs["events"].put(Counters(executor=self.name, values=totals | self.ports.refusals()))
-        return not self.executor.is_finished and self.executor.step()
+        with self.timeline.span("overhead"):  # but for what the executor says of itself
+            self._meet()
+            now_s = self.context.clock.now_s()
+            if now_s - self.counted_s >= COUNTERS_EVERY_S:
+                self.counted_s = now_s
+                totals = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
+                self.ports.outputs["events"].put(Counters(executor=self.name, values=totals | self.ports.refusals()))
+            return not self.executor.is_finished and self.executor.step()
 
     def wait(self, extra_fds: list[int], timeout_s: float) -> None:
         """Sleep until a message, a descriptor or the executor's own deadline; at most `timeout_s`."""
-        own = self.executor.wait_s()
         with self.timeline.idle():
+            own = self.executor.wait_s()
             wait(
                 self.ports.inputs.values(),
                 self.ports.outputs.values(),
@@ -146,7 +154,8 @@ class Host:
             )
 
     def close(self) -> None:
-        self.ends.close()
+        with self.while_idle, self.timeline.span("shut_down"):
+            self.ends.close()
 
     def _meet(self) -> None:
         """Take to those who joined, forget those who were lost. What is known already is told for others to hear."""
@@ -176,10 +185,6 @@ class Host:
             publisher.drop_reader(replica)
         elif executor in ranks and all(self._peers.get(other) == self._peers[executor] for other in ranks) and is_there:
             publisher.add_reader(replica)
-
-    def _close_executor(self) -> None:
-        with self.timeline.span("shut_down"):
-            self.executor.close()
 
 
 # In a process of its own
@@ -281,18 +286,20 @@ def serve(host: Host, tether: Tether) -> int:
     """Consumes: its executor's ports. Unblocked by: a message or descriptor. Ends when: finished, or cut off."""
     clock = host.context.clock
     checked_s = clock.now_s()
-    while not host.executor.is_finished:
-        if not host.step() and not host.executor.is_finished:
-            host.wait(tether.fds, CHECK_TETHER_EVERY_S)
-            checked_s = 0.0
-        if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
-            checked_s = clock.now_s()
-            if tether.is_cut():
-                sys.stderr.write("the controller, or the agent that started this process, is gone\n")
-                return 1
-    host.ports.outputs["events"].put(Left(executor=host.name))
-    for outbox in host.ports.outputs.values():
-        outbox.flush(deadline_s=10.0)
+    with host.timeline.span("overhead"):
+        while not host.executor.is_finished:
+            if not host.step() and not host.executor.is_finished:
+                host.wait(tether.fds, CHECK_TETHER_EVERY_S)
+                checked_s = 0.0
+            if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
+                checked_s = clock.now_s()
+                if tether.is_cut():
+                    sys.stderr.write("the controller, or the agent that started this process, is gone\n")
+                    return 1
+    with host.timeline.span("shut_down"):
+        host.ports.outputs["events"].put(Left(executor=host.name))
+        for outbox in host.ports.outputs.values():
+            outbox.flush(deadline_s=10.0)
     return 0
 
 

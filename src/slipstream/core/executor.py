@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -49,11 +49,43 @@ class Receiver(Protocol):
 
 
 class Spans(Protocol):
-    """Where an executor says what it is doing; every second of a process belongs to exactly one state."""
+    """Where an executor says what it is doing; every second of a process belongs to exactly one state.
 
-    def span(self, state: str, **args: Any) -> AbstractContextManager[None]: ...
+    States and what they mean are in `observe/states.py`, `observe.timeline.Timeline` keeps them.
+    """
+
+    def span(self, state: str, **args: Any) -> AbstractContextManager[None]:
+        """The process is in `state` inside this context; `args` (JSON types) are shown with it."""
+        ...
+
+    def did(self, units: int) -> None:
+        """The innermost open span has done one piece of its work, of `units` tokens."""
+        ...
+
+    def instant(self, name: str, **args: Any) -> None:
+        """`name` happened now."""
+        ...
+
+    def counter(self, name: str, **values: float) -> None:
+        """The present values of a quantity."""
+        ...
+
+    def set_idle_state(self, state: str) -> None:
+        """What the process waits for from now on, whenever `step` has nothing to do."""
+        ...
+
+
+class NoSpans:
+    """For what runs outside of a run: nobody asks where its time went."""
+
+    def span(self, state: str, **args: Any) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def did(self, units: int) -> None: ...
 
     def instant(self, name: str, **args: Any) -> None: ...
+
+    def counter(self, name: str, **values: float) -> None: ...
 
     def set_idle_state(self, state: str) -> None: ...
 
@@ -136,6 +168,11 @@ class WeightsSubscriber(Protocol):
 
     def poll(self) -> bool:
         """Take offers and start staging the newest. True when anything happened."""
+        ...
+
+    @property
+    def is_staging(self) -> bool:
+        """A version is on its way, and decoding goes on meanwhile where there is something to decode."""
         ...
 
     @property

@@ -164,13 +164,17 @@ class Partial(Message):
 
 
 class Admit(Message):
-    """Start group `ordinal` on `replica`: `num_samples` completions of `prompt`, some perhaps from `partials` on."""
+    """Start group `ordinal` on `replica`: `num_samples` completions of `prompt`, some perhaps from `partials` on.
+
+    `is_again`: it was admitted before, and lost.
+    """
 
     ordinal: int
     replica: int
     prompt: Prompt
     num_samples: int
     partials: tuple[Partial, ...] = ()
+    is_again: bool = False
 
 
 class Evaluate(Message):
@@ -232,9 +236,13 @@ class Skip(Message):
 
 
 class Waiting(Message):
-    """What the trainer is waiting for right now; labels its idle time."""
+    """What the executor is waiting for right now, whenever it has nothing to do; labels its idle time.
 
-    reason: Literal["generation", "rewards", "straggler", "nothing"]
+    A trainer waits for the first four. A generator waits for the trainer while the schedule's bound admits nothing on
+    the version that it holds, for a prompt while it would, and for nothing once all steps are done.
+    """
+
+    reason: Literal["generation", "rewards", "straggler", "nothing", "trainer", "prompt"]
 
 
 class Checkpoint(Message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from slipstream.batching import collate
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RewardsConfig, RewardTerm, RunConfig
-from slipstream.core.executor import Context
+from slipstream.core.executor import Context, NoSpans
 from slipstream.core.types import Completion, Rollout
 from slipstream.prompts import task_table
 from slipstream.rewards.executor import Rewards
@@ -21,17 +20,6 @@ from slipstream.rewards.model_scorer import ModelScorer
 
 EVALUATION, REWARDS = "evaluation", "rewards"
 WAKE_EVERY_S = 1.0
-
-
-class _NoSpans:
-    """Nobody asks where the time went."""
-
-    def span(self, state: str, **args: Any) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
-
-    def instant(self, name: str, **args: Any) -> None: ...
-
-    def set_idle_state(self, state: str) -> None: ...
 
 
 def score(completions: Sequence[Completion], rewards: Rewards) -> list[Rollout]:
@@ -56,7 +44,7 @@ def score(completions: Sequence[Completion], rewards: Rewards) -> list[Rollout]:
                 run_dir=Path(),
                 inputs=theirs.inputs,
                 outputs=theirs.outputs,
-                spans=_NoSpans(),
+                spans=NoSpans(),
                 clock=WallClock(),
             )
         )

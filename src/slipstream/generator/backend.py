@@ -65,8 +65,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def idle_state(self) -> str:
-        """What a process without work is waiting for."""
+    def working_state(self) -> str | None:
+        """What another process does for this one while `step` has nothing to do, if anything."""
         ...
 
     def wait_fds(self) -> list[int]:

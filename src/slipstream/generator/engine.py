@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -30,6 +29,7 @@ import torch
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, NonFiniteError
+from slipstream.core.executor import NoSpans
 from slipstream.core.types import FinishReason, VersionSpan
 from slipstream.generator.kept import KeptRecorder
 from slipstream.generator.noise import noise_keys
@@ -51,17 +51,14 @@ ROWS_PER_REQUEST_AHEAD = 8
 """For so many rows the prompt of one waiting request is stored before a row is free: a stop token may free one."""
 
 
-class _NoSpans:
-    def span(self, state: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
-
-
 @dataclass
 class EngineStats:
-    """Cumulative. `prefilled_tokens` are those that were computed; `preemptions` were for want of memory."""
+    """Cumulative. `prefilled_tokens` are those that were computed, of these `re_prefilled_tokens` not for the first
+    time; `preemptions` were for want of memory."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
+    re_prefilled_tokens: int = 0
     prefix_hits: int = 0  # prompts found in the table of an earlier request
     preemptions: int = 0
     recomputed_caches: int = 0
@@ -74,6 +71,11 @@ class _Waiting:
     last_token: int
     key: bytes
     was_live: bool  # left its row unfinished in this engine; goes on even while admission is paused
+
+    @property
+    def is_again(self) -> bool:
+        """Whether its keys and values have been made before, here or elsewhere."""
+        return self.was_live or self.request.is_again or self.request.resume is not None
 
 
 @dataclass(eq=False)
@@ -152,7 +154,7 @@ class Engine:
         self._runner = runner
         self._seed = seed
         self._prefill_tokens, self._prefill_chunk = prefill_tokens, prefill_chunk
-        self._spans = spans if spans is not None else _NoSpans()
+        self._spans: StateSpans = spans if spans is not None else NoSpans()
         self._clock = clock if clock is not None else WallClock()
         self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
         self._is_paused = False
@@ -183,6 +185,10 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         return not self._waiting and not self._rows.is_live.any()
+
+    @property
+    def num_re_prefilled(self) -> int:
+        return self.stats.re_prefilled_tokens
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order; resumed ones go before everything that has not started.
@@ -319,10 +325,13 @@ class Engine:
         is_any_live = bool(self._rows.is_live.any())
         if is_any_live and self._runner.joins_prefill:
             return False
+        before = self.stats.re_prefilled_tokens
         chunks = self._choose_chunks(self.num_free_rows)
         if chunks:
-            with self._spans.span("prefill"):
+            num_tokens, num_again = sum(len(chunk.tokens) for chunk in chunks), self.stats.re_prefilled_tokens - before
+            with self._spans.span("re_prefill" if 2 * num_again > num_tokens else "prefill"):
                 self._runner.prefill(chunks)
+                self._spans.did(num_tokens)
         elif not is_any_live and any(self._candidates()) and not any(self._ready()):
             raise self._no_room()
         return bool(chunks)
@@ -378,6 +387,8 @@ class Engine:
                     if budget >= 0 or not chunks:
                         prefix.num_done += len(chunk.tokens)
                         chunks.append(chunk)
+                        if entry.is_again or self._prefixes.was_forgotten(entry.key):
+                            self.stats.re_prefilled_tokens += len(chunk.tokens)
             num_ready += self._is_ready(entry)
         self.stats.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
         return chunks
@@ -509,6 +520,7 @@ class Engine:
                 if (recorder := self._live_at(row).kept) is not None:
                     recorder.append(decoded.kept[row])
         self.stats.generated_tokens += len(live_rows)
+        self._spans.did(len(live_rows))
         now_s = self._clock.now_s()
         is_stop = (tokens[:, None] == self._stop_ids).any(1)
         is_full = num_old + 1 == rows.max_new[live_rows]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ from slipstream.core.types import (
     Settled,
     Stop,
     Swapped,
+    Waiting,
     Wake,
 )
 from slipstream.generator.backend import Backend, Pin
@@ -46,6 +47,7 @@ from slipstream.generator.vllm.backend import VLLMBackend
 from slipstream.models.build import build_tokenizer, stop_token_ids
 
 COUNTERS_EVERY_S = 1.0
+RE_PREFILLED = "re_prefilled_tokens"
 TRAIN_STREAM, EVAL_STREAM = 0, 1  # their ordinals are counted apart, so their noise is keyed apart
 
 SEEDS_APART = 100_003  # between the seeds of two processes in the original RLHF code (N, item 9)
@@ -71,13 +73,16 @@ class Labelled:
     def span(self, state: str) -> AbstractContextManager[None]:
         return self._spans.span(self.state or state)
 
+    def did(self, units: int) -> None:
+        self._spans.did(units)
+
 
 class Generator(Executor):
     """Continuous batching over fixed slots; never waits for the trainer except where the schedule admits nothing.
 
-    Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Settled`, `Stop` (commands), versions (its WEIGHTS channel). Produces:
-    `Completion` (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission or a version; with
-    work, on several ranks, also for the others at the beginning of a step and in every layer.
+    Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Settled`, `Waiting`, `Stop` (commands), versions (its WEIGHTS
+    channel). Produces: `Completion` (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission
+    or a version; with work, on several ranks, also for the others at the beginning of a step and in every layer.
     Ends when: told to stop; what is in its slots then belongs to no step and is dropped.
     """
 
@@ -122,7 +127,8 @@ class Generator(Executor):
         self.drain_steps = 0
         self.generated_tokens = 0
         self.counted_s = context.clock.now_s()
-        context.spans.set_idle_state("wait_trainer")
+        self.waits_for = "trainer"
+        context.spans.set_idle_state(self._idle_state)
         context.outputs["events"].put(Ready(executor=context.name))
 
     def _build_backend(self) -> Backend:
@@ -161,12 +167,15 @@ class Generator(Executor):
 
     def step(self) -> bool:
         """Take messages, swap if a version is staged, then one decode step of evaluation and one of training."""
-        with self.context.spans.span("receive"):
+        spans = self.context.spans
+        with spans.span("receive"):
             has_news = self.together.receive()
-            if self._is_stopped:
-                return has_news
+        if self._is_stopped:
+            return has_news
+        with spans.span("stage"):  # beside this thread, unless the host is inline
             has_news = self.weights.poll() or has_news
-            if self.unsettled is not None:
+        if self.unsettled is not None:
+            with spans.span("send"):
                 has_news = self.unsettled.send() or has_news
         agreed = self._agree()
         if agreed is None:
@@ -179,8 +188,15 @@ class Generator(Executor):
         has_worked = bool(agreed.commands) or has_swapped or has_evaluated or has_decoded
         has_more = self.together.rest(has_worked=has_worked)
         self._count()
-        self.context.spans.set_idle_state(self.spans.state or self.backend.idle_state)
+        spans.set_idle_state(self._idle_state)
         return has_news or has_more
+
+    @property
+    def _idle_state(self) -> str:
+        """Without work: what goes on all the same, in this process or one of its own; else what is waited for."""
+        if (working := self.spans.state or self.backend.working_state) is not None:
+            return working
+        return "stage" if self.weights.is_staging else f"wait_{self.waits_for}"
 
     def _agree(self) -> Agreement | None:
         """What all ranks do now; None while they sleep."""
@@ -202,6 +218,8 @@ class Generator(Executor):
                 self.settled_early.update(ordinal for ordinal in message.ordinals if ordinal in self.prompts)
                 if self.unsettled is not None:
                     self.unsettled.settle(message)
+            case Waiting():
+                self.waits_for = message.reason
             case Wake():
                 pass  # it has done what it is for: this step
             case Stop():
@@ -216,7 +234,10 @@ class Generator(Executor):
         partials = {partial.sample: partial for partial in message.partials}
         requests, finished = [], []
         for sample in range(message.num_samples):
-            request = self._request(message.ordinal, sample, message.prompt, self._temperature_of(sample))
+            request = replace(
+                self._request(message.ordinal, sample, message.prompt, self._temperature_of(sample)),
+                is_again=message.is_again,
+            )
             if sample in partials and self.restored.fits(partials[sample], request, self.engine.version):
                 partial = partials[sample]
                 if partial.finish_reason is not None:
@@ -434,8 +455,13 @@ class Generator(Executor):
         now_s = self.context.clock.now_s()
         if is_last or now_s - self.counted_s >= COUNTERS_EVERY_S:
             self.counted_s = now_s
-            values = {"generated_tokens": float(self.generated_tokens), "live": float(self.engine.num_live)}
+            values = {
+                "generated_tokens": float(self.generated_tokens),
+                "live": float(self.engine.num_live),
+                RE_PREFILLED: float(self.engine.num_re_prefilled),
+            }
             self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
+            self.context.spans.counter("tokens", **{RE_PREFILLED: values[RE_PREFILLED]})
 
 
 def training_seed(config: RunConfig, replica: int) -> int:

@@ -46,6 +46,7 @@ class ScriptedGenerator:
         self.version = version
         self.max_len = max_len
         self.num_generated_tokens = 0
+        self.num_re_prefilled = 0  # it makes no keys and values at all
         self._script = script
         self._num_slots = num_slots
         self._logprob = logprob

@@ -169,8 +169,8 @@ class NativeBackend:
         return not self.engine.is_idle
 
     @property
-    def idle_state(self) -> str:
-        return "wait_trainer"
+    def working_state(self) -> None:
+        return None
 
     @property
     def max_len(self) -> int:

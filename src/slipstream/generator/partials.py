@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError
@@ -135,8 +136,7 @@ class Saver:
     def save(self, path: Path, partials: Sequence[Partial], *, cut: str) -> None:
         if not partials or (self._thread is not None and self._thread.is_alive()):
             return
-        self._thread = threading.Thread(target=_write, args=(path, partials, cut), name="save-partials", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(_write, args=(path, partials, cut), name="save-partials")
 
     def close(self) -> None:
         """Wait for what is being written, ten seconds at most: a daemon thread ends with its process."""

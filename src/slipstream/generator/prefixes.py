@@ -41,6 +41,7 @@ class PrefixTable:
         self._runner, self._cache_tokens = runner, cache_tokens
         self._entries: OrderedDict[bytes, StoredPrefix] = OrderedDict()  # least recently used first
         self._wanted: Counter[bytes] = Counter()
+        self._forgotten: set[bytes] = set()  # wanted ones whose keys and values were there, in part at least
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
@@ -57,6 +58,11 @@ class PrefixTable:
         self._wanted[key] -= count
         if self._wanted[key] == 0:
             del self._wanted[key]
+            self._forgotten.discard(key)
+
+    def was_forgotten(self, key: bytes) -> bool:
+        """Whether somebody who still waits for `key` has seen its prefix made before."""
+        return key in self._forgotten
 
     def get_or_open(
         self, key: bytes, context: np.ndarray, in_use: Collection[bytes], *, even_wanted: bool
@@ -95,4 +101,7 @@ class PrefixTable:
             self._forget(key)
 
     def _forget(self, key: bytes) -> None:
-        self._runner.close_prefix(self._entries.pop(key).storage)
+        entry = self._entries.pop(key)
+        self._runner.close_prefix(entry.storage)
+        if key in self._wanted and entry.num_done:
+            self._forgotten.add(key)

@@ -47,7 +47,7 @@ class Request:
     cut to the `top_k` likeliest tokens, then to the fewest that hold `top_p` of the mass, then to those with at least
     `min_p` of the likeliest one's probability; 0, 1 and 0 cut nothing. `keep_sets` reports what was left.
     A completion that takes longer than `time_limit_s` seconds from its start ends as it is, with reason "deadline", but
-    never before its first token.
+    never before its first token. `is_again`: it was sampled before, and lost; its prefill is one more.
     """
 
     ordinal: int
@@ -62,6 +62,7 @@ class Request:
     min_p: float = 0.0
     keep_sets: bool = False
     time_limit_s: float | None = None
+    is_again: bool = False
 
     def resumed_with(self, resume: Resume) -> Request:
         """The same request, to be continued after `resume`."""
@@ -95,6 +96,8 @@ class StateSpans(Protocol):
 
     def span(self, state: str) -> AbstractContextManager[None]: ...
 
+    def did(self, units: int) -> None: ...
+
 
 class GenerationEngine(Protocol):
     """Requests in, completions out, as the generator's executor drives it: our own engine, or vLLM in its process."""
@@ -109,6 +112,11 @@ class GenerationEngine(Protocol):
 
     @property
     def is_idle(self) -> bool: ...
+
+    @property
+    def num_re_prefilled(self) -> int:
+        """Tokens so far whose keys and values were made once more: after a swap, or to go on after a break."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order; resumed ones go before everything that has not started."""

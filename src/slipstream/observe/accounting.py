@@ -32,6 +32,7 @@ from slipstream.observe.interference import measure_interference
 from slipstream.observe.recorder import EventLine, read_events
 from slipstream.observe.states import idle_share, seconds_of, side_of
 from slipstream.observe.timeline import (
+    TRAINED,
     Instant,
     ProcessEnd,
     ProcessStart,
@@ -46,23 +47,22 @@ from slipstream.observe.timeline import (
 )
 from slipstream.observe.waste import WASTE, Wasted, wasted
 
-TRAINED = "trained"
-"""The instant in the trainer's timeline at which a step is done; its argument `step` says which."""
-
 
 class ProcessAccounting(msgspec.Struct, frozen=True, kw_only=True):
     """One process over the run: `states` (state -> seconds) sum to its `wall_s`.
 
-    `cpu_s` and `main_cpu_s` are the CPU seconds of all its threads and of its main one, and `background_s` those of
-    threads beside its team of `threads`; None where it has not said so at its end. `busy_s`, of the same span of time,
-    is never less than `main_cpu_s`, nor than `(cpu_s - background_s) / threads`. An executor that lives `within`
-    another process has no CPU seconds of its own: they are that one's.
+    It has computed with `threads` while others did, at most with `most_threads`. `cpu_s` and `main_cpu_s` are the CPU
+    seconds of all its threads and of its main one, and `background_s` those of threads beside its team; None where it
+    has not said so at its end. `busy_s`, of the same span of time, is never less than `main_cpu_s`, nor than
+    `(cpu_s - background_s) / most_threads`. An executor that lives `within` another process has no CPU seconds of its
+    own: they are that one's, and so is its busy time.
     """
 
     name: str
     side: str
     states: dict[str, float]
     threads: int = 1
+    most_threads: int = 1
     device: str = "cpu"
     within: str = ""
     busy_s: float = 0.0
@@ -119,7 +119,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
     start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
     present = {name: presence(kept, start_ns, end_ns, is_over=is_over) for name, kept in records.items()}
     events = list(read_events(run_dir / "events.jsonl"))
-    processes = {name: _process(name, kept, start_s, end_s, is_over=is_over) for name, kept in records.items()}
+    processes = {name: _process(name, records, start_s, end_s, is_over=is_over) for name in records}
     steps, bounds_ns = _steps(records, events, start_ns)
     windows = {name: account_windows(slices, bounds_ns) for name, slices in present.items()}
     waste = list(wasted(events, records))
@@ -184,7 +184,10 @@ def _config(run_dir: Path) -> RunConfig | None:
         return None
 
 
-def _process(name: str, records: Sequence[Record], start_s: float, end_s: float, *, is_over: bool) -> ProcessAccounting:
+def _process(
+    name: str, timelines: Mapping[str, Sequence[Record]], start_s: float, end_s: float, *, is_over: bool
+) -> ProcessAccounting:
+    records = timelines[name]
     starts = [record for record in records if isinstance(record, ProcessStart)]
     ends = [record for record in records if isinstance(record, ProcessEnd)]
     newest = starts[-1] if starts else ProcessStart(name, 0, 0)
@@ -193,15 +196,20 @@ def _process(name: str, records: Sequence[Record], start_s: float, end_s: float,
         side=side_of(name),
         states=account(records, start_s, end_s, is_over=is_over),
         threads=newest.threads,
+        most_threads=max(newest.threads, newest.threads_alone),
         device=newest.device,
         within=newest.within,
     )
     if newest.within or not ends or ends[-1].time_ns < newest.time_ns:
         return found
     end = ends[-1]
+    inside = [
+        kept for kept in timelines.values() if any(isinstance(r, ProcessStart) and r.within == name for r in kept)
+    ]
+    told = [account(kept, newest.time_ns * 1e-9, end.time_ns * 1e-9) for kept in (records, *inside)]
     return msgspec.structs.replace(
         found,
-        busy_s=seconds_of("work", account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9)),
+        busy_s=sum(seconds_of("work", states) for states in told),
         cpu_s=end.cpu_ns * 1e-9,
         main_cpu_s=end.main_ns * 1e-9,
         background_s=end.background_ns * 1e-9,

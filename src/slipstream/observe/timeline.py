@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.core.background import background_cpu_s
 from slipstream.core.clock import Clock
 from slipstream.core.errors import DiskError
 from slipstream.core.ranks import split_rank_name
@@ -35,6 +36,7 @@ from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 UNLABELLED = "unlabelled"
 ABSENT = "absent"
 LOST = "lost"
+TRAINED = "trained"  # the instant in a trainer's timeline at which it has trained `step`
 TIME_PREFIX = "time/"  # of values in `Counters` that are seconds spent in a state (`Timeline.totals`)
 FLUSH_EVERY_S = 1.0
 MERGE_GAP_S = 1e-3  # slices closer than this become one line of the file, with other states that are as short ...
@@ -43,9 +45,10 @@ COARSER_AFTER = 200_000  # lines: from then on both are twice as long, and again
 
 
 class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process", tag_field="kind"):
-    """A process began to write here, again after it was started again. It computes with up to `threads` on `device`.
+    """A process began to write here, again after it was started again: it computes with `threads` on `device`.
 
-    `within`: the process that this one only is a part of, an executor inside the controller's (`host = "inline"`).
+    `threads_alone`: so many while no other computes. `within`: the process that this one is only a part of, as an
+    executor inside the controller's is (`host = "inline"`).
     `zero_ns`: the time of day (since 1970) at which its clock stood at zero, which tells the clocks of two boots apart.
     """
 
@@ -53,6 +56,7 @@ class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process
     pid: int
     time_ns: int
     threads: int = 1
+    threads_alone: int = 1
     device: str = "cpu"
     within: str = ""
     zero_ns: int = 0
@@ -62,7 +66,7 @@ class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag
     """The process has said all: one that was killed has not. Its CPU seconds since its `ProcessStart`.
 
     `cpu_ns` of all its threads; of these `main_ns` of the one that this timeline is of, and `background_ns` of those
-    that work beside it and are no part of a team (`Timeline.beside`).
+    beside it that are no part of a team (`core/background.py`).
     """
 
     time_ns: int
@@ -149,7 +153,15 @@ class Timeline:
     """
 
     def __init__(
-        self, process: str, path: Path | None, clock: Clock, *, threads: int = 1, device: str = "cpu", within: str = ""
+        self,
+        process: str,
+        path: Path | None,
+        clock: Clock,
+        *,
+        threads: int = 1,
+        threads_alone: int = 1,
+        device: str = "cpu",
+        within: str = "",
     ) -> None:
         self.process = process
         self.path = path
@@ -172,11 +184,12 @@ class Timeline:
         self._last_gap_s = 0.0
         self._last_also_s: dict[str, float] = {}
         self._last_count = self._last_units = 0
-        self._background_s = 0.0
         self._is_closed = False
-        self._cpu_s, self._main_s = time.process_time(), time.thread_time()
+        self._cpu_s = _cpu_s()
         zero_ns = time.time_ns() - _ns(start_s)
-        self._buffer.append(ProcessStart(process, os.getpid(), _ns(start_s), threads, device, within, zero_ns))
+        self._buffer.append(
+            ProcessStart(process, os.getpid(), _ns(start_s), threads, threads_alone, device, within, zero_ns)
+        )
 
     def span(self, state: str, **args: Any) -> AbstractContextManager[None]:
         """The process is in `state` inside this context; `args` (JSON types) are shown with the slice."""
@@ -186,10 +199,6 @@ class Timeline:
         """The innermost open span has done one piece of its work, of `units` tokens."""
         self._count += 1
         self._units += units
-
-    def beside(self, cpu_s: float) -> None:
-        """A thread beside this process's team, the staging of weights for example, has used `cpu_s` so far unsaid."""
-        self._background_s += cpu_s
 
     def idle(self) -> AbstractContextManager[None]:
         """The process waits: labelled with the current idle state, relabelled when that changes meanwhile."""
@@ -249,8 +258,8 @@ class Timeline:
             return
         self._is_closed = True
         self.flush()
-        cpu_s, main_s = time.process_time() - self._cpu_s, time.thread_time() - self._main_s
-        self._buffer.append(ProcessEnd(_ns(self._now_s()), _ns(cpu_s), _ns(main_s), _ns(self._background_s)))
+        used = (_ns(now - before) for now, before in zip(_cpu_s(), self._cpu_s, strict=True))
+        self._buffer.append(ProcessEnd(_ns(self._now_s()), *used))
         self._write()
         self._stop_writing()
 
@@ -324,6 +333,11 @@ class Timeline:
 
 
 _IDLE: dict[str, Any] = {}  # marks idle frames by identity
+
+
+def _cpu_s() -> tuple[float, float, float]:
+    """CPU seconds so far: of the process, of this thread, and of those in the background."""
+    return time.process_time(), time.thread_time(), background_cpu_s()
 
 
 def _ns(seconds: float) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from slipstream.core.ranks import split_rank_name
 from slipstream.observe.recorder import EventLine
 from slipstream.observe.states import DECODES, side_of
-from slipstream.observe.timeline import ProcessEnd, ProcessStart, Record, Slice
+from slipstream.observe.timeline import Counter, ProcessEnd, ProcessStart, Record, Slice
 
 WASTE = {
     "no_signal": "of groups whose rewards were all equal",
@@ -72,12 +72,23 @@ def wasted(events: Iterable[EventLine], timelines: Mapping[str, Sequence[Record]
                         yield Wasted(time_ns, command["cause"], tokens)
     for process, records in timelines.items():
         if side_of(process) == "generator" and split_rank_name(process)[1] == 0:
-            for record in records:
-                if isinstance(record, Slice) and record.state == "re_prefill" and record.units:
-                    yield Wasted(record.end_ns, "re_prefilled", record.units)
+            yield from _re_prefilled(records)
     left = sum(sum(samples.values()) for samples in pending.values())
     if left := left + sum(max(0, life.tokens) for life in in_slots.values()):
         yield Wasted(time_ns, "left", left)
+
+
+def _re_prefilled(records: Iterable[Record]) -> Iterator[Wasted]:
+    """A replica's counts go up, and begin at 0 with each of its processes."""
+    so_far = 0
+    for record in records:
+        if isinstance(record, ProcessStart):
+            so_far = 0
+        elif isinstance(record, Counter) and "re_prefilled_tokens" in record.values:
+            count = int(record.values["re_prefilled_tokens"])
+            if count > so_far:
+                yield Wasted(record.time_ns, "re_prefilled", count - so_far)
+            so_far = count
 
 
 @dataclass

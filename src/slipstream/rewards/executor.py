@@ -89,7 +89,7 @@ class Rewards(Executor):
             )
             self._pool.wait_ready()
             check_isolation(setup, self._pool.isolation, trust_verifier=self._config.trust_verifier)
-        context.spans.set_idle_state("wait_completions")
+        self._label_idle_time()
         info = {"isolation": sorted(self._pool.isolation)}
         context.outputs["events"].put(Ready(executor=context.name, info=info))
 
@@ -107,12 +107,18 @@ class Rewards(Executor):
                 self._emit(self._completions.pop(one.job_id), one)
         num_done = len(scored)
         self._report(is_last=False)
-        has_sent = self._send()
+        with self._context.spans.span("send"):
+            has_sent = self._send()
+        self._label_idle_time()
         if self._is_stopping and not self._completions and not self._unsent and not self._is_finished:
             self._report(is_last=True)
             self._is_finished = True
             return True
         return has_sent or num_taken + num_done > 0
+
+    def _label_idle_time(self) -> None:
+        """While workers score, this process has nothing to do and is not idle."""
+        self._context.spans.set_idle_state("score" if self._completions else "wait_completions")
 
     @property
     def is_finished(self) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
+from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
 from slipstream.rewards.functions import call_function
 from slipstream.rewards.pool import Scored
@@ -99,9 +99,7 @@ class CallableScorer:
     def _hand_over(self, job: Job) -> None:
         if self._thread_inbox is None:
             self._thread_inbox = queue.SimpleQueue()
-            threading.Thread(
-                target=self._serve, args=(self._thread_inbox, self._generation), name="reward-function", daemon=True
-            ).start()
+            start_thread(self._serve, args=(self._thread_inbox, self._generation), name="reward-function")
         self._current = job
         self._deadline_s = self._clock.now_s() + self._timeout_s
         self._thread_inbox.put(job)

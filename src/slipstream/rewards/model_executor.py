@@ -74,9 +74,11 @@ class RewardModels(Executor):
         if batch:
             with self._context.spans.span("score"):
                 scored = self._scorer.score(batch)
+                self._context.spans.did(sum(_num_tokens(rollout) for rollout in batch))
             self._counts["batches"] += 1
-            for rollout in scored:
-                self._emit(rollout)
+            with self._context.spans.span("send"):
+                for rollout in scored:
+                    self._emit(rollout)
         elif self._is_stopping and not self._is_finished:
             self._report(is_last=True)
             self._is_finished = True
@@ -128,3 +130,8 @@ class RewardModels(Executor):
             self._counted_s = now_s
             values = {name: float(count) for name, count in self._counts.items()}
             self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))
+
+
+def _num_tokens(rollout: Rollout) -> int:
+    """That a model reads of it."""
+    return len(rollout.completion.prompt.tokens) + rollout.completion.num_tokens

@@ -53,6 +53,7 @@ from slipstream.core.vetting import Limits, is_of_run, vetted
 from slipstream.models.tokenizer import TokenTexts
 from slipstream.models.transformer import Transformer
 from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
+from slipstream.observe.timeline import TRAINED
 from slipstream.observe.tokens import TOKENS_FILE, TokenLine, TokenRecorder, token_line
 from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.dealing import dealt_by
@@ -209,7 +210,8 @@ class Trainer(Executor):
         if update is None:
             self.warm_start = None
             torch.set_num_threads(self.context.num_threads)
-            self._be_ready()
+            with self.context.spans.span("start_up"):
+                self._be_ready()
         elif update.index % 10 == 9:
             self._tell(
                 Progress(
@@ -366,7 +368,8 @@ class Trainer(Executor):
                 self._train(message)
             case Skip():
                 if self.tensor_ranks.is_leader:
-                    self._record(self._own_groups(message.ordinals), step=None)
+                    with self.context.spans.span("record"):
+                        self._record(self._own_groups(message.ordinals), step=None)
             case Waiting():
                 self.context.spans.set_idle_state(f"wait_{message.reason}")
             case Checkpoint():
@@ -388,16 +391,22 @@ class Trainer(Executor):
         shares = self.rollouts.take(ordinals)
         return [Group(ordinal=ordinal, rollouts=members) for ordinal, members in shares.items() if members]
 
+    def _shares(self, ordinals: Sequence[int]) -> list[Group]:
+        """What this rank trains of these groups: tensor-parallel peers get it from the first of them."""
+        groups = self._own_groups(ordinals) if self.tensor_ranks.is_leader else []
+        if self.tensor_ranks.world == 1:
+            return groups
+        payload = wire.encode(Shares(groups=tuple(groups))) if self.tensor_ranks.is_leader else b""
+        shares = wire.decode(self.tensor_ranks.broadcast(payload), (Shares,))
+        assert isinstance(shares, Shares)
+        return list(shares.groups)
+
     def _train(self, command: TrainStep) -> None:
-        groups = self._own_groups(command.ordinals) if self.tensor_ranks.is_leader else []
-        if self.tensor_ranks.world > 1:
-            payload = wire.encode(Shares(groups=tuple(groups))) if self.tensor_ranks.is_leader else b""
-            shares = wire.decode(self.tensor_ranks.broadcast(payload), (Shares,))
-            assert isinstance(shares, Shares)
-            groups = list(shares.groups)
         sample = TokenSample(self.config.observe.tokens_every)
-        with self.context.spans.span("train", step=command.step):
+        with self.context.spans.span("collate", step=command.step):  # but for what the step says of itself
+            groups = self._shares(command.ordinals)
             metrics = self._trained(groups, command, sample)
+        self.context.spans.instant(TRAINED, step=command.step)
         if self.config.kl.target is not None and "kl_reference_sum" in metrics:
             self.kl = self.kl.updated(metrics["kl_reference_sum"], self.config.completions_per_step)
         self.version = command.step + 1
@@ -425,6 +434,7 @@ class Trainer(Executor):
                 heads=command.heads,
                 ranks=self.data_ranks,
                 tokens=sample,
+                spans=self.context.spans,
             )
         except NonFiniteError as error:
             path = self.context.run_dir / f"refused_step_{command.step}.json"
@@ -495,23 +505,28 @@ class Trainer(Executor):
 
     def _report_saved(self, *, wait: bool = False) -> None:
         """Tell of a checkpoint once it is whole: a step counts as kept from then on."""
-        if self.policy.is_saving and (saved := self.policy.saved(wait=wait)) is not None:
+        if not self.policy.is_saving:
+            return
+        with self.context.spans.span("checkpoint"):
+            saved = self.policy.saved(wait=wait)
+        if saved is not None:
             self._tell(CheckpointSaved(step=saved.step, path=str(saved.path)))
 
     def _publish(self) -> None:
         with self.context.spans.span("publish", version=self.version):
             started_s = self.context.clock.now_s()
             logprobs = probe_logprobs(self.policy.model, self.probe_tokens)
-            is_offered = self.publisher.publish(self.version, self.probe_tokens, logprobs)
+            with self.context.spans.span("stage", version=self.version):
+                is_offered = self.publisher.publish(self.version, self.probe_tokens, logprobs)
             staging_s = self.context.clock.now_s() - started_s
-        self._tell(
-            Published(
-                version=self.version,
-                payload_bytes=self.publisher.num_bytes,
-                staging_s=staging_s,
-                skipped=not is_offered,
+            self._tell(
+                Published(
+                    version=self.version,
+                    payload_bytes=self.publisher.num_bytes,
+                    staging_s=staging_s,
+                    skipped=not is_offered,
+                )
             )
-        )
 
 
 def _heads_in(payload: bytes) -> Sequence[RolloutHead]:

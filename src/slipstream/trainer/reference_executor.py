@@ -67,8 +67,10 @@ class ReferencePolicy(Executor):
         batch = [vetted(rollout, limits_of(self._model, self._config)) for rollout in batch]
         with self._context.spans.span("reference"):
             measured = reference_logprobs(self._model, batch, config=self._config, batching=self._batching)
-        for rollout in measured:
-            self._context.outputs["measured"].put(rollout)
+            self._context.spans.did(sum(_num_tokens(rollout) for rollout in batch))
+        with self._context.spans.span("send"):
+            for rollout in measured:
+                self._context.outputs["measured"].put(rollout)
         return True
 
     @property
@@ -97,8 +99,12 @@ class ReferencePolicy(Executor):
             assert isinstance(rollout, Rollout)
             rollout = vetted(rollout, Limits())  # what has no shape has no length
             batch.append(rollout)
-            num_tokens += len(rollout.completion.prompt.tokens) + rollout.completion.num_tokens
+            num_tokens += _num_tokens(rollout)
         return batch
+
+
+def _num_tokens(rollout: Rollout) -> int:
+    return len(rollout.completion.prompt.tokens) + rollout.completion.num_tokens
 
 
 def limits_of(model: Transformer, config: RunConfig) -> Limits:

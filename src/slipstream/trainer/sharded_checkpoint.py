@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
+from slipstream.core.background import start_thread
 from slipstream.core.disk import HINTS
 from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.core.links import WakeUp
@@ -180,7 +180,7 @@ class ShardedCheckpoints:
             else:
                 running.set_exception(failure)
 
-        threading.Thread(target=write, name=f"checkpoint-{step}", daemon=True).start()
+        start_thread(write, name=f"checkpoint-{step}")
 
     def _stage(self, shards: Sequence[Shard]) -> dict[Box, Tensor]:
         """Copies, in one piece of memory, of the boxes that this rank writes."""

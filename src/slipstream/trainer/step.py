@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, reduce
 
@@ -30,6 +31,7 @@ from slipstream.algorithms.reduce import (
 )
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import NonFiniteError
+from slipstream.core.executor import NoSpans, Spans
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.staleness import staleness_in_updates
@@ -110,6 +112,7 @@ def train_on_batch(
     heads: Sequence[RolloutHead] | None = None,
     ranks: RankGroup = RankGroup.alone(),
     tokens: TokenSample | None = None,
+    spans: Spans | None = None,
 ) -> dict[str, float]:
     """Train step `step` on `groups`: the policy goes from version `step` to `step + 1`. Returns its metrics.
 
@@ -118,8 +121,10 @@ def train_on_batch(
     measures how far the policy is from the behaviour policy before any weight of this step changed
     (`logprob_diff_max/lag_<n>`: completions sampled wholly under the version n steps back; rounding only at lag 0).
     `tokens_read` counts the rows of all microbatches of the first pass, a prompt once per microbatch; `tokens_trained`
-    its targets. `tokens` takes what it wants of each microbatch. Raises StalenessError when a token breaks the bound,
-    and NonFiniteError before an update with a loss or gradient that is not finite.
+    its targets. `tokens` takes what it wants of each microbatch; `spans` hears what the time goes to (on CUDA as this
+    thread sees it: it waits for the device with each loss and gradient norm, and nowhere else for the spans' sake).
+    Raises StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss or gradient
+    that is not finite.
 
     With several data-parallel `ranks`, all of them call it: each with its own rollouts in `groups`, and with the
     `heads` of all rollouts in canonical order (None: `groups` are all there are). `optimizer` then adds up gradients
@@ -132,7 +137,10 @@ def train_on_batch(
         heads = [head_of(rollout, config) for group in groups for rollout in group.rollouts]
     scored = scored_groups(heads)
     loss = loss_named(config.loss.name, config.loss.params)
-    update_of = _Update(model, optimizer, config=config, loss=loss, auxiliary=auxiliary, ranks=ranks, tokens=tokens)
+    labels = _Labels(NoSpans() if spans is None else spans, step)
+    update_of = _Update(
+        model, optimizer, config=config, loss=loss, auxiliary=auxiliary, ranks=ranks, tokens=tokens, labels=labels
+    )
     batch = prepare_batch(
         groups,
         config=config,
@@ -171,14 +179,16 @@ def train_on_batch(
             continue
         lr = optimizer.lr
         try:
-            loss_value, update_parts = update_of.accumulate(
-                filled(microbatches, totals[index].num_microbatches),
-                totals[index],
-                measured_step=None if losses else step,
-            )
-            if auxiliary.critic is not None:
-                auxiliary.critic.optimizer.finite_grad_norm()  # before either of them changes weights
-            grad_norms.append(optimizer.step())
+            with labels.span("forward_backward"):
+                loss_value, update_parts = update_of.accumulate(
+                    filled(microbatches, totals[index].num_microbatches),
+                    totals[index],
+                    measured_step=None if losses else step,
+                )
+            with labels.span("optimizer"):
+                if auxiliary.critic is not None:
+                    auxiliary.critic.optimizer.finite_grad_norm()  # before either of them changes weights
+                grad_norms.append(optimizer.step())
         except NonFiniteError as error:  # on all ranks alike
             raise located(
                 error,
@@ -190,7 +200,8 @@ def train_on_batch(
                 ranks=ranks,
             ) from error
         if auxiliary.critic is not None:
-            critic_grad_norms.append(auxiliary.critic.optimizer.step())
+            with labels.span("optimizer"):
+                critic_grad_norms.append(auxiliary.critic.optimizer.step())
         losses.append(loss_value)
         parts = merge_metrics(parts, update_parts) if parts else update_parts
         staleness = np.concatenate([[0], *(step - microbatch.versions for microbatch in microbatches)])
@@ -278,6 +289,23 @@ def brings_reference(config: RunConfig) -> bool:
     return config.kl.executor == "own" and "reference_logprobs" in needed_columns(config)
 
 
+class _Labels:
+    """The spans of one step: each names it."""
+
+    def __init__(self, spans: Spans, step: int) -> None:
+        self._spans, self._step = spans, step
+
+    def span(self, state: str) -> AbstractContextManager[None]:
+        return self._spans.span(state, step=self._step)
+
+    def did(self, num_tokens: int) -> None:
+        self._spans.did(num_tokens)
+
+
+MEASURED_IN = {"reference_logprobs": "reference", "proximal_logprobs": "proximal", "values": "values"}
+"""The state in which each column is measured."""
+
+
 class _Update:
     """One step's way from microbatches to gradients, of the policy and of the critic beside it."""
 
@@ -290,8 +318,10 @@ class _Update:
         loss: Loss,
         auxiliary: Auxiliary,
         ranks: RankGroup,
+        labels: _Labels,
         tokens: TokenSample | None = None,
     ) -> None:
+        self.labels = labels
         self.model, self.optimizer, self.config, self.loss = model, optimizer, config, loss
         self.auxiliary, self.ranks, self.tokens = auxiliary, ranks, tokens
         self.columns = needed_columns(config)
@@ -312,17 +342,18 @@ class _Update:
             "proximal_logprobs": partial(self._logprobs, self.model),
             "values": self._values,
         }
-        measured = {
-            name: measure(
-                readers[name],
-                sequences,
-                microbatch_tokens=self.config.trainer.microbatch_tokens,
-                batching=batching,
-                ranks=self.ranks,
-            )
-            for name in self.columns
-            if not (self.brings_reference and name == "reference_logprobs")
-        }
+        measured: dict[str, Columns] = {}
+        for name in self.columns:
+            if self.brings_reference and name == "reference_logprobs":
+                continue
+            with self.labels.span(MEASURED_IN[name]):
+                measured[name] = measure(
+                    readers[name],
+                    sequences,
+                    microbatch_tokens=self.config.trainer.microbatch_tokens,
+                    batching=batching,
+                    ranks=self.ranks,
+                )
         if self.brings_reference:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             measured["reference_logprobs"] = brought(rollouts, sequences)
@@ -356,41 +387,43 @@ class _Update:
         parts: Metrics = {}
         found: list[Finding] = []
         for index, microbatch in enumerate(microbatches):
-            for optimizer in (self.optimizer,) if critic is None else (self.optimizer, critic.optimizer):
-                optimizer.before_backward(is_last=index == len(microbatches) - 1)
-            states = at_targets(self.model, microbatch)
-            logprobs, entropies = microbatch_logprobs(
-                self.model, microbatch, temperature=self.config.generator.temperature, states=states
-            )
-            inputs = self._inputs(microbatch, logprobs, num_units=num_units)
-            policy_loss, microbatch_parts = self.loss(inputs)
-            if self.config.loss.entropy_coef:
-                policy_loss = policy_loss - self.config.loss.entropy_coef * self._reduced(
-                    entropies, inputs, num_sequences=num_sequences
+            with self.labels.span("forward_backward"):
+                for optimizer in (self.optimizer,) if critic is None else (self.optimizer, critic.optimizer):
+                    optimizer.before_backward(is_last=index == len(microbatches) - 1)
+                states = at_targets(self.model, microbatch)
+                logprobs, entropies = microbatch_logprobs(
+                    self.model, microbatch, temperature=self.config.generator.temperature, states=states
                 )
-            if self.kl_in_loss:
-                kl = KL_ESTIMATORS[self.config.kl.estimator](logprobs, inputs.need("reference_logprobs"))
-                policy_loss = policy_loss + self.kl_in_loss * self._reduced(kl, inputs, num_sequences=num_sequences)
-            is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
-            if not is_joint:  # the activations of one model at a time
-                torch.autograd.backward(policy_loss)
-            value = 0.0
-            if critic is not None:
-                value_loss, value_parts = self._value_loss(critic, microbatch, states, inputs, num_tokens)
-                value_loss = self.config.critic.coef * value_loss
-                torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
-                microbatch_parts |= value_parts
-                value = float(value_loss.detach())
-            loss = float(policy_loss.detach())
-            total, value_total = total + loss, value_total + value
-            if not (math.isfinite(loss) and math.isfinite(value)):
-                found += findings(microbatch, inputs, entropy=entropies)
-            microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
-            if self.tokens is not None:
-                self.tokens.take(microbatch, logprobs)
-            if measured_step is not None:
-                microbatch_parts |= _difference_per_lag(microbatch, inputs, step=measured_step)
-            parts = merge_metrics(parts, microbatch_parts)
+                inputs = self._inputs(microbatch, logprobs, num_units=num_units)
+                policy_loss, microbatch_parts = self.loss(inputs)
+                if self.config.loss.entropy_coef:
+                    policy_loss = policy_loss - self.config.loss.entropy_coef * self._reduced(
+                        entropies, inputs, num_sequences=num_sequences
+                    )
+                if self.kl_in_loss:
+                    kl = KL_ESTIMATORS[self.config.kl.estimator](logprobs, inputs.need("reference_logprobs"))
+                    policy_loss = policy_loss + self.kl_in_loss * self._reduced(kl, inputs, num_sequences=num_sequences)
+                is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
+                if not is_joint:  # the activations of one model at a time
+                    torch.autograd.backward(policy_loss)
+                value = 0.0
+                if critic is not None:
+                    value_loss, value_parts = self._value_loss(critic, microbatch, states, inputs, num_tokens)
+                    value_loss = self.config.critic.coef * value_loss
+                    torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
+                    microbatch_parts |= value_parts
+                    value = float(value_loss.detach())
+                loss = float(policy_loss.detach())
+                total, value_total = total + loss, value_total + value
+                if not (math.isfinite(loss) and math.isfinite(value)):
+                    found += findings(microbatch, inputs, entropy=entropies)
+                microbatch_parts["entropy"] = masked_mean(entropies.detach(), inputs.mask)
+                if self.tokens is not None:
+                    self.tokens.take(microbatch, logprobs)
+                if measured_step is not None:
+                    microbatch_parts |= _difference_per_lag(microbatch, inputs, step=measured_step)
+                parts = merge_metrics(parts, microbatch_parts)
+                self.labels.did(microbatch.num_tokens)
         sums = self.ranks.sum(torch.tensor([total, value_total], dtype=torch.float64))
         for name, value in zip(("loss", "value loss"), sums.tolist(), strict=True):
             if not math.isfinite(value):  # on one rank, and so in the sum that all have

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.core.background import start_thread
 from slipstream.core.errors import ChannelError, WeightSyncError
 from slipstream.core.types import WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import HOST, Bytes, Memory
@@ -135,7 +136,7 @@ class LinkServer:
         self._gives_way = gives_way
         self._group: LinkGroup | None = None
         self._is_closed = False
-        threading.Thread(target=self._run, name=f"weights-to-{linked.replica}", daemon=True).start()
+        start_thread(self._run, name=f"weights-to-{linked.replica}")
 
     def close(self) -> None:
         self._is_closed = True
@@ -157,12 +158,11 @@ class LinkServer:
             copies = plan.copies.get((self._rank, destination))
             if copies is not None:
                 buckets = [_Bucket(bucket) for bucket in copies.buckets(self._links.bucket_bytes)]
-                threading.Thread(
-                    target=self._serve,
+                start_thread(
+                    self._serve,
                     args=(self._group, buckets, plan.num_sources + destination),
                     name=f"weights-to-{self._linked.replica}-{destination}",
-                    daemon=True,
-                ).start()
+                )
 
     def _serve(self, group: LinkGroup, buckets: list[_Bucket], to: int) -> None:
         """Consumes requests (version, slot, version that the receiver has of this link). Ends when the link does."""
@@ -290,7 +290,7 @@ class LinkReader:
         self.received_bytes = 0
         self._base = -1
         self._bases: dict[tuple[int, int], torch.Tensor] = {}
-        threading.Thread(target=self._make, name="weights-link", daemon=True).start()
+        start_thread(self._make, name="weights-link")
 
     def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
         """Ask every source for its part of the version, in the plan's order.

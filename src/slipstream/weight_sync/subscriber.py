@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slipstream.core.background import start_thread
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import FlatWeights, Receiver, Sender, Swap
@@ -147,6 +148,11 @@ class Subscriber:
         return self._version
 
     @property
+    def is_staging(self) -> bool:
+        """A version is on its way to the shadow buffer, or being prepared there."""
+        return self._staging is not None
+
+    @property
     def pending_version(self) -> int | None:
         """A newer version that lies staged and verified, ready to commit."""
         return None if self._pending is None else self._pending.offer.version
@@ -270,10 +276,7 @@ class Subscriber:
         self._staging = Staging(offer, self._shadow, self._parameters, self._fetch, probe)
         if self._is_threaded:
             torch.get_num_threads()  # binds this thread to its number, which the other one's would replace else
-            self._thread = threading.Thread(
-                target=self._stage_aside, args=(self._staging,), name="weight-staging", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_thread(self._stage_aside, args=(self._staging,), name="weight-staging")
         else:
             self._stage(self._staging)
             self._finish()

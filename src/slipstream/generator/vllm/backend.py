@@ -132,8 +132,10 @@ class VLLMBackend:
         return self.engine.has_work()
 
     @property
-    def idle_state(self) -> str:
-        return "decode" if self.engine.num_live else "wait_trainer"
+    def working_state(self) -> str | None:
+        if not self.engine.num_live:
+            return None
+        return "evaluate" if self.engine.only_evaluates else "decode"
 
     def wait_fds(self) -> list[int]:
         return self.engine.wait_fds()

@@ -95,6 +95,7 @@ class VLLMEngine:
         self.version = 0
         self.max_len = max_len
         self.num_restarts = 0
+        self.num_re_prefilled = 0
         self._model, self._folder, self._launch, self._spec = model, folder, launch, spec
         self._rooms, self._seed, self._kv_on_update = rooms, seed, kv_on_update
         self._deadlines, self._max_restarts, self._tolerance = deadlines, max_restarts, probe_tolerance
@@ -121,6 +122,11 @@ class VLLMEngine:
     @property
     def num_waiting(self) -> int:
         return sum(len(queue) for queue in self._waiting.values())
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether nothing that is live is of the training stream."""
+        return all(live.request.stream for live in self._live.values())
 
     @property
     def is_idle(self) -> bool:
@@ -202,6 +208,10 @@ class VLLMEngine:
         checkpoint = self._folder.write(self._model, self._push + 1)
         self._push, self._checkpoint = self._push + 1, checkpoint
         clear_cache = self._kv_on_update == "recompute"
+        if clear_cache:
+            self.num_re_prefilled += sum(
+                len(live.request.prompt_tokens) + len(live.tokens) for live in self._live.values()
+            )
         try:
             self._worker.send(protocol.Update(push=self._push, path=str(checkpoint), clear_cache=clear_cache))
             updated = self._wait_for(protocol.Updated, f"weights to be loaded (push {self._push})")
@@ -300,6 +310,8 @@ class VLLMEngine:
     def _job(self, live: _Live) -> protocol.Job:
         """Register `live` under a new id; its next token is drawn with noise of its own, whatever came before."""
         request, live.first = live.request, len(live.tokens)
+        if live.tokens or request.is_again:
+            self.num_re_prefilled += len(request.prompt_tokens) + live.first
         key = noise_key(self._seed, request.stream, request.ordinal, request.sample)
         self._num_ids += 1
         self._live[self._num_ids] = live
