@@ -398,3 +398,21 @@ def test_staleness_is_that_of_the_log(tmp_path):
                             lags[command["step"] - max(v for t, v in swapped if t <= began_s + 1e-9)] += 1
     assert found.lags == lags
     assert len(lags) > 2
+
+
+def test_a_window_is_that_part_of_the_run():
+    """Steps 5 to 14 of 30: the same steps, tokens and seconds as in the whole run."""
+    work = MadeUp(lengths=heavy_tailed(2, completions=G, median=20))
+    costs = replace(COSTS, publish_s=0.2, stage_s=0.5)
+    setup = Setup(slots=8, cores=2, beside={"train": 0.6, "decode": 0.7})
+    whole, part = (
+        simulate(schedule(max_staleness=2, steps=30), setup, work, costs, window=window) for window in (None, (5, 15))
+    )
+    start_s, end_s = whole.timed[4].done_s, whole.timed[14].done_s
+    assert part.wall_s == pytest.approx(end_s - start_s)
+    assert part.steps == whole.steps[5:15]
+    assert [step.done_s for step in part.timed] == pytest.approx([s.done_s - start_s for s in whole.timed[5:15]])
+    assert part.lags.total() == sum(step.batch.completion_tokens for step in whole.timed[5:15])
+    for states in part.accounting.values():
+        assert sum(states.values()) == pytest.approx(part.wall_s)
+    assert 0 < part.slot_idle_frac < 1

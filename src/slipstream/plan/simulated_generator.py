@@ -45,11 +45,6 @@ class Account:
             self._since_s = now_s
         self._state = state
 
-    def restart(self) -> None:
-        """Forget what was spent so far; what is under way counts from now on."""
-        self.seconds.clear()
-        self._since_s = self._loop.time_s
-
     def spend(self, parts: Mapping[str, float]) -> None:
         """The time since the last call was spent on `parts`, in these proportions."""
         elapsed_s, total = self.elapsed_s, sum(parts.values())
@@ -331,7 +326,7 @@ class Replica:
                 planned = NO_DECODING
         self.is_in_turn = False
         if planned is None:
-            self.account.enter("wait_trainer" if self.staging is None else "stage")
+            self.account.enter(self._idle_state)
             return
         self.account.enter(self._state)
         self.stretch = planned._replace(ahead=ahead, steps=self._limited(planned.steps))
@@ -341,6 +336,10 @@ class Replica:
     @property
     def _state(self) -> str:
         return "drain" if self.engine.is_paused else "decode"
+
+    @property
+    def _idle_state(self) -> str:
+        return "wait_trainer" if self.staging is None else "stage"
 
     @property
     def is_draining(self) -> bool:
@@ -368,7 +367,7 @@ class Replica:
             job.shorten(self._work_s())
 
     def _end(self) -> None:
-        self._spend()
+        self.spend()
         self.is_in_turn, self.job = True, None
         stretch = self.stretch
         self.drain_steps += stretch.steps if self.is_draining else 0
@@ -381,9 +380,12 @@ class Replica:
             self.simulation.finished(self.index, [(row, self._spans(row)) for row in finished])
         self.turn()
 
-    def _spend(self) -> None:
-        """Put the time since the turn began into the account."""
+    def spend(self) -> None:
+        """Put the time so far of what is under way into the account."""
         stretch = self.stretch
+        if self.job is None:
+            self.account.enter(self._idle_state)
+            return
         self.simulation.result.slot_busy_s += stretch.rows * self.account.elapsed_s
         if not stretch.ahead and not self.num_ending:
             self.account.enter(self._state)
@@ -396,12 +398,10 @@ class Replica:
     def end_run(self) -> int:
         """Account for what is under way; the tokens of completions that are not finished."""
         done = 0
-        if self.job is None:
-            self.account.enter("wait_trainer")
-        else:
+        self.spend()
+        if self.job is not None:
             stretch = self.stretch
             done = min(stretch.steps, stretch.steps_in(self.job.done_s() / self.factor - sum(stretch.ahead.values())))
-            self._spend()
         self.simulation.result.generated_tokens += done * len(self.engine.live)
         live = [row for _, _, row in self.engine.live]
         waiting = [row for entry in self.engine.waiting for row in entry.rows]

@@ -228,12 +228,12 @@ class _Trainer:
         for replica in self.simulation.replicas:
             self.simulation.later(self.costs.to_generator_s, partial(replica.offer, version))
 
-    def end_run(self) -> None:
-        """Account for what is under way."""
+    def spend(self) -> None:
+        """Put the time so far of what is under way into the account."""
         if self.working:
             self.account.spend(self.working)
         else:
-            self.account.enter("end")
+            self.account.enter(f"wait_{self.reason}")
 
 
 def _nothing() -> None:
@@ -254,11 +254,11 @@ class Simulation:
         events: Path | None = None,
         window: tuple[int, int] | None = None,
     ) -> None:
-        self._window = (0, policy.config.steps) if window is None else window
-        self._since_s = 0.0
         self.policy, self.setup, self.workload, self.costs = policy, setup, workload, costs
         self.loop = EventLoop()
         self.result = Simulated()
+        self._first, self._last = (0, policy.config.steps) if window is None else window
+        self._origin_s = 0.0  # of the result's times
         cores = None if setup.cores is None else Cores(self.loop, setup.cores, setup.beside)
         self.trainer = _Trainer(self, cores or OwnDevice(self.loop))
         self.rewards = _Rewards(self)
@@ -284,11 +284,8 @@ class Simulation:
             for _ in range(self.setup.evaluates_first):
                 self._evaluate(0)
             policy, step = self.policy, self.loop.step
-            first, last = self._window
-            while policy.steps_done < last and not policy.is_finished:
-                if 0 < first <= policy.steps_done:
-                    self._look_from_here()
-                    first = 0
+            last = min(self._last, policy.config.steps)
+            while policy.steps_done < last:
                 if not step():
                     raise ScheduleError(
                         "the schedule is stuck: nothing can happen any more",
@@ -390,7 +387,10 @@ class Simulation:
 
     def _hear_stepped(self, command: TrainStep) -> None:
         start_s, batch = self._begun.pop(command.step)
-        self.result.timed.append(Step(command.ordinals, start_s, self.loop.time_s, batch))
+        origin_s = self._origin_s
+        self.result.timed.append(Step(command.ordinals, start_s - origin_s, self.loop.time_s - origin_s, batch))
+        if command.step + 1 == self._first:
+            self._look_from_here()
         self._decide(StepDone(step=command.step, version=command.step + 1, metrics={}))
 
     def _decide(self, event: Event) -> None:
@@ -469,20 +469,22 @@ class Simulation:
     def _look_from_here(self) -> None:
         """Forget what happened so far."""
         self._count_reason()
-        self.result, self._since_s = Simulated(), self.loop.time_s
-        for account in (self.trainer.account, *(replica.account for replica in self.replicas)):
-            account.restart()
+        processes: list[_Trainer | Replica] = [self.trainer, *self.replicas]
+        for process in processes:
+            process.spend()
+            process.account.seconds.clear()
+        self.result, self._origin_s = Simulated(), self.loop.time_s
 
     def _finished(self) -> Simulated:
-        result, now_s = self.result, self.loop.time_s - self._since_s
+        result = self.result
         self._count_reason()
-        self.trainer.end_run()
+        self.trainer.spend()
         result.left_tokens = sum(replica.end_run() for replica in self.replicas)
         result.left_tokens += sum(sum(tokens.values()) for tokens in self._tokens.values())
         result.accounting["trainer"] = self.trainer.account.seconds
         result.accounting |= {replica.name: replica.account.seconds for replica in self.replicas}
-        result.wall_s, result.num_jumps = now_s, self.loop.num_events
-        result.slot_s = len(self.replicas) * self.setup.slots * now_s
+        result.wall_s, result.num_jumps = self.loop.time_s - self._origin_s, self.loop.num_events
+        result.slot_s = len(self.replicas) * self.setup.slots * result.wall_s
         return result
 
 
