@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from slipstream.core.errors import ConfigError
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.batches import slowest_replica
+from slipstream.plan.collectives import all_reduce_s
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import DEVICES, Cluster, cluster
 from slipstream.plan.layouts import (
@@ -31,6 +32,7 @@ from slipstream.plan.theory import Side, Theory
 
 LLAMA_8B, LLAMA_70B = ARCHITECTURES["llama-3.1-8b"], ARCHITECTURES["llama-3.1-70b"]
 LLAMA_405B, QWEN_4B = ARCHITECTURES["llama-3.1-405b"], ARCHITECTURES["qwen3-4b"]
+PYTHIA = ARCHITECTURES["pythia-6.9b"]
 IDEAL = Efficiency(
     matmul=1, memory=1, network=1, kernel_s=0, collective=1, host_task_s=0, step_s=0, sequence_s=0, serial_s=0
 )
@@ -164,6 +166,10 @@ def test_a_heavy_tail_costs_the_batch_that_waits_for_it() -> None:
     assert straggler[1] > 4 * straggler[0] > 0
 
 
+def test_more_replicas_than_completions() -> None:
+    assert slowest_replica((7,), 2, 5, 4) == ((1, 7.0),)
+
+
 def test_slots_that_a_waiting_batch_cannot_fill_do_not_count() -> None:
     model = costs()
     wide = model.generation(generator(slots=1024), waits_for_longest=True)
@@ -208,6 +214,32 @@ def test_gradients_are_reduced_once_if_asked_for() -> None:
     often, once = trainer(64, 8, microbatch=8), trainer(64, 8, microbatch=8, reduce_once=True)
     assert model.train_step(once)["data_parallel"] < 0.7 * model.train_step(often)["data_parallel"]
     assert model.train_memory(once)["gradients"] == 8 * model.train_memory(often)["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "sums"),
+    [(LLAMA_8B, False, 4), (LLAMA_8B, True, 6), (PYTHIA, False, 3), (PYTHIA, True, 4)],
+)
+def test_sums_over_tensor_parallel_ranks(model, recompute: bool, sums: int) -> None:
+    """Llama: after attention and MLP, forward, and the gradients of both; GPT-NeoX: one sum for both, forward."""
+    model = replace(model, vocab_size=8)  # next to nothing to gather
+    layout = trainer(8, 8, 512, recompute=recompute)
+    spent = costs(model, 8).train_step(layout)["tensor_parallel"]
+    one = all_reduce_s(512 * 512.5 * model.hidden_size * 2, 8, cluster("H100", 8))
+    assert spent == pytest.approx(model.num_layers * sums * one, rel=1e-3)
+
+
+def test_fsdp_is_what_the_network_carries_beside_the_work() -> None:
+    """Layers are gathered twice in bfloat16, embedding and head once, gradients reduced in float32; 7/8 of all that."""
+    slow = Cluster(device=replace(H100, network_bandwidth=1e9), num_devices=64)
+    model = CostModel(LLAMA_8B, slow, Workload(groups=64, group_size=8, lengths=even(50)), IDEAL)
+    step = model.train_step(trainer(64, 8, 64))
+    layers, root = 32 * 218.1e6 / 8, 128256 * 4096 * (1 + 1 / 8)
+    carried = (8 * layers + 6 * root) * (7 / 8) / (0.94 * 1e9)
+    work = step["compute"] + step["activations"] + step["tensor_parallel"]
+    assert step["data_parallel"] == pytest.approx(carried - work, rel=5e-3)
+    fast = costs(lengths=even(2000)).train_step(trainer(64, 8, 64))
+    assert fast["data_parallel"] == 0.0  # hidden behind the work
 
 
 def test_ranks_wait_for_the_one_with_most_tokens() -> None:
@@ -371,6 +403,7 @@ def test_a_generators_memory_by_hand() -> None:
     assert memory["weights"] == memory["shadow"] == pytest.approx(16.06e9, rel=1e-3)
     assert memory["keys_and_values"] == 64 * math.ceil(600 / 16) * 16 * 128 * 1024
     assert costs().generator_memory(generator(8, 1, 64), shadow=False)["shadow"] == 0
+    assert memory["logits"] == 3 * 64 * 128256 * 4
     quantised = costs().generator_memory(generator(8, 1, 64, precision="fp8"))
     assert 0.5 < quantised["weights"] / memory["weights"] < 0.6  # embedding and head stay in bfloat16
 

@@ -29,9 +29,8 @@ def slowest_replica(
     steps: Counter[int] = Counter()
     for seed in range(_SHUFFLES):
         dealt = np.random.default_rng(seed).permutation(lengths)
-        slowest = max(
-            (_ends(dealt[replica::replicas].tolist(), slots) for replica in range(replicas)), key=lambda e: e[-1]
-        )
+        busy = min(replicas, rollouts)  # the others have nothing to do
+        slowest = max((_ends(dealt[replica::replicas].tolist(), slots) for replica in range(busy)), key=max)
         before = 0
         for index, end in enumerate(slowest):
             steps[min(slots, len(slowest) - index)] += end - before

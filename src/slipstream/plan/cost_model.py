@@ -243,7 +243,6 @@ class CostModel:
         counts, model, workload = counts_of(self.model, layout.tensor_parallel), self.model, self.workload
         element = COMPUTED_BYTES[layout.precision]
         params, shards = counts.params, layout.data_parallel
-        layer = counts.layer_matrix + counts.layer_vectors
         uses_fsdp = shards > 1 or layout.precision != "float32"
         tokens = layout.microbatch * workload.trained_tokens
         kept = tokens * counts.kept_elements * element
@@ -255,7 +254,7 @@ class CostModel:
             "moments": 8 * params / shards * models,
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
             # The root (embedding and head) from forward to backward; one layer that runs, and one that comes.
-            "gathered": (2 * layer + counts.embedding + counts.head_matrix) * element if uses_fsdp else 0.0,
+            "gathered": (2 * counts.layer + counts.root) * element if uses_fsdp else 0.0,
             "activations": model.num_layers * entry + kept if layout.recompute else model.num_layers * kept,
             "logits": 3 * logits,  # as they are, their probabilities, their gradient
         }
@@ -369,10 +368,10 @@ class CostModel:
             "activations": passes * layers * layer["activations"] + head["activations"],
             "tensor_parallel": layers * sums * self._all_reduce(width, ranks) + head["tensor_parallel"],
         }
-        gathered = self._gather_layer(layout)
-        # A layer is gathered forward and backward; its gradients are float32 where the gathered weights may be 2 bytes.
-        reduced = 4 / COMPUTED_BYTES[layout.precision] * gathered
-        fsdp = layers * (2 * gathered + (0.0 if layout.reduce_once else reduced))
+        # A layer is gathered forward and backward, the root is kept in between.
+        fsdp = 2 * layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
+        if not layout.reduce_once:
+            fsdp += self._reduce_gradients(layout)
         return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
 
     def _forward(self, layout: TrainerLayout, rollouts: float) -> Parts:
@@ -388,7 +387,7 @@ class CostModel:
             "tensor_parallel": layers * counts.joins * self._all_reduce(width, layout.tensor_parallel)
             + head["tensor_parallel"],
         }
-        fsdp = layers * self._gather_layer(layout)
+        fsdp = layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
         return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
 
     def _layer_pass(self, layout: TrainerLayout, tokens: float) -> Parts:
@@ -419,18 +418,23 @@ class CostModel:
             }
         )
 
-    def _gather_layer(self, layout: TrainerLayout) -> float:
-        counts = counts_of(self.model, layout.tensor_parallel)
-        nbytes = (counts.layer_matrix + counts.layer_vectors) * COMPUTED_BYTES[layout.precision]
+    def _gather(self, layout: TrainerLayout, params: float) -> float:
+        """Seconds until every data-parallel rank has all of them, in the precision of products."""
+        nbytes = params * COMPUTED_BYTES[layout.precision]
         return self._all_gather(nbytes, layout.data_parallel, stride=layout.tensor_parallel)
+
+    def _reduce_gradients(self, layout: TrainerLayout) -> float:
+        """Seconds to sum all gradients over data-parallel ranks, in float32."""
+        counts = counts_of(self.model, layout.tensor_parallel)
+        once = self.model.num_layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
+        return 4 / COMPUTED_BYTES[layout.precision] * once
 
     def _update(self, layout: TrainerLayout) -> Parts:
         """An optimizer update: weights, moments and gradient are read, the first three written; and late gradients."""
         counts = counts_of(self.model, layout.tensor_parallel)
         parts = {"optimizer": self._move(28 * counts.params / layout.data_parallel)}
         if layout.reduce_once:
-            reduced = 4 / COMPUTED_BYTES[layout.precision] * self._gather_layer(layout)
-            parts["data_parallel"] = self.model.num_layers * reduced
+            parts["data_parallel"] = self._reduce_gradients(layout)
         return Parts(parts)
 
     def _imbalance(self, layout: TrainerLayout) -> float:

@@ -64,10 +64,18 @@ class Counts:
     @cached_property
     def params(self) -> int:
         """All that the rank holds. Identity: that of a `Transformer` with this shape."""
-        layers = self.model.num_layers * (self.layer_matrix + self.layer_vectors)
+        return self.model.num_layers * self.layer + self.root
+
+    @property
+    def layer(self) -> int:
+        """All of a layer."""
+        return self.layer_matrix + self.layer_vectors
+
+    @property
+    def root(self) -> int:
+        """What is no layer's: embedding, head and final norm."""
         head = 0 if self.model.tie_embeddings else self.head_matrix
-        final_norm = (2 if self.model.layer_norm else 1) * self.model.hidden_size
-        return layers + head + self.embedding + final_norm
+        return head + self.embedding + (2 if self.model.layer_norm else 1) * self.model.hidden_size
 
     def served_bytes(self, precision: Precision) -> float:
         """Of a version at a generator's precision: `models/quantized.py` says what is stored how, `FORMATS` of it."""
