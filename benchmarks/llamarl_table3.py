@@ -6,8 +6,8 @@ LlamaRL (arXiv:2505.24034), section 8.2: step seconds of 8B, 70B and 405B on 256
 synchronous against asynchronous, n = 4 completions x 512 prompts. The paper does not say how long completions are, nor
 what its engine and its scoring cost the host. Those four numbers are fitted, once for all rows, by least squares of log
 seconds on the rows of 8B and 70B; the rows of 405B are predicted. Everything else is `plan/hardware.py`, NCCL's
-constants (`plan/collectives.py`) and the defaults of `plan.layouts.Efficiency`; microbatches, not given either, are the
-fastest powers of two that fit in memory.
+constants (`plan/collectives.py`) and the defaults of `plan.layouts.Efficiency`; microbatches, not given either, are as
+few as fit in memory.
 
 A baseline generates its batch to the end, then trains; keys, values, gradients and activations have the same memory in
 turn. The others keep every decode slot full (their partial rollouts), and a step takes as long as the slower side.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -131,7 +132,7 @@ def lengths(mean: float, tail: float) -> Lengths:
 
 
 def predict(row: Row, fitted: Fitted, efficiency: Efficiency | None = None) -> Prediction:
-    """What the cost model says of `row`, with the fastest microbatch that fits."""
+    """What the cost model says of `row`, with as few microbatches as fit in memory."""
     efficiency = replace(efficiency or Efficiency(), sequence_s=fitted.sequence_s, serial_s=fitted.serial_s)
     sampled = lengths(fitted.mean, fitted.tail)
     workload = Workload(groups=GROUPS, group_size=GROUP_SIZE, lengths=sampled, shares_prompts=False)
@@ -150,11 +151,14 @@ def predict(row: Row, fitted: Fitted, efficiency: Efficiency | None = None) -> P
         return costs.fits(costs.train_memory(trainer, served=row.precision))
 
     devices, degree = row.trainer
-    layouts = [
-        TrainerLayout(devices=devices, tensor_parallel=degree, microbatch=microbatch, head_precision="bfloat16")
-        for microbatch in (1, 2, 4, 8, 16, 32, 64, 128)
-    ]
-    trainer = min(filter(fits, layouts), key=lambda layout: costs.train_step(layout).total)
+    mine = GROUPS * GROUP_SIZE * degree // devices
+    layouts = (
+        TrainerLayout(
+            devices=devices, tensor_parallel=degree, microbatch=math.ceil(mine / count), head_precision="bfloat16"
+        )
+        for count in range(1, mine + 1)
+    )
+    trainer = next(filter(fits, layouts))
     if row.is_baseline:
         step = costs.synchronous(plan(trainer))
     else:
