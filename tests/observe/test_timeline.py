@@ -1,4 +1,3 @@
-import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from slipstream.core.clock import VirtualClock, WallClock
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.executor import Spans
-from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.timeline import Timeline, account_file, read_timeline, timeline_path
 
 DURATIONS = st.floats(0, 0.3) | st.floats(0, 1e-3) | st.just(0.0)
@@ -116,7 +114,6 @@ def test_the_file_of_a_killed_process_accounts_for_it(tmp_path: Path):
     path.write_bytes(written + b'{"kind":"slice","state":"deco')  # killed in the middle of a write
     assert account_file(path, 0.0, 6.0) == pytest.approx({"decode": 5.0, "unlabelled": 1.0})
     assert account_file(path, 0.0, 6.0, is_over=True) == pytest.approx({"decode": 5.0, "lost": 1.0, "unlabelled": 0.0})
-    merge_timelines(tmp_path)
     clock.advance(1.5)
     again = Timeline("generator-0", path, clock)  # its successor cuts the torn line off and goes on
     again.backdate("start_up", clock.now_s() - 0.5)
@@ -142,32 +139,6 @@ def test_slices_reach_the_disk_within_a_second(tmp_path: Path):
             clock.advance(0.1)
     assert len(list(read_timeline(tmp_path / "p.jsonl"))) >= 18
     timeline.close()
-
-
-def test_merged_trace_is_a_chrome_trace(tmp_path: Path):
-    clock = VirtualClock(100.0)
-    trainer = Timeline("trainer", timeline_path(tmp_path, "trainer"), clock)
-    clock.advance(1.0)
-    generator = Timeline("generator-0", timeline_path(tmp_path, "generator-0"), clock)
-    with trainer.span("train", step=3):
-        clock.advance(0.25)
-    generator.instant("swap", version=4)
-    generator.counter("staleness", mean=0.5, max=2.0)
-    trainer.close()
-    generator.close()
-    events = json.loads(merge_timelines(tmp_path).read_text())["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {1: "generator-0", 2: "trainer"}
-    (span,) = [e for e in events if e["ph"] == "X"]
-    assert span == {"pid": 2, "tid": 1, "ph": "X", "name": "train", "ts": 1e6, "dur": 250000.0, "args": {"step": 3}}
-    (swap,) = [e for e in events if e["name"] == "swap"]
-    assert (swap["ph"], swap["s"], swap["ts"], swap["args"]) == ("i", "p", 1.25e6, {"version": 4})
-    (counter,) = [e for e in events if e["ph"] == "C"]
-    assert counter["args"] == {"mean": 0.5, "max": 2.0}
-
-
-def test_merging_nothing_gives_an_empty_trace(tmp_path: Path):
-    assert json.loads(merge_timelines(tmp_path).read_text())["traceEvents"] == []
 
 
 def test_timeline_is_what_executors_are_promised():
