@@ -28,7 +28,8 @@ from process_tree import adopt_orphans, descendants, is_alive, reap, roles, stat
 
 MAX_ATTEMPTS = 60
 QUIET_S = 150.0
-"""No run is silent for so long: its own deadlines (`--deadline-s`) are shorter. Longer is a hang, and a finding."""
+"""No run is silent for so long, in its files and on the terminal (a warm start records nothing): its own deadlines
+(`--deadline-s`) are shorter. Longer is a hang, and a finding."""
 LETTING_GO_S = 20.0  # what has lost its controller ends within so long
 LOOK_S = 0.05
 DONE, BAD_INPUT = 0, 2
@@ -162,8 +163,10 @@ class ChaosRun:
             self._run_ids |= {path.name for path in self.temporary.glob("slipstream-*")}
 
     def _wait(self, process: subprocess.Popen[bytes], adversary: Adversary | None, ending_at_s: float) -> None:
-        """Waits for: its end. Ends when: that comes, or nothing is recorded for `QUIET_S`."""
-        files = [Growth(self.run_dir / name) for name in ("events.jsonl", "metrics.jsonl", "rollouts.jsonl")]
+        """Waits for: its end. Ends when: that comes, or nothing is said for `QUIET_S`."""
+        said = self.folder / f"said_{len(self.attempts)}"
+        recorded = [self.run_dir / name for name in ("events.jsonl", "metrics.jsonl", "rollouts.jsonl")]
+        files = [Growth(path) for path in (said, *recorded)]
         seen, heard_s = -1, time.monotonic()
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -176,7 +179,7 @@ class ChaosRun:
                 adversary = None
             if time.monotonic() > heard_s + QUIET_S:
                 there = {role: [(pid, state(pid)) for pid in pids] for role, pids in self.roles().items()}
-                raise Hang(f"nothing was recorded for {QUIET_S:g} s; processes: {there}{self.said()}")
+                raise Hang(f"nothing was recorded or said for {QUIET_S:g} s; processes: {there}{self.said()}")
 
     def kill(self) -> None:
         """The controller, if it is there."""
