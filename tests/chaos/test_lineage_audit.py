@@ -129,7 +129,7 @@ def write(folder: Path, files: Files, prompts: dict[str, int] | None = None) -> 
         "policy_version": S,
         "prompts": counts | {"regenerated_tokens": 12} | (prompts or {}),
         "staleness": {"histogram": {"0": 40, "1": 8}},
-        "accounting": {"trainer": {"train": 1.0, "receive": 0.5}},
+        "accounting": {"trainer": {"forward_backward": 1.0, "receive": 0.5}},
         "wall_s": 1.5,
         "eval": {"after": {"accuracy": 0.9, "sampled_accuracy": 0.8}},
     }

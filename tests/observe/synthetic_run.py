@@ -7,6 +7,7 @@ import numpy as np
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
+from slipstream.observe.balance import Balance, Dial, Interference, Split
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.samples import Sample, write_samples
@@ -66,7 +67,7 @@ def make_summary(**changes: object) -> Summary:
         staleness=Staleness(max=2, mean=0.8, bound=2, histogram={0: 900, 1: 1500, 2: 300}, updates_max=5),
         accounting={
             "generator-0": {"decode": 9.0, "swap": 0.5, "wait_trainer": 2.0, "unlabelled": 1.0},
-            "trainer": {"train": 8.0, "wait_generation": 4.0, "unlabelled": 0.5},
+            "trainer": {"forward_backward": 8.0, "wait_generation": 4.0, "unlabelled": 0.5},
         },
         prompts=Prompts(
             admitted=42, trained=40, failed=0, skipped=1, pending=1, lost=0, repeated=0, regenerated_tokens=0
@@ -76,6 +77,24 @@ def make_summary(**changes: object) -> Summary:
         ),
         padding_frac=0.0,
         versions=Versions(python="3.11.7", torch="2.13.0", slipstream="0.1.0", commit=None),
+        balance=Balance(
+            idle={"generator-0": 0.17, "trainer": 0.32},
+            interference=Interference(decode=1.2, train=1.1),
+            wasted_tokens={"no_signal": 96, "failed": 0, "left": 12},
+            starves="trainer",
+            bottleneck="generation",
+            verdict="Generation is the bottleneck: the trainer idles 32% of the time, generators 17%.",
+            split=Split(
+                unit="threads",
+                now={"trainer": 2, "generator": 2},
+                balanced={"trainer": 1.8, "generator": 2.2},
+                whole={"trainer": 2, "generator": 2},
+                step_s_now=0.62,
+                step_s_balanced=0.5,
+                step_s_whole=0.55,
+            ),
+            dial=Dial(field="trainer.epochs", now=1, suggested=2, effect="trainer.epochs = 2 would use it"),
+        ),
     )
     return msgspec.structs.replace(summary, **changes)
 
@@ -94,7 +113,7 @@ def make_run_dir(run_dir: Path) -> Path:
             metrics.write(step=step, version=step, wall_s=step * 0.6, metrics={"eval_accuracy": 0.4 + step / 40})
         with generator.span("decode"), trainer.idle():
             clock.advance(0.2)
-        with generator.span("decode"), trainer.span("train", step=step):
+        with generator.span("decode"), trainer.span("forward_backward", step=step):
             clock.advance(0.4)
         with generator.span("swap", version=step + 1):
             clock.advance(0.02)

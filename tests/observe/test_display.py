@@ -34,7 +34,7 @@ def play(display: Display, clock: VirtualClock, steps: int = 100, step_s: float 
         clock.advance(step_s)
         now_s = clock.now_s()
         display.counters("generator-0", {"time/decode": 0.8 * now_s, "generated_tokens": 1.0})
-        display.counters("trainer", {"time/train": 0.6 * now_s, "time/wait_generation": 0.34 * now_s})
+        display.counters("trainer", {"time/forward_backward": 0.6 * now_s, "time/wait_generation": 0.34 * now_s})
         display.swapped(0, step)
         display.step(
             {"step": step, "version": step + 1, "reward": step / steps, "staleness_mean": 0.8, "staleness_max": 2.0}
@@ -57,6 +57,7 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     assert "trainer waits for generation 34%" in steps[-1]
     assert "left" in steps[1]
     assert "warm start 250/250  loss 0.25" in lines
+    assert "Generation is the bottleneck: the trainer idles 32% of the time, generators 17%." in lines
     assert any("accuracy, greedy" in line and "0.412" in line and "0.934" in line for line in lines)
     assert any(line.startswith("report") and "runs/q/report.html" in line for line in lines)
 
@@ -71,7 +72,7 @@ def test_the_live_picture_is_drawn_a_few_times_a_second_at_most():
     assert len(drawn) <= 4 * 10 + 1
     display.finish(make_summary(), {})
     assert "waits for generation 34%" in out.getvalue()
-    assert out.getvalue().rstrip().endswith("unlabelled 4%")  # the picture ended before the table
+    assert out.getvalue().rstrip().endswith("generators 17%.")  # the picture ended before the table
 
 
 def test_an_interrupted_display_gives_the_terminal_back():
@@ -87,7 +88,9 @@ def test_shares_are_those_of_the_recent_window():
     display, clock, _ = make_display(is_terminal=False)
     for second in range(100):
         clock.advance(1.0)
-        display.counters("trainer", {"time/train": min(second, 50), "time/wait_rewards": max(0, second - 50)})
+        display.counters(
+            "trainer", {"time/forward_backward": min(second, 50), "time/wait_rewards": max(0, second - 50)}
+        )
     assert display.waits()["trainer"] == [("wait_rewards", 1.0)]
 
 

@@ -281,7 +281,9 @@ def group(ordinal, *, has_signal=True, num_failed=0, num_poisoned=0):
 
 def test_vitals_of_a_step_by_hand():
     vitals = Vitals(samples_per_group=4, max_staleness=1)
-    assert vitals.of_step(1) == {"groups_scored": 0.0, "poisoned": 0.0}
+    causes = ("no_signal", "failed", "stale", "regenerated", "re_prefilled")
+    no_waste = {f"wasted_tokens/{cause}": 0.0 for cause in causes}
+    assert vitals.of_step(1) == {"groups_scored": 0.0, "poisoned": 0.0} | no_waste
     for message in (
         group(0, has_signal=False),
         group(1, num_failed=3),
@@ -291,10 +293,14 @@ def test_vitals_of_a_step_by_hand():
         Published(version=5, payload_bytes=1, staging_s=0.0),
         Swapped(replica=0, version=2, transfer_s=0.0, pause_s=0.0, probe_error=0.0),
         Swapped(replica=1, version=5, transfer_s=0.0, pause_s=0.0, probe_error=0.0),
-        Counters(executor="trainer", values={"time/train": 3.0, "time/wait_generation": 1.0}),
+        Counters(executor="trainer", values={"time/forward_backward": 3.0, "time/wait_generation": 1.0}),
         Counters(executor="trainer@1", values={"refused_rollouts": 2.0}),
+        Counters(executor="generator-0", values={"time/decode": 2.0, "time/swap": 0.0, "re_prefilled_tokens": 7.0}),
+        Counters(executor="generator-1", values={"time/decode": 1.0, "time/wait_trainer": 3.0}),
     ):
         vitals.take(message)
+    vitals.waste("no_signal", 10)
+    vitals.waste("no_signal", 2)
     assert vitals.of_step(6) == {
         "groups_scored": 4.0,
         "poisoned": 3.0,
@@ -304,11 +310,23 @@ def test_vitals_of_a_step_by_hand():
         "version_lag_max": 4.0,
         "version_lag_excess": 2.0,
         "wait_frac/trainer/wait_generation": 0.25,
+        "wait_frac/generator-1/wait_trainer": 0.75,
+        "time/trainer/forward_backward": 3.0,
+        "time/trainer/wait_generation": 1.0,
+        "time/generator/decode": 1.5,  # of two replicas
+        "time/generator/wait_trainer": 1.5,
+        **no_waste,
+        "wasted_tokens/no_signal": 12.0,
+        "wasted_tokens/re_prefilled": 7.0,
     }
     vitals.take(ReplicaLost(replica=0))
     vitals.take(
-        Counters(executor="trainer", values={"time/train": 4.0, "time/wait_generation": 2.0, "time/wait_rewards": 2.0})
+        Counters(
+            executor="trainer",
+            values={"time/forward_backward": 4.0, "time/wait_generation": 2.0, "time/wait_rewards": 2.0},
+        )
     )
+    vitals.take(Counters(executor="generator-0", values={"re_prefilled_tokens": 3.0}))  # it was started again
     assert vitals.of_step(7) == {
         "groups_scored": 0.0,
         "poisoned": 0.0,
@@ -316,9 +334,14 @@ def test_vitals_of_a_step_by_hand():
         "version_lag_excess": 0.0,
         "wait_frac/trainer/wait_generation": 0.25,
         "wait_frac/trainer/wait_rewards": 0.5,
+        "time/trainer/forward_backward": 1.0,
+        "time/trainer/wait_generation": 1.0,
+        "time/trainer/wait_rewards": 2.0,
+        **no_waste,
+        "wasted_tokens/re_prefilled": 3.0,
     }
-    assert not [name for name in vitals.of_step(8) if name.startswith("wait")]  # no news
-    vitals.take(Counters(executor="trainer", values={"time/train": 1.0, "time/wait_generation": 0.0}))
-    assert not [name for name in vitals.of_step(9) if name.startswith("wait")]  # it counts from 0 again
-    vitals.take(Counters(executor="trainer", values={"time/train": 1.0, "time/wait_generation": 3.0}))
+    assert not [name for name in vitals.of_step(8) if name.startswith(("wait", "time"))]  # no news
+    vitals.take(Counters(executor="trainer", values={"time/forward_backward": 1.0, "time/wait_generation": 0.0}))
+    assert not [name for name in vitals.of_step(9) if name.startswith(("wait", "time"))]  # it counts from 0 again
+    vitals.take(Counters(executor="trainer", values={"time/forward_backward": 1.0, "time/wait_generation": 3.0}))
     assert vitals.of_step(10)["wait_frac/trainer/wait_generation"] == 1.0

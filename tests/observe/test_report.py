@@ -66,7 +66,7 @@ def test_the_page_holds_the_data_of_the_run(run_dir: Path):
         "Share of tokens by age; the bound is 2.",
         "55.6%",  # of the tokens one step old: 1500 / 2700
         "What each process did during steps 8 to 11. The whole of it: timeline.json, in ui.perfetto.dev.",
-        "train step 9: 400.0 ms",
+        "forward-backward step 9: 400.0 ms",
         "swapped version 9",
         "waits for generation",
         "held-out, greedy: 0.65 at 10",
@@ -99,7 +99,7 @@ def test_an_interrupted_run_gets_a_page_from_what_there_is(run_dir: Path):
             file.write(b'{"torn": ')
     page = read(write_report(run_dir))
     assert "not finished" in page.text
-    assert "trainer train: 8.00 s, 64.5%" in page.text  # 20 x 0.4 s of 12.4 s
+    assert "trainer forward-backward: 8.00 s, 64.5%" in page.text  # 20 x 0.4 s of 12.4 s
     assert "steps so far" in page.text
     # Step n trains on 3 tokens of version n and n + 1 of the synthetic groups: staleness 0 and -1, 2 to 2.
     assert page.text.count("50.0%") == 2

@@ -12,7 +12,7 @@ from slipstream.observe.summary import check, read_summary, versions, violations
 # The interface. A change here is a breaking change for everybody's scripts.
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
-    "weight_sync padding_frac versions earlier_s evaluation alarms restarts",
+    "weight_sync padding_frac versions earlier_s evaluation alarms restarts balance",
     "eval": "before after",
     "eval.before": "accuracy sampled_accuracy num_prompts",
     "eval.after": "accuracy sampled_accuracy num_prompts",
@@ -21,6 +21,10 @@ FIELDS = {
     "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens",
     "weight_sync": "count skipped bytes transfer_s_p50 pause_s_p50 pause_s_max",
     "versions": "python torch slipstream commit",
+    "balance": "idle interference wasted_tokens starves bottleneck verdict split dial",
+    "balance.interference": "decode train",
+    "balance.split": "unit now balanced whole step_s_now step_s_balanced step_s_whole",
+    "balance.dial": "field now suggested effect",
 }
 
 
@@ -55,8 +59,8 @@ def test_a_sound_summary_passes():
         ("prompts", {"lost": 1}, "1 lost"),
         ("staleness", {"max": 3}, "above its bound"),
         ("staleness", {"max": 1}, "histogram ends at 2"),
-        ("accounting", {"trainer": {"train": 12.0}}, "trainer sums to 12.0"),
-        ("accounting", {"trainer": {"train": 13.5, "unlabelled": -1.0}}, "a state of -1.0"),
+        ("accounting", {"trainer": {"forward_backward": 12.0}}, "trainer sums to 12.0"),
+        ("accounting", {"trainer": {"forward_backward": 13.5, "unlabelled": -1.0}}, "a state of -1.0"),
     ],
 )
 def test_each_broken_identity_is_named(section: str, change: dict, complaint: str):

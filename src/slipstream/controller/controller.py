@@ -68,8 +68,9 @@ from slipstream.core.types import (
 from slipstream.observe.health import Watchman, in_a_line
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder
-from slipstream.observe.timeline import Timeline, timeline_path
+from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 from slipstream.observe.vitals import Vitals
+from slipstream.observe.waste import Decided
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Controller:
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
         self.vitals = Vitals(config.samples_per_group, config.max_staleness)
+        self.decided = Decided(schedule.next_ordinal)
         self.watchman = Watchman(config.health, run_dir)
         self.executors = Executors(
             config,
@@ -313,6 +315,8 @@ class Controller:
             self.events.record(event, [], error=error.what)
             raise
         self.events.record(event, commands)
+        for cause, tokens in self.decided.take(event, commands):
+            self.vitals.waste(cause, tokens)
         if isinstance(event, StepDone):
             self._after_step()  # a checkpoint comes before the next step: it has the weights between the two
         for command in commands:
@@ -379,6 +383,8 @@ class Controller:
 
     def _stepped(self, message: StepDone) -> None:
         now_s = self.clock.now_s()
+        states = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
+        self.vitals.take(Counters(executor=CONTROLLER, values=states))
         ordinals = self.schedule.training
         self.ledger.trained(ordinals, step=message.step)
         self.readmitted.difference_update(ordinals)

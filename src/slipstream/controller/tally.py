@@ -20,8 +20,8 @@ from slipstream.core.types import (
     Swapped,
 )
 from slipstream.observe import summary as s
+from slipstream.observe.accounting import read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
-from slipstream.observe.timeline import account_file, process_files
 
 
 @dataclass
@@ -199,7 +199,7 @@ class Tally:
         rl_s = max((self.last_step_s or rl_start_s) - rl_start_s, 1e-9)
         swaps = [swap for swap in self.swaps if swap.version > 0]
         pauses = [swap.pause_s for swap in swaps]
-        accounting = {path.stem: account_file(path, self.started_s, self.ended_s) for path in process_files(run_dir)}
+        found = read_accounting(run_dir, window_s=(self.started_s, self.ended_s))
         return s.Summary(
             recipe=self.config.recipe,
             seed=self.config.seed,
@@ -222,7 +222,8 @@ class Tally:
                 histogram=dict(sorted(self.staleness.items())),
                 updates_max=self.staleness_updates_max,
             ),
-            accounting=accounting,
+            accounting=found.accounting,
+            balance=found.balance,
             restarts=dict(self.restarts),
             prompts=s.Prompts(**self.prompts, regenerated_tokens=self.regenerated_tokens),
             weight_sync=s.WeightSync(

@@ -45,9 +45,9 @@ from slipstream.generator.requests import Finished, GenerationEngine, Request
 from slipstream.generator.unsettled import Unsettled
 from slipstream.generator.vllm.backend import VLLMBackend
 from slipstream.models.build import build_tokenizer, stop_token_ids
+from slipstream.observe.waste import RE_PREFILLED
 
 COUNTERS_EVERY_S = 1.0
-RE_PREFILLED = "re_prefilled_tokens"
 TRAIN_STREAM, EVAL_STREAM = 0, 1  # their ordinals are counted apart, so their noise is keyed apart
 
 SEEDS_APART = 100_003  # between the seeds of two processes in the original RLHF code (N, item 9)

@@ -28,8 +28,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.observe.balance import COMPUTING, Balance, Dials, Interference, Loop, Side, judge
-from slipstream.observe.interference import measure_interference
-from slipstream.observe.recorder import EventLine, read_events
+from slipstream.observe.interference import Work
 from slipstream.observe.states import idle_share, seconds_of, side_of
 from slipstream.observe.timeline import (
     TRAINED,
@@ -45,7 +44,9 @@ from slipstream.observe.timeline import (
     read_timeline,
     times_ns,
 )
-from slipstream.observe.waste import WASTE, Wasted, wasted
+from slipstream.observe.waste import WASTE, ReplicaTokens, Wasted, read_decisions, replica_tokens, wasted
+
+CONTROLLER = "controller"
 
 
 class ProcessAccounting(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,26 +111,35 @@ class RunAccounting(msgspec.Struct, frozen=True, kw_only=True):
 def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = None) -> RunAccounting:
     """The accounting of a run that is over, or of what there is of one that goes on. SlipstreamError for damaged files.
 
-    `window_s`: when it began and ended on its clock; None: as its files say, the same for a run that is over.
+    `window_s`: when it began and ended on its clock; None: as its files say, the same for a run that is over. One
+    timeline is held at a time.
     """
-    records = {path.stem: list(read_timeline(path)) for path in process_files(run_dir)}
+    files = process_files(run_dir)
     wall_s = _wall_s(run_dir / "summary.json")
     is_over = window_s is not None or wall_s is not None
-    start_s, end_s = _window(records, wall_s) if window_s is None else window_s
+    start_s, end_s = _window(files, wall_s) if window_s is None else window_s
     start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
-    present = {name: presence(kept, start_ns, end_ns, is_over=is_over) for name, kept in records.items()}
-    events = list(read_events(run_dir / "events.jsonl"))
-    processes = {name: _process(name, records, start_s, end_s, is_over=is_over) for name in records}
-    steps, bounds_ns = _steps(records, events, start_ns)
-    windows = {name: account_windows(slices, bounds_ns) for name, slices in present.items()}
-    waste = list(wasted(events, records))
+    steps, bounds_ns = _steps(files, run_dir / "events.jsonl", start_ns)
+    processes: dict[str, ProcessAccounting] = {}
+    windows: dict[str, list[dict[str, float]]] = {}
+    replicas: dict[int, ReplicaTokens] = {}
+    work = Work(bounds_ns[0], bounds_ns[-1])
+    for path in files:
+        records = list(read_timeline(path))
+        slices = presence(records, start_ns, end_ns, is_over=is_over)
+        processes[path.stem] = _process(path.stem, records, account_windows(slices, [start_ns, end_ns])[0])
+        windows[path.stem] = account_windows(slices, bounds_ns)
+        work.add(path.stem, slices)
+        if (told := replica_tokens(path.stem, records)) is not None:
+            replicas[told[0]] = told[1]
+    _give_to_hosts(processes)
+    waste = list(wasted(read_decisions(run_dir / "events.jsonl"), replicas))
     by_step = _by_step(waste, bounds_ns)
     loop = {name: _sum(seconds) for name, seconds in windows.items()} if steps else {}
-    has_loop = bool(steps)
     return RunAccounting(
         start_s=start_s,
         wall_s=end_s - start_s,
-        loop=((bounds_ns[0] - start_ns) * 1e-9, (bounds_ns[-1] - start_ns) * 1e-9) if has_loop else None,
+        loop=((bounds_ns[0] - start_ns) * 1e-9, (bounds_ns[-1] - start_ns) * 1e-9) if steps else None,
         processes=processes,
         steps=[
             StepAccounting(
@@ -147,7 +157,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
             processes,
             _config(run_dir),
             num_steps=len(steps),
-            interference=measure_interference(present, bounds_ns[0], bounds_ns[-1]) if has_loop else Interference(),
+            interference=work.interference() if steps else Interference(),
             waste=waste,
         ),
     )
@@ -166,13 +176,19 @@ def _wall_s(path: Path) -> float | None:
     return None if ended.status == "running" else ended.wall_s
 
 
-def _window(records: Mapping[str, Sequence[Record]], wall_s: float | None) -> tuple[float, float]:
+def _window(files: Sequence[Path], wall_s: float | None) -> tuple[float, float]:
     """From the first record, the controller's where it has one, to the end of the run, or to the last record so far."""
-    first = [times_ns(record)[0] for record in records.get("controller", ())]
-    everything = [times_ns(record) for kept in records.values() for record in kept]
-    start_ns = min(first, default=min((start for start, _ in everything), default=0))
-    end_ns = max((end for _, end in everything), default=start_ns)
-    return start_ns * 1e-9, end_ns * 1e-9 if wall_s is None else start_ns * 1e-9 + wall_s
+    first_ns: dict[str, int] = {}
+    last_ns = 0
+    for path in files:
+        for record in read_timeline(path):
+            start_ns, end_ns = times_ns(record)
+            first_ns[path.stem] = min(start_ns, first_ns.get(path.stem, start_ns))
+            last_ns = max(last_ns, end_ns)
+        if path.stem == CONTROLLER and wall_s is not None and CONTROLLER in first_ns:
+            break  # it comes first, and says all
+    start_s = first_ns.get(CONTROLLER, min(first_ns.values(), default=last_ns)) * 1e-9
+    return start_s, last_ns * 1e-9 if wall_s is None else start_s + wall_s
 
 
 def _config(run_dir: Path) -> RunConfig | None:
@@ -184,59 +200,61 @@ def _config(run_dir: Path) -> RunConfig | None:
         return None
 
 
-def _process(
-    name: str, timelines: Mapping[str, Sequence[Record]], start_s: float, end_s: float, *, is_over: bool
-) -> ProcessAccounting:
-    records = timelines[name]
+def _process(name: str, records: Sequence[Record], states: dict[str, float]) -> ProcessAccounting:
     starts = [record for record in records if isinstance(record, ProcessStart)]
     ends = [record for record in records if isinstance(record, ProcessEnd)]
     newest = starts[-1] if starts else ProcessStart(name, 0, 0)
     found = ProcessAccounting(
         name=name,
         side=side_of(name),
-        states=account(records, start_s, end_s, is_over=is_over),
+        states=states,
         threads=newest.threads,
         most_threads=max(newest.threads, newest.threads_alone),
         device=newest.device,
         within=newest.within,
     )
-    if newest.within or not ends or ends[-1].time_ns < newest.time_ns:
+    if not ends or ends[-1].time_ns < newest.time_ns:
         return found
     end = ends[-1]
-    inside = [
-        kept for kept in timelines.values() if any(isinstance(r, ProcessStart) and r.within == name for r in kept)
-    ]
-    told = [account(kept, newest.time_ns * 1e-9, end.time_ns * 1e-9) for kept in (records, *inside)]
+    life = account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9)
+    found = msgspec.structs.replace(found, busy_s=seconds_of("work", life))
+    if newest.within:
+        return found
     return msgspec.structs.replace(
-        found,
-        busy_s=sum(seconds_of("work", states) for states in told),
-        cpu_s=end.cpu_ns * 1e-9,
-        main_cpu_s=end.main_ns * 1e-9,
-        background_s=end.background_ns * 1e-9,
+        found, cpu_s=end.cpu_ns * 1e-9, main_cpu_s=end.main_ns * 1e-9, background_s=end.background_ns * 1e-9
     )
 
 
-def _steps(
-    records: Mapping[str, Sequence[Record]], events: Sequence[EventLine], start_ns: int
-) -> tuple[list[int], list[int]]:
+def _give_to_hosts(processes: dict[str, ProcessAccounting]) -> None:
+    """What executors within another process have done, that one has."""
+    for process in list(processes.values()):
+        if (host := processes.get(process.within)) is not None:
+            processes[host.name] = msgspec.structs.replace(host, busy_s=host.busy_s + process.busy_s)
+
+
+def _steps(files: Sequence[Path], events: Path, start_ns: int) -> tuple[list[int], list[int]]:
     """The steps that were trained, and the bounds of their windows in nanoseconds: one more than there are steps."""
-    trainer = next((kept for name, kept in records.items() if side_of(name) == "trainer"), ())
-    done = [(r.args["step"], r.time_ns) for r in trainer if isinstance(r, Instant) and r.name == TRAINED]
-    if not done:
+    trainer = next((path for path in files if side_of(path.stem) == "trainer"), None)
+    steps: list[int] = []
+    bounds_ns: list[int] = []
+    began_ns = None  # the work on the first step
+    for record in () if trainer is None else read_timeline(trainer):
+        if isinstance(record, Instant) and record.name == TRAINED:
+            steps.append(record.args["step"])
+            bounds_ns.append(record.time_ns)
+        elif began_ns is None and isinstance(record, Slice) and "step" in record.args:
+            began_ns = record.start_ns
+    if not steps:
         return [], [start_ns]
-    first_ns = _first_admission(events, start_ns)
-    if first_ns is None or first_ns > done[0][1]:
-        work = [r.start_ns for r in trainer if isinstance(r, Slice) and r.args.get("step") == done[0][0]]
-        first_ns = min(work, default=start_ns)
-    return [step for step, _ in done], [first_ns, *(time_ns for _, time_ns in done)]
+    admitted_ns = _first_admission(events, start_ns)
+    first_ns = began_ns if admitted_ns is None or admitted_ns > bounds_ns[0] else admitted_ns
+    return steps, [start_ns if first_ns is None else first_ns, *bounds_ns]
 
 
-def _first_admission(events: Sequence[EventLine], start_ns: int) -> int | None:
+def _first_admission(events: Path, start_ns: int) -> int | None:
     """Of this attempt; a resume may bring a whole batch, before anything is admitted."""
-    for line in events:
-        if line.time_s * 1e9 >= start_ns and any(c["type"] in ("StartGroup", "TrainStep") for c in line.commands):
-            return round(line.time_s * 1e9)
-    return None
+    times = (round(line.time_s * 1e9) for line in read_decisions(events) if line.begins)
+    return next((time_ns for time_ns in times if time_ns >= start_ns), None)
 
 
 def _by_step(waste: Sequence[Wasted], bounds_ns: Sequence[int]) -> list[dict[str, int]]:

@@ -187,6 +187,8 @@ class Display:
         self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
+        if summary.balance is not None:
+            self._say(summary.balance.verdict)
         for name, path in files.items():
             self._say(f"{name:<10} {path}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -18,45 +18,92 @@ MAX_ERROR = 0.15
 """Standard error of a ratio beyond which it is not told."""
 BINS_PER_DOUBLING = 4
 """Pieces of work are compared with those of about the same size."""
+PIECES = {"generator": DECODES, "trainer": frozenset({"forward_backward"})}
+"""By side: the states whose pieces are timed, decode steps and microbatches."""
+ACTIVE = {"generator": GENERATES, "trainer": TRAINS}
+"""By side: the states in which it is in the other's way."""
 
 
-def measure_interference(slices: Mapping[str, Sequence[Slice]], start_ns: int, end_ns: int) -> Interference:
-    """Seconds per decode step while the trainer computes over the same while it does not, at equal numbers of rows; and
-    per microbatch while generators compute over the same while they do not, at equal numbers of tokens.
+class Work:
+    """What two sides do in a window of time, from the slices of their processes; kept small, however many there are."""
+
+    def __init__(self, start_ns: int, end_ns: int) -> None:
+        self._window = start_ns, end_ns
+        self._pieces: dict[str, list[np.ndarray]] = defaultdict(list)
+        self._activity: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+
+    def add(self, process: str, slices: Iterable[Slice]) -> None:
+        """Those of one process. Of a trainer's ranks, which do the same together, the first is enough."""
+        side = side_of(process)
+        if side not in ACTIVE or (side == "trainer" and self._activity[side]):
+            return
+        start_ns, end_ns = self._window
+        inside = [one for one in slices if one.end_ns > start_ns and one.start_ns < end_ns]
+        self._activity[side].append(_cumulative(inside, ACTIVE[side]))
+        self._pieces[side].append(
+            np.array(
+                [
+                    (one.start_ns, one.end_ns, one.state_ns * 1e-9, one.count, one.units)
+                    for one in inside
+                    if one.state in PIECES[side] and one.count
+                ],
+                dtype=np.float64,
+            ).reshape(-1, 5)
+        )
+
+    def interference(self) -> Interference:
+        """How much slower each side is while the other computes."""
+        return Interference(decode=self._ratio("generator", "trainer"), train=self._ratio("trainer", "generator"))
+
+    def _ratio(self, side: str, other: str) -> float | None:
+        if not self._pieces[side] or not self._activity[other]:
+            return None
+        pieces = np.concatenate(self._pieces[side])
+        return _ratio(pieces, _share(self._activity[other], pieces[:, 0], pieces[:, 1])) if len(pieces) else None
+
+
+def _ratio(pieces: np.ndarray, overlap: np.ndarray) -> float | None:
+    """Seconds per piece of work overlapped over the same alone, at equal sizes; None where there is too little to tell.
+
+    `pieces` [N, 5]: start, end (ns), seconds, count, units of N slices; `overlap` [N]: the share of each that the other
+    side computed.
 
     The pieces of a slice are split by the time the other side computed during it. In each bin of sizes the rates r_a
     alone and r_o overlapped are those that explain the slices' counts best, with weight 1 / length:
 
         count_i = r_a * alone_i + r_o * overlapped_i
 
-    and the ratio is sum over bins of n / r_o over sum of n / r_a, with n the overlapped pieces of the bin.
+    and the ratio is the sum over bins of overlapped seconds over that of overlapped seconds * r_o / r_a.
     """
-    sides: dict[str, list[Sequence[Slice]]] = defaultdict(list)
-    for process, one in slices.items():
-        sides[side_of(process)].append([s for s in one if s.end_ns > start_ns and s.start_ns < end_ns])
-    generators, trainers = sides["generator"], sides["trainer"]
-    if not generators or not trainers:
-        return Interference()
-    return Interference(
-        decode=_ratio(generators, DECODES, Activity(trainers[:1], TRAINS)),
-        train=_ratio(trainers, {"forward_backward"}, Activity(generators, GENERATES)),
-    )
+    overlapped_s = overlap * pieces[:, 2]
+    alone_s = pieces[:, 2] - overlapped_s
+    sizes = np.floor(BINS_PER_DOUBLING * np.log2(np.maximum(pieces[:, 4] / pieces[:, 3], 1.0)))
+    seconds = np.zeros(2)  # of the overlapped pieces: as they were, and as they would have been
+    spent = np.zeros(2)  # alone, overlapped
+    variance = 0.0
+    for size in np.unique(sizes):
+        chosen = sizes == size
+        rates = _rates(alone_s[chosen], overlapped_s[chosen], pieces[chosen, 3])
+        if rates is None:
+            continue
+        (alone, overlapped), relative_variance = rates
+        was_s = float(overlapped_s[chosen].sum())
+        seconds += [was_s, was_s * overlapped / alone]
+        spent += [float(alone_s[chosen].sum()), was_s]
+        variance += was_s**2 * relative_variance
+    if min(spent) < MIN_S or math.sqrt(variance) > MAX_ERROR * seconds[0]:
+        return None
+    return float(seconds[0] / seconds[1])
 
 
-class Activity:
-    """Which part of any span of time processes have spent in `states`, on average."""
-
-    def __init__(self, processes: Iterable[Sequence[Slice]], states: Collection[str]) -> None:
-        self._curves = [_cumulative(slices, states) for slices in processes]
-
-    def share(self, start_ns: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
-        """float64 [N] in 0..1, of N spans of time that last longer than nothing."""
-        done = [np.interp(end_ns, *curve) - np.interp(start_ns, *curve) for curve in self._curves]
-        shares: np.ndarray = np.mean(done, axis=0) / (end_ns - start_ns)
-        return shares
+def _share(curves: Sequence[tuple[np.ndarray, np.ndarray]], start_ns: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
+    """float64 [N] in 0..1: which part of each span of time the processes of these curves computed, on average."""
+    done = [np.interp(end_ns, *curve) - np.interp(start_ns, *curve) for curve in curves]
+    shares: np.ndarray = np.mean(done, axis=0) / (end_ns - start_ns)
+    return shares
 
 
-def _cumulative(slices: Sequence[Slice], states: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
+def _cumulative(slices: Iterable[Slice], states: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
     """Nanoseconds in `states` up to each of these times, a polygon: within a slice they are spread evenly."""
     times, done = [0.0], [0.0]
     for one in sorted(slices, key=lambda piece: piece.start_ns):
@@ -67,32 +114,6 @@ def _cumulative(slices: Sequence[Slice], states: Collection[str]) -> tuple[np.nd
             times += [float(one.start_ns), float(one.end_ns)]
             done += [done[-1], done[-1] + inside]
     return np.array(times), np.array(done)
-
-
-def _ratio(processes: Sequence[Sequence[Slice]], states: Collection[str], other: Activity) -> float | None:
-    worked = [one for slices in processes for one in slices if one.state in states and one.count]
-    if not worked:
-        return None
-    table = np.array([(s.start_ns, s.end_ns, s.state_ns * 1e-9, s.count, s.units) for s in worked], dtype=np.float64)
-    overlapped_s = other.share(table[:, 0], table[:, 1]) * table[:, 2]
-    alone_s = table[:, 2] - overlapped_s
-    sizes = np.floor(BINS_PER_DOUBLING * np.log2(np.maximum(table[:, 4] / table[:, 3], 1.0)))
-    seconds = np.zeros(2)  # of the overlapped pieces: as they were, and as they would have been
-    variance = 0.0
-    spent = np.zeros(2)
-    for size in np.unique(sizes):
-        chosen = sizes == size
-        rates = _rates(alone_s[chosen], overlapped_s[chosen], table[chosen, 3])
-        if rates is None:
-            continue
-        (alone, overlapped), relative_variance = rates
-        was_s = float(overlapped_s[chosen].sum())
-        seconds += [was_s, was_s * overlapped / alone]
-        variance += was_s**2 * relative_variance
-        spent += [float(alone_s[chosen].sum()), was_s]
-    if min(spent) < MIN_S or math.sqrt(variance) > MAX_ERROR * seconds[0]:
-        return None
-    return float(seconds[0] / seconds[1])
 
 
 def _rates(

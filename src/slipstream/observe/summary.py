@@ -15,6 +15,7 @@ import msgspec
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import SlipstreamError
+from slipstream.observe.balance import Balance
 from slipstream.observe.health import AlarmSpan
 
 Status = Literal["running", "done", "failed", "interrupted"]
@@ -92,8 +93,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `summary.json` holds. `accounting` maps process to state to seconds; each process sums to `wall_s`.
 
     After a resume `steps`, `eval`, `staleness`, `prompts` and `padding_frac` are of all that led to the final weights;
-    `wall_s`, `throughput`, `accounting` and `weight_sync` of the last attempt. `earlier_s` is what the attempts before
-    it took up to the checkpoint that it went on from: `earlier_s + wall_s` is the run's time, less what was abandoned.
+    `wall_s`, `throughput`, `accounting`, `balance` and `weight_sync` of the last attempt. `earlier_s` is what the
+    attempts before it took up to the checkpoint that it went on from: `earlier_s + wall_s` is the run's time, less what
+    was abandoned.
     """
 
     recipe: str
@@ -115,6 +117,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: dict[str, Any] | None = None  # what the stage `evaluate` found (`stages/evaluate.py`)
     alarms: list[AlarmSpan] = []  # each with the steps it lasted, by the step it began at
     restarts: dict[str, int] = {}  # executor -> how often it was started again
+    balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
 
 
 def write_summary(summary: Summary, path: Path) -> None:

@@ -41,7 +41,7 @@ TIME_PREFIX = "time/"  # of values in `Counters` that are seconds spent in a sta
 FLUSH_EVERY_S = 1.0
 MERGE_GAP_S = 1e-3  # slices closer than this become one line of the file, with other states that are as short ...
 MERGE_LENGTH_S = 0.1  # ... as long as the line stays this short, so that pictures and windows keep their resolution
-COARSER_AFTER = 200_000  # lines: from then on both are twice as long, and again after as many
+COARSER_AFTER = 50_000  # lines: from then on both are twice as long, and again after as many
 
 
 class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process", tag_field="kind"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slipstream.core.types import Counters, GroupScored, Message, Published, ReplicaLost, Swapped
+from slipstream.observe.states import side_of
 from slipstream.observe.timeline import TIME_PREFIX
+from slipstream.observe.waste import RE_PREFILLED, WASTE
 
 
 @dataclass
@@ -21,8 +24,11 @@ class Vitals:
         version_lag_max           steps from the version of the replica that lags most to the one just made
         version_lag_excess        how far that is beyond max_staleness + 1, from where on the replica gets no work
         wait_frac/<executor>/...  share of its time that it was in each state of waiting, as last reported
+        time/<side>/<state>       seconds, the mean over a side's processes; they report once a second, so that a short
+                                  step may have none, and the next those of both (`observe/accounting.py` is exact)
+        wasted_tokens/<cause>     sampled, or read again, and nobody is trained on them (`observe/waste.py`)
 
-    What there was none of is left out.
+    What there was none of is left out, but for wasted tokens.
     """
 
     samples_per_group: int
@@ -34,6 +40,12 @@ class Vitals:
     told: dict[str, dict[str, float]] = field(default_factory=dict)  # the same, as of the last step that had news
     refused: dict[str, float] = field(default_factory=dict)  # executor -> rollouts of no group so far
     refused_before: float = 0.0
+    wasted: Counter[str] = field(default_factory=Counter)  # since the last step, by cause
+    re_prefilled: dict[str, float] = field(default_factory=dict)  # executor -> tokens so far
+
+    def waste(self, cause: str, tokens: int) -> None:
+        """These tokens were sampled in vain."""
+        self.wasted[cause] += tokens
 
     def take(self, message: Message) -> None:
         """Messages of other kinds are not looked at."""
@@ -57,6 +69,10 @@ class Vitals:
             self.totals[message.executor] = times
         if "refused_rollouts" in values:
             self.refused[message.executor] = values["refused_rollouts"]
+        if RE_PREFILLED in values:
+            before, now = self.re_prefilled.get(message.executor, 0.0), values[RE_PREFILLED]
+            self.wasted["re_prefilled"] += int(now - before if now >= before else now)  # a new process counts from 0
+            self.re_prefilled[message.executor] = now
 
     def of_step(self, version: int) -> dict[str, float]:
         """Metrics of the step that made `version`."""
@@ -74,19 +90,22 @@ class Vitals:
         if self.versions:
             metrics["version_lag_max"] = float(version - min(self.versions.values()))
             metrics["version_lag_excess"] = metrics["version_lag_max"] - (self.max_staleness + 1)
+        num_of_side = Counter(map(side_of, self.totals))
         for executor, totals in self.totals.items():
-            metrics |= self._waits(executor, totals)
+            spent = self._spent(executor, totals)
+            if (total_s := sum(spent.values())) > 0.0:
+                metrics |= {f"wait_frac/{executor}/{s}": sec / total_s for s, sec in spent.items() if s[:5] == "wait_"}
+            side = side_of(executor)
+            for state in [state for state, seconds in spent.items() if seconds > 0.0]:
+                name = f"{TIME_PREFIX}{side}/{state}"
+                metrics[name] = metrics.get(name, 0.0) + spent[state] / num_of_side[side]
+        metrics |= {f"wasted_tokens/{cause}": float(self.wasted[cause]) for cause in WASTE if cause != "left"}
         self.scored, self.published, self.refused_before = [], [], num_refused
+        self.wasted.clear()
         return metrics
 
-    def _waits(self, executor: str, totals: Mapping[str, float]) -> dict[str, float]:
-        before = self.told.get(executor, {})
+    def _spent(self, executor: str, totals: Mapping[str, float]) -> dict[str, float]:
+        """Seconds by state since the last step that had news of `executor`; none for the first after a new start."""
+        before, self.told[executor] = self.told.get(executor, {}), dict(totals)
         spent = {state: seconds - before.get(state, 0.0) for state, seconds in totals.items()}
-        total_s = sum(spent.values())
-        if min(spent.values()) < 0.0:  # it was started again and counts from 0
-            self.told[executor] = dict(totals)
-            return {}
-        if total_s <= 0.0:
-            return {}
-        self.told[executor] = dict(totals)
-        return {f"wait_frac/{executor}/{s}": sec / total_s for s, sec in spent.items() if s.startswith("wait_")}
+        return spent if min(spent.values()) >= 0.0 else {}  # else it was started again and counts from 0

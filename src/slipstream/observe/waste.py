@@ -1,14 +1,29 @@
-"""Tokens that were sampled, or read, and trained nobody: counted from a run's decisions and timelines."""
+"""Tokens that were sampled, or read, and nobody was trained on them: counted from a run's decisions and timelines."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from slipstream.core.ranks import split_rank_name
-from slipstream.observe.recorder import EventLine
-from slipstream.observe.states import DECODES, side_of
+from slipstream.core.types import (
+    CompletionFinished,
+    GroupScored,
+    ReplicaLost,
+    Skip,
+    StartGroup,
+    StepDone,
+    Stop,
+    Swapped,
+    TrainStep,
+)
+from slipstream.observe.jsonl import read_jsonl
+from slipstream.observe.states import DECODES
 from slipstream.observe.timeline import Counter, ProcessEnd, ProcessStart, Record, Slice
 
 WASTE = {
@@ -20,6 +35,8 @@ WASTE = {
     "left": "sampled, and not trained when the run ended",
 }
 """Causes of wasted tokens, and what each counts."""
+RE_PREFILLED = "re_prefilled_tokens"
+"""What generators call their count of these, in `Counters` and in their timelines."""
 
 
 class Wasted(NamedTuple):
@@ -30,87 +47,139 @@ class Wasted(NamedTuple):
     tokens: int
 
 
-def wasted(events: Iterable[EventLine], timelines: Mapping[str, Sequence[Record]]) -> Iterator[Wasted]:
+class _Snapshot(msgspec.Struct):
+    next_ordinal: int
+
+
+class ScheduleBegan(msgspec.Struct, tag=True):
+    """The first line of `events.jsonl`, and of what a resume appends; of it, what is needed here."""
+
+    snapshot: _Snapshot | None = None
+
+
+Event = Swapped | CompletionFinished | GroupScored | StepDone | ReplicaLost | Stop | ScheduleBegan
+Command = StartGroup | TrainStep | Skip
+
+
+class Decision(msgspec.Struct):
+    """A line of `events.jsonl`: an event, and what the schedule answered."""
+
+    time_s: float
+    event: Event
+    commands: list[Command]
+
+    @property
+    def begins(self) -> bool:
+        """Whether it starts a group, or trains what a resume has brought."""
+        return any(isinstance(command, StartGroup | TrainStep) for command in self.commands)
+
+
+def read_decisions(path: Path) -> Iterator[Decision]:
+    """Those of `events.jsonl`, in order, a torn last line left out."""
+    yield from read_jsonl(path, Decision)
+
+
+@dataclass
+class ReplicaTokens:
+    """What the timeline of a replica says: tokens read again, and those sampled by its last process since it began.
+
+    `sampled` is None where that process was killed: what was in its slots nobody knows.
+    """
+
+    re_prefilled: list[Wasted]
+    since_ns: int = 0
+    sampled: int | None = None
+
+
+def replica_tokens(process: str, records: Iterable[Record]) -> tuple[int, ReplicaTokens] | None:
+    """The number of the replica and what it says; None for what is no generator's first rank."""
+    name, rank = split_rank_name(process)
+    word, _, number = name.partition("-")
+    if word != "generator" or not number.isdigit() or rank:
+        return None
+    found = ReplicaTokens([])
+    so_far = sampled = 0
+    for record in records:
+        match record:
+            case ProcessStart():
+                so_far, sampled = 0, 0  # its counts begin anew
+                found.since_ns, found.sampled = record.time_ns, None
+            case Slice() if record.state in DECODES:
+                sampled += record.units
+            case Counter() if RE_PREFILLED in record.values:
+                count = int(record.values[RE_PREFILLED])
+                if count > so_far:
+                    found.re_prefilled.append(Wasted(record.time_ns, "re_prefilled", count - so_far))
+                so_far = count
+            case ProcessEnd():
+                found.sampled = sampled
+            case _:
+                pass
+    return int(number), found
+
+
+class Decided:
+    """What the schedule's decisions make of sampled tokens. Feed them to `take` in order.
+
+    Ordinals below `num_admitted` were admitted before.
+    """
+
+    def __init__(self, num_admitted: int = 0) -> None:
+        self._num_admitted = num_admitted
+        self._pending: dict[int, dict[int, int]] = {}  # ordinal -> sample -> tokens; neither trained nor dropped yet
+        self._again: set[int] = set()  # ordinals that were admitted once more
+        self._training: Sequence[int] = ()
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens of completions that are finished, and neither trained nor dropped."""
+        return sum(sum(samples.values()) for samples in self._pending.values())
+
+    def take(self, event: object, commands: Iterable[Command]) -> Iterator[tuple[str, int]]:
+        """(cause, tokens) of what is wasted by one decision."""
+        match event:
+            case ScheduleBegan(snapshot=_Snapshot(next_ordinal=next_ordinal)):
+                self._num_admitted = next_ordinal
+            case CompletionFinished(ordinal=ordinal):
+                new = event.num_tokens - event.num_restored
+                if ordinal in self._again and new:
+                    yield "regenerated", new
+                self._pending.setdefault(ordinal, {})[event.sample] = event.num_tokens
+            case StepDone():
+                for ordinal in self._training:
+                    self._pending.pop(ordinal, None)
+                self._again.difference_update(self._training)
+            case _:
+                pass
+        for command in commands:
+            match command:
+                case StartGroup(ordinal=ordinal) if ordinal < self._num_admitted:
+                    self._again.add(ordinal)
+                case StartGroup(ordinal=ordinal):
+                    self._num_admitted = ordinal + 1
+                case TrainStep(ordinals=ordinals):
+                    self._training = ordinals
+                case Skip(ordinals=ordinals, cause=cause):
+                    dropped = (self._pending.pop(ordinal, {}) for ordinal in ordinals)
+                    if tokens := sum(sum(samples.values()) for samples in dropped):
+                        yield cause, tokens
+
+
+def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens]) -> Iterator[Wasted]:
     """Every waste of a run: of all that led to its final weights; re-prefill, and what was left begun, of this attempt.
 
     Identity, where no process was lost: tokens sampled = trained + all causes but `re_prefilled`.
     """
-    pending: dict[int, dict[int, int]] = {}  # ordinal -> sample -> tokens; neither trained nor dropped yet
-    again: set[int] = set()  # ordinals that were admitted once more
-    admitted: set[int] = set()
-    training: Sequence[int] = ()
-    in_slots = {
-        replica: life for process, records in timelines.items() for replica, life in _last_life(process, records)
-    }
-    time_ns = 0
-    for line in events:
+    decided, time_ns = Decided(), 0
+    begun = {number: replica.sampled for number, replica in replicas.items() if replica.sampled is not None}
+    since_ns = {number: replicas[number].since_ns for number in begun}
+    for line in decisions:
         event, time_ns = line.event, round(line.time_s * 1e9)
-        match event["type"]:
-            case "ScheduleBegan":
-                if event["snapshot"] is not None:
-                    admitted.update(range(event["snapshot"]["next_ordinal"]))
-            case "CompletionFinished":
-                ordinal, new = event["ordinal"], event["num_tokens"] - event["num_restored"]
-                if (life := in_slots.get(event["replica"])) is not None and time_ns >= life.since_ns:
-                    life.tokens -= new
-                if ordinal in again and new:
-                    yield Wasted(time_ns, "regenerated", new)
-                pending.setdefault(ordinal, {})[event["sample"]] = event["num_tokens"]
-            case "StepDone":
-                for ordinal in training:
-                    pending.pop(ordinal, None)
-                    again.discard(ordinal)
-        for command in line.commands:
-            match command["type"]:
-                case "StartGroup":
-                    (again if command["ordinal"] in admitted else admitted).add(command["ordinal"])
-                case "TrainStep":
-                    training = command["ordinals"]
-                case "Skip":
-                    dropped = (pending.pop(ordinal, {}) for ordinal in command["ordinals"])
-                    if tokens := sum(sum(samples.values()) for samples in dropped):
-                        yield Wasted(time_ns, command["cause"], tokens)
-    for process, records in timelines.items():
-        if side_of(process) == "generator" and split_rank_name(process)[1] == 0:
-            yield from _re_prefilled(records)
-    left = sum(sum(samples.values()) for samples in pending.values())
-    if left := left + sum(max(0, life.tokens) for life in in_slots.values()):
+        if isinstance(event, CompletionFinished) and time_ns >= since_ns.get(event.replica, math.inf):
+            begun[event.replica] -= event.num_tokens - event.num_restored
+        for cause, tokens in decided.take(event, line.commands):
+            yield Wasted(time_ns, cause, tokens)
+    for replica in replicas.values():
+        yield from replica.re_prefilled
+    if left := decided.num_pending + sum(max(0, tokens) for tokens in begun.values()):
         yield Wasted(time_ns, "left", left)
-
-
-def _re_prefilled(records: Iterable[Record]) -> Iterator[Wasted]:
-    """A replica's counts go up, and begin at 0 with each of its processes."""
-    so_far = 0
-    for record in records:
-        if isinstance(record, ProcessStart):
-            so_far = 0
-        elif isinstance(record, Counter) and "re_prefilled_tokens" in record.values:
-            count = int(record.values["re_prefilled_tokens"])
-            if count > so_far:
-                yield Wasted(record.time_ns, "re_prefilled", count - so_far)
-            so_far = count
-
-
-@dataclass
-class _Slots:
-    """What a replica has sampled since its process began, less what it has finished."""
-
-    since_ns: int
-    tokens: int = 0
-
-
-def _last_life(process: str, records: Iterable[Record]) -> Iterator[tuple[int, _Slots]]:
-    """The replica and its last process, where that came to its end: of one that was killed nobody knows."""
-    name, rank = split_rank_name(process)
-    word, _, number = name.partition("-")
-    if word != "generator" or not number.isdigit() or rank:
-        return
-    life, has_ended = _Slots(0), False
-    for record in records:
-        if isinstance(record, ProcessStart):
-            life, has_ended = _Slots(record.time_ns), False
-        elif isinstance(record, Slice) and record.state in DECODES:
-            life.tokens += record.units
-        has_ended |= isinstance(record, ProcessEnd)
-    if has_ended:
-        yield int(number), life
