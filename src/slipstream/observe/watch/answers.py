@@ -105,7 +105,7 @@ def loop_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) ->
     Of many groups every `every`-th by ordinal is told, with `counts` of all: [time, a count for each phase].
     """
     start_s = max(0.0, number(query, "from"))
-    passage = index.events.passage(start_s, max(start_s, number(query, "to")))
+    passage = index.events.passage(start_s, max(start_s, min(number(query, "to"), index.end_s)))
     moves, every = _thinned(passage)
     answer: dict[str, Any] = {
         "revision": index.revision,
@@ -209,10 +209,11 @@ def lanes_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -
 
 
 def overview_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
-    """The whole run in outline: how many groups were in each phase, when steps ended, where alarms began."""
+    """The run from `from` on in outline: how many groups were in each phase, when steps ended, where alarms began."""
     points = int(min(MAX_POINTS, max(10, number(query, "points", 300))))
     phases = index.events.phases
-    columns = {name: phases.of(name) / phases.width for name in phases.names}
+    first = max(0, int(number(query, "from", 0.0) / phases.width))
+    columns = {name: phases.of(name)[first:] / phases.width for name in phases.names}
     length = max((len(column) for column in columns.values()), default=0)
     stride = max(1, -(-length // points))
     ends = index.events.step_ends
@@ -220,6 +221,7 @@ def overview_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]
     return {
         "revision": index.revision,
         "end_s": index.end_s,
+        "start_s": phases.width * first,
         "width_s": phases.width * stride,
         "phases": {
             name: [round(float(column[at : at + stride].mean()), 2) for at in range(0, length, stride)]

@@ -143,9 +143,12 @@ class EventIndex(LineIndex):
             self._spacing *= 2
 
     def passage(self, start_s: float, end_s: float) -> Passage:
-        """What happened after `start_s` until `end_s`; less where more than `MAX_REPLAYED_BYTES` tell of it."""
-        loop, base, last_s = Loop(), Loop(), 0.0
-        found = Passage(start_s, min(end_s, max(start_s, self.end_s)), base, [], [], [])
+        """What happened after `start_s` until `end_s`; less where more than `MAX_REPLAYED_BYTES` tell of it.
+
+        All events until `end_s` are to be known.
+        """
+        base = Loop()
+        found = Passage(start_s, end_s, base, [], [], [])
         if not self._marks:
             return found
         mark = self._marks[max(0, bisect.bisect_right(self._marks, start_s, key=lambda one: one.time_s) - 1)]

@@ -27,6 +27,7 @@ from slipstream.observe.watch.lines import LineIndex
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
 from slipstream.observe.watch.timelines import TimelineIndex
 
+MARGIN_S = 0.5  # by which clocks of two machines may differ, and lines of one process come late
 SILENT_AFTER_S = 20.0
 """Processes write at least once a second while they work: a run that has not for so long stands still, or is gone."""
 
@@ -82,7 +83,8 @@ class WholeFile:
 class RunIndex:
     """Call `advance` now and then, from one thread at a time; all else reads what it has found.
 
-    `revision` counts how often something that was known has become void.
+    `revision` counts how often something that was known has become void. `end_s` is how far the run's time is known:
+    its last event, or, where nothing is decided for long, what its processes have told since.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -96,6 +98,7 @@ class RunIndex:
         self.summary_file = WholeFile(run_dir / "summary.json")
         self.config_file = WholeFile(run_dir / "config.toml")
         self.revision = 0
+        self.end_s = 0.0
         self.is_caught_up = False
         self.grew_s: float | None = None  # when the newest news came, on the clock of the day
         self.facts: dict[str, str] = {}
@@ -108,6 +111,7 @@ class RunIndex:
     def advance(self) -> bool:
         """Read at most one piece of each file; whether there was news."""
         self._find_timelines()
+        told_s = self._told_s()
         has_news = False
         for index in self.indexes:
             offset = index.tail.offset
@@ -115,6 +119,7 @@ class RunIndex:
             self.revision += index.tail.offset < offset
             if grew and self.is_caught_up:
                 self.grew_s = time.time()
+        self.end_s = self._end_s(told_s)
         if self.summary_file.advance():
             has_news, self.summary = True, _json(self.summary_file.data)
         if self.config_file.advance():
@@ -154,10 +159,19 @@ class RunIndex:
     def num_damaged(self) -> int:
         return sum(index.num_damaged for index in self.indexes)
 
-    @property
-    def end_s(self) -> float:
-        """Up to where the run's time is known."""
-        return self.events.end_s
+    def _told_s(self) -> float:
+        """Up to when the processes of the present attempt have told what they did."""
+        if not self.events.stretches:
+            return 0.0
+        stretch = self.events.stretches[-1]
+        folder = self._folder_of(stretch)
+        told_ns = [index.latest_ns for path, index in self.timelines.items() if path.parent == folder]
+        return stretch.run_s(max(told_ns, default=0) * 1e-9)
+
+    def _end_s(self, told_s: float) -> float:
+        """`told_s` was read before the events were: whatever happened until then is among them, if all are read."""
+        is_read = self.events.tail.offset >= self.events.tail.size()
+        return max(self.events.end_s, told_s - MARGIN_S if is_read else 0.0)
 
     def life(self) -> tuple[Life, float]:
         """What state the run is in, and for how many seconds there has been no news.

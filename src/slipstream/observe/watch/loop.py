@@ -158,9 +158,9 @@ class Loop:
                     self._put(whole, time_s, moves)
             case Swapped(replica=replica, version=version):
                 self.versions[replica] = max(version, self.versions.get(replica, 0))
-            case Done(step=step, version=version):
+            case Done(version=version):
                 self.version = version
-                for group in [one for one in self.groups.values() if one.phase == "training" and one.step == step]:
+                for group in [one for one in self.groups.values() if one.phase == "training"]:
                     self._leave(group, "trained", time_s, moves)
             case Lost(replica=replica):
                 self.versions.pop(replica, None)

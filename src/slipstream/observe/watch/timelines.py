@@ -58,7 +58,7 @@ class TimelineIndex(LineIndex):
         self._marks: list[tuple[int, int]] = []  # latest end so far, and where the next line begins
         self._spacing = 128
         self._num_lines = 0
-        self._latest_ns = 0
+        self.latest_ns = 0
 
     def take(self, line: bytes, offset: int) -> None:
         try:
@@ -72,7 +72,7 @@ class TimelineIndex(LineIndex):
         if self._num_lines % self._spacing == 0:
             self._mark(offset)
         self._num_lines += 1
-        self._latest_ns = max(self._latest_ns, last_ns)
+        self.latest_ns = max(self.latest_ns, last_ns)
         self._live(record, first_ns, last_ns)
         if isinstance(record, Slice):
             start_s, end_s = (first_ns - self.origin_ns) * 1e-9, (last_ns - self.origin_ns) * 1e-9
@@ -88,7 +88,7 @@ class TimelineIndex(LineIndex):
         life.has_ended |= isinstance(record, ProcessEnd)
 
     def _mark(self, offset: int) -> None:
-        self._marks.append((self._latest_ns, offset))
+        self._marks.append((self.latest_ns, offset))
         if len(self._marks) > MAX_MARKS:
             self._marks = self._marks[::2]
             self._spacing *= 2
@@ -106,7 +106,7 @@ class TimelineIndex(LineIndex):
         return self._marks[index][1] if index >= 0 else 0
 
     def _read(self, offset: int, start_ns: int, end_ns: int) -> Iterator[Slice]:
-        if not self._marks or self._latest_ns <= start_ns:
+        if not self._marks or self.latest_ns <= start_ns:
             return
         for line in lines_from(self.path, offset, max_bytes=self.tail.offset - offset):
             try:

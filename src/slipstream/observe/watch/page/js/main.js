@@ -143,7 +143,7 @@ curves.onChange = () => {
 };
 
 function loadOverview() {
-  requests.overview.run(async () => scrubber.load(await get('overview', { points: 400 })));
+  requests.overview.run(async () => scrubber.load(await get('overview', { points: 400, from: playhead.begin })));
 }
 
 async function loadInfo() {
@@ -187,16 +187,17 @@ function onPulse(pulse) {
     requests.info.run(loadInfo);
   }
   if (playhead.isLive) lanes.forget();
-  showVerdict(pulse.verdict);
+  showVerdict(pulse);
   showLife();
   showButtons();
   notice();
   load();
 }
 
-function showVerdict(sentence) {
-  byId('verdict').hidden = !sentence;
-  if (sentence) say(byId('verdict'), sentence);
+/** Who starves, once there are steps to tell it by. */
+function showVerdict({ verdict, version }) {
+  byId('verdict').hidden = !verdict || version < 2;
+  if (verdict) say(byId('verdict'), verdict);
 }
 
 function showLife() {

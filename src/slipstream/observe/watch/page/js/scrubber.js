@@ -47,8 +47,8 @@ export class Scrubber {
       columns[layer].forEach((count, index) => {
         const [low, high] = [base[index] / most, (base[index] + count) / most];
         base[index] += count;
-        const left = Math.max(x(begin), x(index * found.width_s));
-        const right = Math.min(x(found.end_s), x((index + 1) * found.width_s));
+        const left = Math.max(x(begin), x(found.start_s + index * found.width_s));
+        const right = Math.min(x(found.end_s), x(found.start_s + (index + 1) * found.width_s));
         if (left < right) context.fillRect(left, height * (1 - high), right - left + 0.5, height * (high - low));
       });
     });

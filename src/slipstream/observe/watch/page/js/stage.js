@@ -116,8 +116,9 @@ export class Stage {
     this.completions = info.dials?.completions_per_group ?? 1;
     this.perStep = info.dials?.groups_per_step ?? 1;
     this.bound = info.dials?.max_staleness ?? 0;
-    say(byId('tagline-generator'), `sample ${plural(this.completions, 'answer')} to each prompt`);
-    say(byId('tagline-trainer'), `${plural(this.perStep, 'group')} make one step`);
+    this.isKnown = info.dials !== null;
+    say(byId('tagline-generator'), info.dials ? `sample ${plural(this.completions, 'answer')} to each prompt` : 'sample answers');
+    say(byId('tagline-trainer'), info.dials ? `a step takes ${plural(this.perStep, 'group')}` : 'one step, one new version');
     if (names.join() !== this.names) {
       this.names = names.join();
       this.numReplicas = Math.min(names.length, MAX_REPLICAS);
@@ -156,7 +157,7 @@ export class Stage {
       items.push(el('span', { class: 'key' }, el('i', { class: `swatch ${ageClass(versions)}` }), words));
     }
     items.push(el('span', { class: 'key' }, el('i', { class: 'swatch half' }), 'half of its answers finished'));
-    items.push(el('span', {}, `This run's bound: ${age(this.bound)}.`));
+    if (this.isKnown) items.push(el('span', {}, `This run's bound: ${age(this.bound)}.`));
     return items;
   }
 
@@ -374,7 +375,7 @@ export class Stage {
     const next = `next: no. ${state.nextOrdinal.toLocaleString('en')}`;
     say(byId('count-prompts'), waiting ? `${plural(waiting, 'group')} to sample again` : next);
     say(byId('count-scoring'), scoring ? `${scoring.toLocaleString('en')} here or on the way on` : 'nothing to score');
-    say(byId('count-ready'), `${ready.toLocaleString('en')} of ${this.perStep} ready`);
+    say(byId('count-ready'), this.isKnown ? `${ready.toLocaleString('en')} of ${this.perStep} ready` : 'nothing yet');
     say(byId('count-training'), training ? `step ${state.version} on ${plural(training, 'group')}` : `has made ${plural(state.version, 'step')}`);
     const { no_signal: same = 0, failed = 0, stale = 0 } = state.fates;
     const dropped = [`${same.toLocaleString('en')} without signal`];
