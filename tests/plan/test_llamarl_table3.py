@@ -105,7 +105,7 @@ def test_405b_is_short_by_one_factor(script: ModuleType, fitted, predicted) -> N
     means = [script.exact_mean(row, fitted[0]) for row in rows]
     assert max(means) < 1.5 * min(means)
     assert all(
-        script.predict(row, dataclasses.replace(fitted[0], mean=mean)).seconds == pytest.approx(row.paper_s, rel=0.02)
+        script.predict(row, dataclasses.replace(fitted[0], mean=mean)).seconds == pytest.approx(row.paper_s, rel=0.04)
         for row, mean in zip(rows, means, strict=True)
     )
 
