@@ -95,7 +95,9 @@ def test_presets_and_lists(calls: list[Any]) -> None:
         ("run --resume nowhere", "'nowhere' is no run"),
         ("eval", "a model is needed"),
         ("eval nowhere", "no checkpoint in 'nowhere'"),
+        ("report", "a run is needed"),
         ("report nowhere", "'nowhere' is no run"),
+        ("report nowhere elsewhere", "'nowhere' is no run"),
     ],
 )
 @pytest.mark.usefixtures("recipe")

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from slipstream.core.config import RunConfig
     from slipstream.core.recipes import resolve
     from slipstream.evals.evaluate import evaluate_model
+    from slipstream.observe.report import report
     from slipstream.observe.watch import watch
 
 __version__ = "0.1.0"
-__all__ = ["Result", "RunConfig", "evaluate_model", "replay", "resolve", "run", "watch"]
+__all__ = ["Result", "RunConfig", "evaluate_model", "replay", "report", "resolve", "run", "watch"]
 
 _HOMES = {
     "run": "slipstream.api",
@@ -27,6 +28,7 @@ _HOMES = {
     "replay": "slipstream.controller.replay",
     "evaluate_model": "slipstream.evals.evaluate",
     "watch": "slipstream.observe.watch",
+    "report": "slipstream.observe.report",
     "RunConfig": "slipstream.core.config",
     "resolve": "slipstream.core.recipes",
 }

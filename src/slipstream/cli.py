@@ -109,19 +109,11 @@ def eval_command(argv: Sequence[str]) -> int:
 
 
 def report_command(argv: Sequence[str]) -> int:
-    """Write report.html from the files of a run and say where it is."""
+    """Write a page about a run from its files, or about several beside each other, and say where it is."""
     options = _parse("report", ReportOptions, argv, report_command)
-    if not (options.run / "metrics.jsonl").is_file():
-        raise ConfigError(f"'{options.run}' is no run: it has no metrics.jsonl", hint="give the folder of a run")
-    from slipstream.observe.report import write_report
+    from slipstream.observe.report import report
 
-    try:
-        path = write_report(options.run)
-    except ConfigError:
-        raise
-    except SlipstreamError as error:  # what lies in the folder is input here
-        raise ConfigError(error.what, got=error.got, allowed=error.allowed, hint=error.hint) from error
-    _console.print(f"report: {path}")
+    _console.print(f"report: {report(*options.runs, out=options.out)}", highlight=False, soft_wrap=True)
     return EXIT_DONE
 
 
@@ -247,8 +239,11 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 class ReportOptions:
     """Flags of `slipstream report`."""
 
-    run: tyro.conf.Positional[Path]
-    """Folder of a run."""
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folder of a run; folders of several to compare them."""
+
+    out: Path | None = None
+    """File for the page. Default: report.html in the run's folder; of several, comparison.html in this one."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,36 +99,71 @@ def make_summary(**changes: object) -> Summary:
     return msgspec.structs.replace(summary, **changes)
 
 
-def make_run_dir(run_dir: Path) -> Path:
-    """A finished run of 20 steps on a virtual clock, with hostile text in it."""
-    (run_dir / "config.toml").write_text('recipe = "quickstart"\nsteps = 20\n[generator]\nnum_slots = 64\n')
+RATIO_EDGES = ("0", "0.5", "0.98", "1.02", "2")
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    """A line of `metrics.jsonl` as a run writes it, every number a function of the step; 135 tokens are trained on."""
+    shift = 5 * (-1) ** step
+    shares = (0.0, 0.1, 0.6 + step % 20 / 200, 0.2, 0.1 - step % 20 / 200)
+    return {
+        "reward": 0.4 + step / 50,
+        "loss": float("nan"),
+        "entropy": 2.0 / (1 + step),
+        "grad_norm": 1.0 + step % 3,
+        "step_s": 0.62,
+        "tokens_trained": 135.0,
+        "completion_tokens_mean": 6.0,
+        "truncated_frac": 0.05,
+        "no_signal_frac": step % 20 / 40,
+        "staleness_mean": 0.8,
+        "staleness_max": 2.0,
+        "staleness_tokens/lag_0": 45.0 + shift,
+        "staleness_tokens/lag_1": 75.0 - shift,
+        "staleness_tokens/lag_2": 15.0,
+        "kl_k3": 0.002,
+        "ess": 0.98,
+        "clipped_frac": 0.01,
+        "logprob_diff_mean/lag_0": 1e-6,
+        "logprob_diff_mean/lag_1": 0.02,
+        "generated_tokens_per_s": 5000.0 + step,
+        "trained_tokens_per_s": 4000.0,
+        **{f"ratio_share/{edge}": share for edge, share in zip(RATIO_EDGES, shares, strict=True)},
+    }
+
+
+def make_run_dir(run_dir: Path, *, steps: int = 20) -> Path:
+    """A finished run of 20 steps on a virtual clock that starts at 50 s, with hostile text in it.
+
+    A step: the trainer waits 0.2 s and computes 0.4 s while the generator decodes; then 0.02 s for a swap, in which the
+    trainer says nothing of itself.
+    """
+    config = f'recipe = "quickstart"\nsteps = {steps}\n[generator]\nnum_slots = 64\nmax_new_tokens = 12\n'
+    (run_dir / "config.toml").write_text(config)
     metrics = MetricsWriter(run_dir / "metrics.jsonl")
     rollouts = RolloutRecorder(run_dir / "rollouts.jsonl")
     clock = VirtualClock(50.0)
     trainer = Timeline("trainer", timeline_path(run_dir, "trainer"), clock)
     generator = Timeline("generator-0", timeline_path(run_dir, "generator-0"), clock)
     trainer.set_idle_state("wait_generation")
-    for step in range(20):
+    for step in range(steps):
         if step % 10 == 0:
-            metrics.write(step=step, version=step, wall_s=step * 0.6, metrics={"eval_accuracy": 0.4 + step / 40})
+            metrics.write(step=step, version=step, wall_s=step * 0.62, metrics={"eval_accuracy": 0.4 + step / 40})
         with generator.span("decode"), trainer.idle():
             clock.advance(0.2)
         with generator.span("decode"), trainer.span("forward_backward", step=step):
             clock.advance(0.4)
+        trainer.instant("trained", step=step)
         with generator.span("swap", version=step + 1):
             clock.advance(0.02)
         generator.instant("swapped", version=step + 1)
         rollouts.record_group(make_group(step, text=HOSTILE if step == 19 else "cba"), step=step)
-        metrics.write(
-            step=step,
-            version=step + 1,
-            wall_s=(step + 1) * 0.62,
-            metrics={"reward": 0.4 + step / 50, "staleness_mean": 0.8, "staleness_max": 2.0, "loss": float("nan"),
-                     "generated_tokens_per_s": 5000.0 + step, "trained_tokens_per_s": 4000.0},
-        )  # fmt: skip
+        metrics.write(step=step, version=step + 1, wall_s=(step + 1) * 0.62, metrics=step_metrics(step))
     for recorder in (trainer, generator, rollouts, metrics):
         recorder.close()
-    accounting = {t.process: account_file(timeline_path(run_dir, t.process), 50.0, 62.5) for t in (generator, trainer)}
-    write_summary(make_summary(accounting=accounting), run_dir / "summary.json")
+    end_s = 50.1 + 0.62 * steps
+    accounting = {t.process: account_file(timeline_path(run_dir, t.process), 50.0, end_s) for t in (generator, trainer)}
+    summary = make_summary(accounting=accounting, wall_s=end_s - 50.0, steps=steps)
+    write_summary(summary, run_dir / "summary.json")
     write_samples([Sample("abc>", "cba", "abc", HOSTILE, before_reward=0.0)], run_dir / "samples.json")
     return run_dir

@@ -11,7 +11,7 @@ from rich.console import Console
 from slipstream import cli
 from slipstream.core.errors import ConfigError
 from slipstream.observe.display import printable
-from slipstream.observe.report import _model_text
+from slipstream.observe.report.html import model_text
 
 HOSTILE = [
     "\x1b[2J\x1b[1;1Hcleared",
@@ -38,7 +38,7 @@ def steers(text: str) -> list[str]:
 def test_text_of_a_model_steers_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not steers(printable(text))
     assert len(printable(text)) <= 160 * 10
-    shown = _model_text(text)
+    shown = model_text(text)
     assert not steers(shown)
     assert not set("<>\"'") & set(shown)
     out = io.StringIO()

@@ -1,19 +1,36 @@
+"""The page about a run: its structure, its numbers against the run's files, hostile text, odd runs, its size."""
+
+from __future__ import annotations
+
+import json
+import os
 import re
 import shutil
+import statistics
+import time
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from synthetic_run import HOSTILE, make_run_dir, make_summary
+from synthetic_run import HOSTILE, RATIO_EDGES, make_group, make_run_dir, make_summary
 
+import slipstream
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.observe.hardware import describe
 from slipstream.observe.health import Alarm
 from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.metrics import MetricsWriter
+from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.report import write_report
+from slipstream.observe.report.setup import differing
+from slipstream.observe.report.times import by_side
+from slipstream.observe.report.window import read_window
 from slipstream.observe.summary import write_summary
-from slipstream.observe.svg import histogram, line_chart, thin, ticks
+
+PARTS = ["overview", "learning", "off-policy", "time", "text", "setup"]
 
 
 @pytest.fixture
@@ -48,7 +65,13 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data + "\n"
+        if self.open[-1:] != ["style"]:
+            self.text += data + "\n"
+
+    @property
+    def words(self) -> str:
+        """Without line breaks, for sentences that go over tags."""
+        return re.sub(r"\s+", " ", self.text)
 
 
 def read(path: Path) -> Page:
@@ -57,115 +80,428 @@ def read(path: Path) -> Page:
     return page
 
 
-def test_the_page_holds_the_data_of_the_run(run_dir: Path):
+def body(path: Path) -> ElementTree.Element:
+    """The body as a tree: it is well formed as XML, too."""
+    raw = path.read_text(encoding="utf-8")
+    return ElementTree.fromstring(raw[raw.index("<body>") : raw.index("</html>")])
+
+
+def card(root: ElementTree.Element, title: str) -> ElementTree.Element:
+    return next(one for one in root.iter("article") if one.findtext("h3") == title)
+
+
+def tips(element: ElementTree.Element) -> list[dict[str, str]]:
+    """What the strips of a card's plots say, line by line; the first one says where."""
+    found = [rect[0].text or "" for rect in element.iter("rect") if rect.get("class") == "strip"]
+    return [{"at": tip.split("\n")[0]} | dict(line.rsplit(": ", 1) for line in tip.split("\n")[1:]) for tip in found]
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "reward" in line]
+
+
+# Structure
+
+
+def test_every_part_is_there_and_every_picture_has_a_title_a_reading_and_numbers(run_dir: Path) -> None:
+    root = body(write_report(run_dir, describe()))
+    assert [section.get("id") for section in root.iter("section")] == PARTS
+    links = [link.get("href") for link in root.iter("a")]
+    assert links == [f"#{part}" for part in PARTS]
+    plots = [svg for svg in root.iter("svg") if "plot" in (svg.get("class") or "")]
+    assert len(plots) == 21
+    for plot in plots:
+        assert plot.get("role") == "img"
+        assert plot.findtext("title")
+        assert plot.findtext("desc")
+    for article in root.iter("article"):
+        assert article.findtext("h3")
+        has_plot = any("plot" in (svg.get("class") or "") for svg in article.iter("svg"))
+        note = next((p.text for p in article.iter("p") if p.get("class") == "note"), None)
+        assert not has_plot or (note or "").endswith("."), article.findtext("h3")
+    empty = [p.text for p in root.iter("p") if p.get("class") == "empty"]
+    assert empty == ["Not known: there are no decisions of this run."]
+    assert all(details[0].tag == "summary" for details in root.iter("details"))
+    assert len([table for table in root.iter("table") if table.get("class") == "numbers"]) >= 10
+
+
+def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
     page = read(write_report(run_dir, describe()))
     for expected in (
         "41.2% → 93.4%",
-        "5,210",
-        "0.80 / 2",
-        "Share of tokens by age; the bound is 2.",
-        "55.6%",  # of the tokens one step old: 1500 / 2700
-        "What each process did during steps 8 to 11. The whole of it: timeline.json, in ui.perfetto.dev.",
-        "forward-backward step 9: 400.0 ms",
-        "swapped version 9",
-        "waits for generation",
-        "held-out, greedy: 0.65 at 10",
-        "generator.num_slots",
-        "prompts.admitted",
+        "Held-out accuracy went from 41.2% to 93.4% (500 prompts, greedy) in 20 steps.",
+        "5,210 · 4,890",
+        "A trained token was 0.78 steps old on average and 2 at most, as promised at most 2.",
+        "20 steps in 12 s · seed 0 · 0.65 M parameters",
+        "No alarm rang.",
+        "generator.max_new_tokens",
+        "Longest completion, in tokens",  # what a field is, from the schema
         "torch threads",
         "abc>",
+        "✗ abc",
     ):
-        assert expected in page.text, expected
-    assert page.tags.count("svg") == 6
-    assert "nothing recorded" not in page.text
+        assert expected in page.words, expected
+    assert ("title", "reward 0") in page.attributes  # why that answer is marked
     assert "contradicts" not in page.text
 
 
-def test_text_of_the_model_stays_text_and_nothing_is_fetched(run_dir: Path):
+def test_a_run_that_goes_on_one_that_was_killed_and_one_that_failed_say_so(run_dir: Path) -> None:
+    write_summary(make_summary(status="failed"), run_dir / "summary.json")
+    page = read(write_report(run_dir))
+    assert "The run failed" in page.text
+    assert "slipstream run --resume" in page.text
+    (run_dir / "summary.json").unlink()
+    assert "The run goes on; its newest line was 0 s old" in read(write_report(run_dir)).text
+    old_s = time.time() - 3600
+    os.utime(run_dir / "metrics.jsonl", (old_s, old_s))
+    page = read(write_report(run_dir))
+    assert "not finished" in page.text
+    assert "20 steps so far" in page.text
+
+
+# Numbers, against plain arithmetic over the files
+
+
+def test_the_three_clocks_are_steps_tokens_and_time_since_the_first_admission(run_dir: Path) -> None:
+    pictures = card(body(write_report(run_dir)), "Reward and accuracy")
+    by_step, by_tokens, by_time = (tips(div) for div in pictures.iter("div") if div.get("class") is None)
+    lines = metrics_of(run_dir)
+    tokens, total = {}, 0.0
+    for line in lines:
+        total += line["tokens_trained"]
+        tokens[total] = line
+    assert next(tip for tip in by_step if tip["at"] == "step: 7")["reward of each batch"] == f"{lines[7]['reward']:.3g}"
+    assert next(tip for tip in by_tokens if tip["at"] == "tokens trained on: 1,080")["reward of each batch"] == (
+        f"{tokens[1080.0]['reward']:.3g}"
+    )
+    # Step n ends 0.62 (n + 1) seconds after the first admission, which is when the first step began: at 0 here.
+    at_last = next(tip for tip in by_time if tip["at"] == "seconds since RL began: 12.4")
+    assert at_last["reward of each batch"] == f"{lines[-1]['reward']:.3g}"
+    # Version 10 was made by step 9: 10 steps, 1350 tokens, 6.2 s; version 0 lies at 0 on all three.
+    for found, place in (
+        (by_step, "step: 10"),
+        (by_tokens, "tokens trained on: 1,350"),
+        (by_time, "seconds since RL began: 6.2"),
+    ):
+        assert next(tip for tip in found if tip["at"] == place)["held-out accuracy, greedy"] == "0.65"
+        assert found[0]["held-out accuracy, greedy"] == "0.4"
+        assert found[0]["at"].endswith(": 0")
+
+
+def test_staleness_and_ratios_are_those_of_the_metrics(run_dir: Path) -> None:
+    root = body(write_report(run_dir))
+    lines = metrics_of(run_dir)
+    ages = card(root, "Age of the trained tokens")
+    for tip, line in zip(tips(ages), lines, strict=True):
+        counts = [line[f"staleness_tokens/lag_{lag}"] for lag in range(3)]
+        for lag, count in enumerate(counts):
+            assert tip[str(lag)] == f"{count / sum(counts):.0%}"
+    texts = [text.text for text in ages.iter("text")]
+    assert texts[texts.index("1") + 1] == "56%"  # 1500 of 2700
+    assert "bound 2" in texts
+    ratios = card(root, "Importance ratios")
+    names = ["0.5 – 0.98", "0.98 – 1.02", "1.02 – 2", "≥ 2"]
+    for tip, line in zip(tips(ratios), lines, strict=True):
+        for name, edge in zip(names, RATIO_EDGES[1:], strict=True):
+            share = line[f"ratio_share/{edge}"]
+            assert tip.get(name, "0%") == (
+                "0%" if share < 1e-9 else f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
+            )
+
+
+def test_bars_and_areas_are_the_seconds_of_the_timeline(run_dir: Path) -> None:
+    root = body(write_report(run_dir))
+    # Of a step's 0.62 s the trainer computes 0.4 and waits 0.2; the first one begins with its computing.
+    trained_s = 20 * 0.4 + 19 * 0.2 + 19 * 0.02
+    bars = [rect[0].text for rect in card(root, "While it trained").iter("rect") if len(rect)]
+    assert f"trainer: forward-backward 8 s, {8 / trained_s:.0%}" in bars
+    assert f"trainer: waits for generation 3.8 s, {3.8 / trained_s:.0%}" in bars
+    whole = [rect[0].text for rect in card(root, "The whole run").iter("rect") if len(rect)]
+    assert f"trainer: forward-backward 8 s, {8 / 12.5:.0%}" in whole
+    columns = tips(card(root, "Over time"))
+    of_trainer = [tip for tip in columns if "forward-backward" in tip]
+    assert len(of_trainer) == 20
+    assert of_trainer[5]["forward-backward"] == f"{0.4 / 0.62:.0%}"
+    assert of_trainer[5]["waits for generation"] == f"{0.2 / 0.62:.0%}"
+
+
+def test_the_window_is_made_of_whole_steps_from_the_middle(run_dir: Path) -> None:
+    window = read_window(run_dir)
+    assert window is not None
+    assert window.title == "steps 11 to 14"
+    assert window.origin == "the end of step 10"
+    assert (window.start_s, window.end_s) == (pytest.approx(50.6 + 10 * 0.62), pytest.approx(50.6 + 14 * 0.62))
+    by_name = {row.name: row for row in window.rows}
+    steps = [bar.text for bar in by_name["trainer"].bars if bar.text]
+    assert steps == ["step 11", "step 12", "step 13", "step 14"]
+    marks = [text for _, text in by_name["generator-0"].marks]
+    assert marks == [f"swapped, version {version}" for version in (11, 12, 13, 14)]
+
+
+def test_the_window_of_a_long_run_is_found_without_reading_all_of_it(tmp_path: Path) -> None:
+    """3000 steps: the middle of the file is the middle of the run, and what is drawn is what lies in the window."""
+    run_dir = make_run_dir(tmp_path, steps=3000)
+    window = read_window(run_dir)
+    assert window is not None
+    first, last = map(int, re.findall(r"\d+", window.title))
+    assert last == first + 3
+    assert 1000 < first < 2000
+    assert window.start_s == pytest.approx(50.6 + 0.62 * (first - 1))
+    bars = next(row.bars for row in window.rows if row.name == "trainer")
+    inside = [bar for bar in bars if bar.end_s > window.start_s and bar.start_s < window.end_s]
+    assert inside == list(bars)
+    assert sum(min(b.end_s, window.end_s) - max(b.start_s, window.start_s) for b in bars) == pytest.approx(4 * 0.6)
+
+
+def test_lengths_are_counted_from_the_rollouts(run_dir: Path) -> None:
+    recorder = RolloutRecorder(run_dir / "rollouts.jsonl")
+    recorder.record_group(make_group(40), step=None)  # sampled, and dropped
+    recorder.close()
+    root = body(write_report(run_dir))
+    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_bytes().splitlines()]
+    sampled = Counter(line["num_tokens"] for line in lines)
+    found = tips(card(root, "Lengths: sampled and trained on"))
+    assert len(lines) == 42
+    for tip in found:
+        tokens = int(tip["at"].removeprefix("tokens: "))
+        assert float(tip["sampled"]) == pytest.approx(sampled[tokens] / len(lines), abs=5e-3)
+        assert float(tip["trained on"]) == float(tokens == 6)
+    assert tips(card(root, "Lengths over time"))[0] == {"at": "step 0 to 1", "6": "100%"}
+
+
+def test_noisy_curves_are_smoothed_and_their_numbers_are_not(tmp_path: Path) -> None:
+    run_dir = make_run_dir(tmp_path, steps=60)
+    root = body(write_report(run_dir))
+    entropy = card(root, "Entropy")
+    assert {line.get("class", "").split()[0] for line in entropy.iter("polyline")} == {"line", "faint"}
+    assert tips(entropy)[3]["entropy"] == "0.5"  # 2 / (1 + 3)
+    rows = [[cell.text for cell in row] for row in entropy.iter("tr")][1:]
+    assert float(rows[0][1] or 0) == pytest.approx(statistics.fmean(2 / (1 + i) for i in range(5)), rel=1e-2)
+
+
+# Text
+
+
+def test_text_of_the_model_stays_text_and_nothing_is_fetched(run_dir: Path) -> None:
     path = write_report(run_dir)
     page, raw = read(path), path.read_text(encoding="utf-8")
-    assert not {"script", "img", "link", "iframe"} & set(page.tags)
-    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
+    assert not {"script", "img", "link", "iframe", "form", "input", "object"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
+    assert all((value or "").startswith("#") for name, value in page.attributes if name == "href")
     assert "</script><script>alert('x')</script>" in page.text  # shown, not run
     assert "\x00" not in raw
-    assert not re.search(r"https?://|url\(|@import", raw)
+    assert not re.search(r"https?://|url\((?!#)|@import", raw)
+    policy = [value for _, value in page.attributes if value and "default-src" in value]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-def test_an_interrupted_run_gets_a_page_from_what_there_is(run_dir: Path):
+def test_every_name_that_a_run_can_choose_is_escaped(tmp_path: Path) -> None:
+    """Of its folder, recipe, reward terms, alarms, processes, states, causes; and values of its configuration."""
+    bad = "<script>alert(1)</script>"
+    run_dir = tmp_path / "<b>run"
+    run_dir.mkdir()
+    make_run_dir(run_dir)
+    (run_dir / "config.toml").write_text(f'recipe = "{bad}"\n[prompts]\ntemplate = "{bad}"\n["{bad}"]\nx = "{bad}"\n')
+    shutil.copy(run_dir / "timeline" / "trainer.jsonl", run_dir / "timeline" / "<b>.jsonl")
+    with (run_dir / "timeline" / "<b>.jsonl").open("ab") as file:
+        file.write(
+            msgspec.json.encode({"kind": "slice", "state": bad, "start_ns": 50_600_000_000, "end_ns": 60_000_000_000})
+            + b"\n"
+            + msgspec.json.encode({"kind": "instant", "name": bad, "time_ns": 51_000_000_000, "args": {bad: bad}})
+            + b"\n"
+        )
+    writer = MetricsWriter(run_dir / "metrics.jsonl")
+    for step in (20, 21):
+        terms = {f"reward_parts/{bad}": 0.5, "reward_parts/b": 0.25, "step_s": 0.6, "reward": 0.5}
+        writer.write(step=step, version=step + 1, wall_s=13.0 + step, metrics=terms)
+    writer.close()
+    page = read(write_report(run_dir))
+    assert "script" not in page.tags
+    assert page.text.count(bad) >= 6
+    assert "<b>run" in page.text
+
+
+def test_alarms_are_listed_with_their_steps_and_shade_their_charts(run_dir: Path) -> None:
+    assert "suspicion" not in read(write_report(run_dir)).text
+    alarm = Alarm(
+        step=7, name="no_signal", event="began", severity="warning", value=0.95, threshold=0.9, text=f"slow {HOSTILE}"
+    )
+    ended = msgspec.structs.replace(alarm, step=9, event="ended")
+    writer = JsonlWriter(run_dir / "alarms.jsonl")
+    writer.write(alarm, ended, msgspec.structs.replace(alarm, name="poisoned", step=8))
+    writer.close()
+    path = write_report(run_dir)
+    page, root = read(path), body(path)
+    assert "Alarms that rang: no_signal, poisoned." in page.text
+    assert "7 – 9" in page.text
+    assert "8 – the end" in page.text
+    assert "<script>alert" in page.text  # shown, not run
+    assert "script" not in page.tags
+    (band,) = (rect for rect in card(root, "Groups that can teach").iter("rect") if rect.get("class") == "band")
+    assert (band.get("x"), band.get("width")) == (f"{100 * 7 / 19:.4g}%", f"{100 * 2 / 19:.4g}%")
+    assert not [rect for rect in card(root, "Entropy").iter("rect") if rect.get("class") == "band"]
+
+
+# Odd runs
+
+
+def test_an_interrupted_run_gets_a_page_from_what_there_is(run_dir: Path) -> None:
     (run_dir / "summary.json").unlink()
     (run_dir / "samples.json").unlink()
     for name in ("metrics.jsonl", "rollouts.jsonl", "timeline/trainer.jsonl"):
         with (run_dir / name).open("ab") as file:
             file.write(b'{"torn": ')
     page = read(write_report(run_dir))
-    assert "not finished" in page.text
-    assert "trainer forward-backward: 8.00 s, 64.5%" in page.text  # 20 x 0.4 s of 12.4 s
-    assert "steps so far" in page.text
-    # Step n trains on 3 tokens of version n and n + 1 of the synthetic groups: staleness 0 and -1, 2 to 2.
-    assert page.text.count("50.0%") == 2
+    assert "trainer: forward-backward 8 s, 65%" in page.text
+    assert "0.4 → 0.78" in page.text  # the reward of the first and of the last step
+    assert "no held-out answers were kept" in page.text
 
 
-def test_every_file_may_be_missing(tmp_path: Path, run_dir: Path):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl", "timeline/trainer.jsonl", "summary.json"])
+def test_a_damaged_file_is_an_error_that_names_it(run_dir: Path, name: str) -> None:
+    path = run_dir / name
+    path.write_bytes(b"\xff{" + path.read_bytes())
+    with pytest.raises(SlipstreamError, match=Path(name).name):
+        write_report(run_dir)
+    with pytest.raises(ConfigError, match=Path(name).name):
+        slipstream.report(run_dir)
+
+
+def test_every_file_may_be_missing(tmp_path: Path, run_dir: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "nothing recorded" in read(write_report(empty)).text
+    page = read(write_report(empty))
+    assert "No step is done yet." in page.text
+    assert "svg" in page.tags  # the pattern alone
+    assert not any("plot" in (value or "") for name, value in page.attributes if name == "class")
     for name in ("config.toml", "metrics.jsonl", "rollouts.jsonl", "samples.json", "summary.json"):
         (run_dir / name).unlink()
-        read(write_report(run_dir))
+        body(write_report(run_dir))
     shutil.rmtree(run_dir / "timeline")
-    read(write_report(run_dir))
+    body(write_report(run_dir))
 
 
-def test_a_summary_that_contradicts_itself_is_shown_as_such(run_dir: Path):
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_short_runs_have_whole_pages(tmp_path: Path, steps: int) -> None:
+    root = body(write_report(make_run_dir(tmp_path, steps=steps)))
+    assert len(tips(card(root, "Age of the trained tokens"))) == steps
+
+
+def test_values_that_are_no_numbers_are_left_out(run_dir: Path) -> None:
+    writer = MetricsWriter(run_dir / "metrics.jsonl")
+    odd = {
+        "reward": float("nan"),
+        "entropy": None,
+        "step_s": 0.6,
+        "grad_norm": -1.0,
+        "ess": 1e300,
+        "tokens_trained": None,
+    }
+    writer.write(step=20, version=21, wall_s=13.1, metrics=odd)
+    writer.write(step=21, version=22, wall_s=13.7, metrics={"step_s": None, "reward": 0.1})
+    writer.close()
+    raw = write_report(run_dir).read_text(encoding="utf-8")
+    assert "nan" not in re.sub(r"[a-z]*nan[a-z]+|[a-z]+nan", "", raw)
+    assert "inf" not in re.sub(r"[A-Za-z]*inf[A-Za-z.]+", "", raw)
+    body(run_dir / "report.html")
+
+
+def test_what_a_run_did_not_measure_has_no_picture_or_a_reason(run_dir: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    kept = [{k: v for k, v in json.loads(line).items() if "ratio" not in k and "kl" not in k} for line in lines]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    page = read(write_report(run_dir))
+    assert "This run recorded no ratios" in page.words
+    assert "Drift within a batch" not in page.text
+    assert "What the critic foresees" not in page.text
+
+
+def test_a_summary_that_contradicts_itself_is_shown_as_such(run_dir: Path) -> None:
     write_summary(make_summary(wall_s=99.0), run_dir / "summary.json")
     assert "accounting: trainer sums to 12.500000 s, but wall_s is 99.000000" in read(write_report(run_dir)).text
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (0.0, 0.0), (3.0, 3.0), (-2.0, 7.5), (0.0, 123456.0), (1e-9, 2e-9)]
-)
-def test_ticks_cover_the_range_with_a_few_round_numbers(low: float, high: float):
-    values = ticks(low, high, 5)
-    assert values[0] <= low + 1e-12
-    assert values[-1] >= high - 1e-12
-    assert 2 <= len(values) <= 12
-
-
-def test_long_series_are_averaged_and_odd_ones_survive():
-    points = [(float(i), float(i % 2)) for i in range(10_000)]
-    thinned = thin(points)
-    assert len(thinned) == 400
-    assert thinned[0] == (12.0, pytest.approx(0.48))
-    assert "nothing recorded" in line_chart([], x_label="step")
-    assert "nothing recorded" in histogram({}, x_label="staleness", fill="#000000")
-
-
-def test_terms_of_a_reward_and_the_kl_have_plots_where_there_are_any(run_dir: Path):
-    assert "Reward by term" not in read(write_report(run_dir)).text
-    assert "KL to the reference" not in read(write_report(run_dir)).text
+def test_terms_of_a_reward_the_kl_and_the_critic_have_pictures_where_there_are_any(run_dir: Path) -> None:
+    page = read(write_report(run_dir))
+    for title in ("Reward by term", "KL to the reference", "What the critic foresees", "Coefficient of the KL penalty"):
+        assert title not in page.text
     writer = MetricsWriter(run_dir / "metrics.jsonl")
     for step in range(41, 44):
-        terms = {"reward_parts/<model>": step / 50, "reward_parts/gold": 1 - step / 50, "kl_reference_sum": 0.1 * step}
+        terms = {"reward_parts/<model>": step / 50, "reward_parts/gold": 1 - step / 50, "kl_reference_sum": 0.1 * step,
+                 "kl_coef": step / 100, "explained_variance": 0.5, "step_s": 0.6, "reward": 0.5}  # fmt: skip
         writer.write(step=step, version=step, wall_s=step * 0.6, metrics=terms)
     writer.close()
     page = read(write_report(run_dir))
-    for expected in ("Reward by term", "<model>", "gold", "KL to the reference", "nats per completion"):
-        assert expected in page.text
+    for title in ("Reward by term", "<model>", "gold", "KL to the reference", "What the critic foresees",
+                  "Coefficient of the KL penalty"):  # fmt: skip
+        assert title in page.text
     assert "model" not in page.tags
 
 
-def test_alarms_are_listed_with_their_steps_and_as_text(run_dir: Path):
-    assert "Alarms" not in read(write_report(run_dir)).text
-    alarm = Alarm(
-        step=7, name="straggler", event="began", severity="warning", value=0.5, threshold=0.3, text=f"slow {HOSTILE}"
-    )
-    ended = msgspec.structs.replace(alarm, step=9, event="ended")
-    writer = JsonlWriter(run_dir / "alarms.jsonl")
-    writer.write(alarm, ended, msgspec.structs.replace(alarm, name="poisoned", step=8))
-    writer.close()
-    page = read(write_report(run_dir))
-    assert "straggler" in page.text
-    assert "poisoned" in page.text
-    assert "the end" in page.text  # the second one is still on
-    assert "<script>alert" in page.text  # shown, not run
-    assert "script" not in page.tags
+def test_only_fields_that_differ_come_first() -> None:
+    found = differing({"recipe": "quickstart", "seed": 0, "steps": 7, "generator": {"num_slots": 64}, "new": {"x": 1}})
+    assert found["steps"][0] == 7
+    assert "seed" not in found
+    assert found["new.x"] == (1, None)  # of another version of the schema
+    assert differing({"trainer": {"optimizer": {"betas": [0.9, 0.95]}}}).keys() <= {"trainer.optimizer.betas"}
+
+
+# Size
+
+
+def test_ten_thousand_steps_make_a_small_page_at_once(tmp_path: Path) -> None:
+    lines = metrics_of(make_run_dir(tmp_path, steps=100))
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(10_000):
+            line = lines[step % 100] | {"step": step, "version": step + 1, "wall_s": 0.62 * (step + 1), "loss": 0.0}
+            file.write(json.dumps(line) + "\n")
+    rollout = (tmp_path / "rollouts.jsonl").read_bytes().splitlines(keepends=True)[0]
+    with (tmp_path / "rollouts.jsonl").open("wb") as out:
+        for step in range(10_000):
+            out.write(rollout.replace(b'"step":0', b'"step":%d' % step))
+    started_s = time.process_time()
+    path = write_report(tmp_path)
+    assert time.process_time() - started_s < 10.0
+    assert path.stat().st_size < 2_000_000
+    root = body(path)
+    for svg in root.iter("svg"):
+        assert len(list(svg.iter())) < 3_000
+    assert len(tips(card(root, "Importance ratios"))) <= 80
+
+
+def test_of_a_long_run_the_times_are_those_that_its_processes_reported(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    for line in lines:
+        if "reward" in line:
+            first = 100.0 if line["step"] == 0 else 0.0  # the first report is of everything since the start
+            line |= {
+                "time/trainer/forward_backward": 0.4 + first,
+                "time/trainer/wait_generation": 0.2,
+                "time/generator/decode": 0.6,
+            }
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr("slipstream.observe.report.times.EXACT_BYTES", 0)
+    root = body(write_report(run_dir))
+    bars = [rect[0].text for rect in card(root, "While it trained").iter("rect") if len(rect)]
+    assert bars == [
+        "trainer: forward-backward 7.6 s, 67%",
+        "trainer: waits for generation 3.8 s, 33%",
+        "generator: decode 11.4 s, 100%",
+    ]
+    whole = [rect[0].text or "" for rect in card(root, "The whole run").iter("rect") if len(rect)]
+    assert "trainer: forward-backward 8 s, 64%" in whole  # of summary.json, like the verdict
+    assert "Generation is the bottleneck: the trainer idles 32% of the time" in "".join(root.itertext())
+    found = tips(card(root, "Over time"))
+    assert [tip["forward-backward"] for tip in found if "forward-backward" in tip] == ["67%"] * 19
+    (run_dir / "summary.json").unlink()
+    assert "Known when the run has ended." in "".join(body(write_report(run_dir)).itertext())
+
+
+def test_many_processes_are_added_up_by_side() -> None:
+    few = {"trainer": {"optimizer": 1.0}, "generator-0": {"decode": 2.0}}
+    assert by_side(few) == few
+    many = few | {f"generator-{i}": {"decode": 1.0, "swap": 0.5} for i in range(1, 20)}
+    assert by_side(many) == {"trainer": {"optimizer": 1.0}, "generator (20)": {"decode": 21.0, "swap": 9.5}}

@@ -1,193 +1,337 @@
-"""The few plots of the report as inline SVG: no scripts, no fonts, no network; colours of text and grid come from CSS.
+"""The drawing library of the report: inline SVG without scripts, fonts or network; colours and type come from its CSS.
 
-Every function returns a `<svg>` whose `viewBox` is in pixels of a 1200 px page; values appear as native tooltips.
+Plots are fluid: across they are drawn in percent of whatever width the page gives them, down in pixels, so text has one
+size on a phone and on a wide screen. Where there is something to read off, an invisible strip carries the numbers as a
+native tooltip. All text is escaped here. Lines and points are drawn in this file, blocks in `svg_blocks.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate, pairwise
 
-from slipstream.observe.states import colour, in_words, shares
+MAX_POINTS = 300  # of a line; a longer one becomes means of equal runs of neighbours, in a band of their extremes
+MAX_STRIPS = 80  # of tooltips across a plot
+NUM_HUES = 7  # hues are the colours .c0 to .c6 of the style sheet; from the eighth on they come again, dashed
+ACROSS = 1000.0  # units of a plot's width within its lines
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 12, 36
-MAX_POINTS = 400
+Point = tuple[float, float]
+_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is measured along an axis. `low` and `high` lie on it, whatever the data are."""
+
+    label: str
+    low: float | None = None
+    high: float | None = None
+    is_log: bool = False
+    is_share: bool = False  # ticks in percent
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line (or dots joined by a line) through (x, y); `colour` is `#rrggbb`."""
+    """A line through points ascending in x. `smooth` > 1 draws it faintly, and over it the mean of so many neighbours.
+
+    `has_dots`: a dot on every point, for measurements with nothing between them.
+    """
 
     name: str
-    points: Sequence[tuple[float, float]]
-    colour: str
+    points: Sequence[Point]
+    hue: int
+    smooth: int = 1
     has_dots: bool = False
+    is_dashed: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Classes of its colour and stroke."""
+        return f"c{self.hue % NUM_HUES}{' dashed' if self.is_dashed or self.hue >= NUM_HUES else ''}"
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A stretch of a Gantt row, in seconds."""
+class Band:
+    """A stretch of the x axis in which something was wrong."""
 
-    state: str
-    start_s: float
-    end_s: float
-    label: str
+    start: float
+    end: float
+    text: str
 
 
 @dataclass(frozen=True)
-class Row:
-    """A process in the Gantt chart. `marks` are (seconds, text) of instants."""
+class Spot:
+    """A point of a scatter plot, with its standard errors; joined with the one before it of the same `hue`."""
 
     name: str
-    bars: Sequence[Bar]
-    marks: Sequence[tuple[float, str]]
+    x: float
+    y: float
+    hue: int
+    x_error: float = 0.0
+    y_error: float = 0.0
+    is_hollow: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values as places from 0 to 1, and the round values between."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    is_log: bool = False
+    is_share: bool = False
+
+    def at(self, value: float) -> float:
+        """The place of `value`; the nearer end for one beyond."""
+        low, high, here = self.low, self.high, min(max(value, self.low), self.high)
+        if self.is_log:
+            low, high, here = math.log(low), math.log(high), math.log(here)
+        return (here - low) / (high - low)
+
+    def name(self, tick: float) -> str:
+        """`tick` in the unit of its neighbours, with as many digits as tell them apart: 0.25, 30%, 1,500, 20k, 3M."""
+        gap = 0.0 if self.is_log else min((b - a for a, b in pairwise(self.ticks)), default=0.0)
+        factor, sign = (100.0, "%") if self.is_share else (1.0, "")
+        largest = max(map(abs, self.ticks), default=0.0)
+        if not self.is_share and largest >= 1e4:
+            factor, sign = next(
+                (1.0 / unit, name) for unit, name in _UNITS if largest >= unit and (gap >= unit / 100 or unit == 1.0)
+            )
+        return tick_name(tick * factor, gap * factor) + (sign if tick or self.is_share else "")
+
+
+def scale_of(values: Iterable[float], axis: Axis, *, most: int, is_fitted: bool = False) -> Scale:
+    """The scale of `values` with about `most` ticks. `is_fitted`: it ends where the values do, else at ticks."""
+    found = [*values, *(end for end in (axis.low, axis.high) if end is not None)]
+    if axis.is_log:
+        found = [value for value in found if value > 0.0] or [1.0]
+        low, high = min(found), max(found)
+        margin = max(high / low, 2.0) ** 0.06
+        low, high = (low, high) if is_fitted and high > low else (low / margin, high * margin)
+        marks = [tick for tick in log_ticks(low, high) if low <= tick <= high]
+        return Scale(low, high, tuple(marks), is_log=True, is_share=axis.is_share)
+    low, high = min(found), max(found)
+    slack = 0.01 * (high - low)  # what is as little beyond a tick does not ask for another one
+    marks = ticks(low + slack, high - slack, most) if not is_fitted else ticks(low, high, most)
+    if is_fitted and high > low:
+        slack = 1e-9 * (high - low)
+        marks = [tick for tick in marks if low - slack <= tick <= high + slack]
+    else:
+        low, high = marks[0], marks[-1]
+    return Scale(low, high, tuple(marks), is_share=axis.is_share)
 
 
 def line_chart(
-    series: Sequence[Series], *, x_label: str, y_min: float | None = None, width: int = 560, height: int = 250
+    series: Sequence[Series],
+    *,
+    title: str,
+    x: Axis,
+    y: Axis,
+    bands: Sequence[Band] = (),
+    limits: Mapping[str, float] | None = None,
+    height: int = 180,
+    has_legend: bool = True,
+    missing: str = "Nothing was measured.",
 ) -> str:
-    """Lines over a common x axis; long ones are averaged down to MAX_POINTS."""
-    drawn = [Series(s.name, thin(s.points), s.colour, s.has_dots) for s in series if s.points]
-    if not drawn:
-        return _empty(width, height)
-    xs = [x for s in drawn for x, _ in s.points]
-    ys = [y for s in drawn for _, y in s.points]
-    x_ticks, y_ticks = ticks(min(xs), max(xs), 8), ticks(min([*ys, *([] if y_min is None else [y_min])]), max(ys), 5)
-    x_low, x_high = min(xs), max(max(xs), min(xs) + 1e-9)
-    y_low, y_high = min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys))
+    """Lines over a common x axis. `limits` are named values, as horizontal lines; `missing` says why there is none."""
+    series = [_on_axis(one, y) for one in series]
+    series = [one for one in series if one.points]
+    if not series:
+        return empty(missing)
+    limits = limits or {}
+    strokes = [_strokes(one) for one in series]
+    heights = [v for one in strokes for part in (one.line, one.faint, one.envelope) for _, v in part]
+    across = scale_of((point[0] for one in series for point in one.points), x, most=5, is_fitted=True)
+    up = scale_of([*heights, *limits.values()], y, most=5)
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - x_low) / (x_high - x_low)
-        up = (y - y_low) / (y_high - y_low)
-        return _LEFT + across * (width - _LEFT - _RIGHT), height - _BOTTOM - up * (height - _TOP - _BOTTOM)
+    def place(point: Point) -> Point:
+        return across.at(point[0]), height * (1.0 - up.at(point[1]))
 
-    parts = [_grid_y(y_ticks, [place(x_low, y)[1] for y in y_ticks], width)]
-    parts += [_text(place(x, y_low)[0], height - _BOTTOM + 16, number(x)) for x in x_ticks if x_low <= x <= x_high]
-    parts.append(_text((width + _LEFT) / 2, height - 4, x_label, kind="axis"))
-    for s in drawn:
-        places = [place(x, y) for x, y in s.points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{s.colour}" stroke-width="2"/>')
-        if s.has_dots or len(places) == 1:
-            parts += [
-                f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" fill="{s.colour}" class="dot">'
-                f"<title>{escape(s.name)}: {number(y)} at {number(x)}</title></circle>"
-                for (px, py), (x, y) in zip(places, s.points, strict=True)
+    lines, dots = [], []
+    for one, stroke in zip(series, strokes, strict=True):
+        if stroke.envelope:
+            lines.append(f'<polygon class="envelope {one.kind}" points="{path(map(place, stroke.envelope))}"/>')
+        if stroke.faint:
+            lines.append(f'<polyline class="faint {one.kind}" points="{path(map(place, stroke.faint))}"/>')
+        lines.append(f'<polyline class="line {one.kind}" points="{path(map(place, stroke.line))}"/>')
+        if one.has_dots or len(stroke.line) == 1:
+            dots += [
+                f'<circle class="dot {one.kind}" cx="{percent(px)}" cy="{py:.1f}" r="3.5"/>'
+                for px, py in map(place, stroke.line)
             ]
-    return legend([(s.name, s.colour) for s in drawn]) + _svg(width, height, parts)
-
-
-def histogram(counts: Mapping[int, float], *, x_label: str, fill: str, width: int = 560, height: int = 250) -> str:
-    """One bar per integer, labelled with its share."""
-    total = sum(counts.values())
-    if total <= 0:
-        return _empty(width, height)
-    keys = range(min(counts), max(counts) + 1)
-    top = max(counts.values()) / total
-    slot = (width - _LEFT - _RIGHT) / len(keys)
-    inner = height - _TOP - _BOTTOM - 14
-    parts = []
-    for i, key in enumerate(keys):
-        share = counts.get(key, 0.0) / total
-        bar = inner * share / top
-        x, y = _LEFT + i * slot, height - _BOTTOM - bar
-        bar_width = min(slot * 0.7, 90)
-        centre = x + slot / 2
-        parts.append(
-            f'<rect x="{centre - bar_width / 2:.1f}" y="{y:.1f}" width="{bar_width:.1f}" height="{bar:.1f}" rx="2" '
-            f'fill="{fill}"><title>{number(counts.get(key, 0.0))} tokens</title></rect>'
-        )
-        parts.append(_text(centre, y - 5, f"{share:.1%}"))
-        parts.append(_text(centre, height - _BOTTOM + 16, str(key)))
-    parts.append(_text((width + _LEFT) / 2, height - 4, x_label, kind="axis"))
-    return _svg(width, height, parts)
-
-
-def stacked_bars(rows: Mapping[str, Mapping[str, float]], *, width: int = 1150) -> str:
-    """One bar of full length per process, divided by its states; shares of 6% and more are written on it."""
-    names_width, bar_height, gap = 130, 28, 10
-    parts, seen = [], dict[str, None]()
-    y = 4.0
-    for name, seconds in rows.items():
-        parts.append(_text(names_width - 10, y + bar_height / 2 + 4, name, anchor="end"))
-        x = float(names_width)
-        for state, share in shares(dict(seconds)):
-            seen[state] = None
-            part = share * (width - names_width)
-            tip = f"{name} {in_words(state)}: {seconds[state]:.2f} s, {share:.1%}"
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y:.0f}" width="{part:.2f}" height="{bar_height}" fill="{colour(state)}">'
-                f"<title>{escape(tip)}</title></rect>"
-            )
-            if share >= 0.06:
-                parts.append(_text(x + part / 2, y + bar_height / 2 + 4, f"{share:.0%}", kind="on-bar"))
-            x += part
-        y += bar_height + gap
-    if not seen:
-        return _empty(width, 60)
-    return legend([(in_words(state), colour(state)) for state in seen]) + _svg(width, round(y), parts)
-
-
-def gantt(rows: Sequence[Row], *, start_s: float, end_s: float, width: int = 1150) -> str:
-    """What each process did between two moments; instants are triangles above its row."""
-    names_width, bar_height, pitch = 130, 26, 46
-    height = pitch * len(rows) + 40
-    scale = (width - names_width - 10) / max(end_s - start_s, 1e-9)
-    parts, seen, has_marks = [], dict[str, None](), False
-
-    def at(seconds: float) -> float:
-        return names_width + (min(max(seconds, start_s), end_s) - start_s) * scale
-
-    for tick in ticks(0.0, end_s - start_s, 8):
-        if tick <= end_s - start_s:
-            x = at(start_s + tick)
-            parts.append(f'<line x1="{x:.1f}" y1="4" x2="{x:.1f}" y2="{height - 32}" class="grid"/>')
-            parts.append(_text(x, height - 18, f"{number(tick)} s"))
-    for i, row in enumerate(rows):
-        y = i * pitch + 14
-        parts.append(_text(names_width - 10, y + bar_height / 2 + 4, row.name, anchor="end"))
-        for bar in row.bars:
-            seen[bar.state] = None
-            x = at(bar.start_s)
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{max(at(bar.end_s) - x, 0.4):.2f}" height="{bar_height}" '
-                f'fill="{colour(bar.state)}"><title>{escape(bar.label)}</title></rect>'
-            )
-        for seconds, text in row.marks:
-            has_marks = True
-            x = at(seconds)
-            parts.append(
-                f'<path d="M{x - 5:.1f} {y - 10} h10 l-5 8 z" class="mark"><title>{escape(text)}</title></path>'
-                f'<line x1="{x:.1f}" y1="{y - 2}" x2="{x:.1f}" y2="{y + bar_height}" class="mark-line"/>'
-            )
-    if not seen:
-        return _empty(width, 60)
-    keys = [(in_words(state), colour(state)) for state in seen]
-    return legend(keys, marker="weights swapped or published" if has_marks else None) + _svg(width, height, parts)
-
-
-def legend(entries: Sequence[tuple[str, str]], marker: str | None = None) -> str:
-    """Names with their colours, as HTML in front of a plot; names of one colour share an entry."""
-    names: dict[str, list[str]] = {}
-    for name, shade in entries:
-        names.setdefault(shade, []).append(name)
-    items = [
-        f'<span><i style="background:{shade}"></i>{escape(" / ".join(own))}</span>' for shade, own in names.items()
+    levels = [height * (1.0 - up.at(value)) for value in limits.values()]
+    lines += [f'<polyline class="limit" points="{path([(0.0, level), (1.0, level)])}"/>' for level in levels]
+    parts = [
+        *(band_rect(band, across, height) for band in bands),
+        grid(up, height),
+        x_axis(across, x.label, height),
+        inner(lines, height),
+        *dots,
+        *_line_strips(series, across, x.label, height),
     ]
-    if marker is not None:
-        items.append(f"<span><b>&#9660;</b>{escape(marker)}</span>")
-    return f'<div class="legend">{"".join(items)}</div>'
+    names = line_legend(series, limits) if has_legend and (len(series) > 1 or limits) else ""
+    return names + plot(parts, title=title, about=_about(series, x), height=height, label=y.label)
 
 
-def thin(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> list[tuple[float, float]]:
+def scatter(
+    spots: Sequence[Spot], *, title: str, x: Axis, y: Axis, limits: Mapping[str, float] | None = None, height: int = 260
+) -> str:
+    """Points with standard errors; those of one hue are joined in their order. At least one."""
+    limits = limits or {}
+    across = scale_of([v for s in spots for v in (s.x - s.x_error, s.x + s.x_error)], x, most=5)
+    up = scale_of([v for s in spots for v in (s.y - s.y_error, s.y + s.y_error)] + list(limits.values()), y, most=5)
+
+    def down(value: float) -> float:
+        return height * (1.0 - up.at(value))
+
+    lines, dots = [], []
+    for level in map(down, limits.values()):
+        lines.append(f'<polyline class="limit" points="{path([(0.0, level), (1.0, level)])}"/>')
+    for hue in dict.fromkeys(spot.hue for spot in spots):
+        own = [spot for spot in spots if spot.hue == hue]
+        joined = path((across.at(spot.x), down(spot.y)) for spot in own)
+        lines.append(f'<polyline class="faint c{hue % NUM_HUES}" points="{joined}"/>')
+    for spot in spots:
+        kind, px, py = f"c{spot.hue % NUM_HUES}", across.at(spot.x), down(spot.y)
+        bars = [
+            [(across.at(spot.x - spot.x_error), py), (across.at(spot.x + spot.x_error), py)],
+            [(px, down(spot.y - spot.y_error)), (px, down(spot.y + spot.y_error))],
+        ]
+        lines += [f'<polyline class="error {kind}" points="{path(ends)}"/>' for ends in bars]
+        tip = f"{spot.name}\n{x.label} {number(spot.x)} ± {number(spot.x_error)}"
+        tip += f"\n{y.label} {number(spot.y)} ± {number(spot.y_error)}"
+        dots.append(
+            f'<circle class="{"hollow" if spot.is_hollow else "dot"} {kind}" cx="{percent(px)}" cy="{py:.1f}" r="5">'
+            f"<title>{escape(tip)}</title></circle>"
+        )
+    about = "; ".join(f"{s.name}: {x.label} {number(s.x)}, {y.label} {number(s.y)}" for s in spots)
+    parts = [grid(up, height), x_axis(across, x.label, height), inner(lines, height), *dots]
+    return plot(parts, title=title, about=about, height=height, label=y.label)
+
+
+# The pieces that plots are made of
+
+
+def plot(
+    parts: Iterable[str],
+    *,
+    title: str,
+    about: str,
+    height: float,
+    label: str = "",
+    left: int = 46,
+    right: int = 16,
+    has_axes: bool = True,
+) -> str:
+    """The drawing area. It is as wide as the page leaves it less `left` and `right` pixels, where labels stick out."""
+    name = f'<text class="axis" x="-{left}" y="-13">{escape(label)}</text>' if label else ""
+    kind = "plot" if has_axes else "plot bare"
+    return (
+        f'<svg class="{kind}" role="img" height="{height:g}" style="--left:{left}px;--right:{right}px">'
+        f"<title>{escape(title)}</title><desc>{escape(about)}</desc>{name}{''.join(parts)}</svg>"
+    )
+
+
+def inner(lines: Sequence[str], height: float) -> str:
+    """Lines and areas in units of (ACROSS, pixels), stretched over the drawing area; strokes keep their width."""
+    return (
+        f'<svg class="lines" viewBox="0 0 {ACROSS:g} {height:g}" width="100%" height="{height:g}" '
+        f'preserveAspectRatio="none">{"".join(lines)}</svg>'
+    )
+
+
+def path(places: Iterable[Point]) -> str:
+    """Places (0 to 1, pixels) as the points of a line within `inner`."""
+    return " ".join(f"{ACROSS * across:.4g},{down:.4g}" for across, down in places)
+
+
+def percent(place: float) -> str:
+    return f"{100 * place:.4g}%"
+
+
+def grid(up: Scale, height: float) -> str:
+    """Horizontal lines at the ticks, with their values on the left."""
+    return "".join(
+        f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text class="tick end" x="-7" y="{y + 4:.1f}">{escape(up.name(tick))}</text>'
+        for tick, y in ((tick, height * (1.0 - up.at(tick))) for tick in up.ticks)
+    )
+
+
+def x_axis(across: Scale, label: str, height: float) -> str:
+    marks = "".join(
+        f'<line class="grid" x1="{place}" x2="{place}" y1="{height:g}" y2="{height + 4:g}"/>'
+        f'<text class="tick mid" x="{place}" y="{height + 17:g}">{escape(across.name(tick))}</text>'
+        for tick, place in ((tick, percent(across.at(tick))) for tick in across.ticks)
+    )
+    return f'{marks}<text class="axis end" x="100%" y="{height + 33:g}">{escape(label)}</text>'
+
+
+def band_rect(band: Band, across: Scale, height: float) -> str:
+    start, end = across.at(band.start), across.at(band.end)
+    width = percent(max(end - start, 0.004))
+    return (
+        f'<rect class="band" x="{percent(start)}" width="{width}" height="{height:g}">'
+        f"<title>{escape(band.text)}</title></rect>"
+    )
+
+
+def strip(start: float, end: float, height: float, tip: str) -> str:
+    """An invisible stretch of a plot, places 0 to 1, that says `tip` when it is pointed at."""
+    return (
+        f'<rect class="strip" x="{percent(start)}" width="{percent(end - start)}" height="{height:g}">'
+        f"<title>{escape(tip)}</title></rect>"
+    )
+
+
+def legend(entries: Iterable[tuple[str, str, str]]) -> str:
+    """(name, class, colour or "") of what is drawn, as HTML in front of a plot."""
+    items = ""
+    for name, kind, colour in entries:
+        style = f' style="background-color:{colour}"' if colour else ""
+        items += f'<span><i class="key {kind}"{style}></i>{escape(name)}</span>'
+    return f'<div class="legend">{items}</div>' if items else ""
+
+
+def line_legend(series: Sequence[Series], limits: Iterable[str] = ()) -> str:
+    """The legend of a line chart."""
+    entries = [(one.name, f"{'spot' if one.has_dots else 'stroke'} {one.kind}", "") for one in series]
+    return legend([*entries, *((name, "stroke limit", "") for name in limits)])
+
+
+def empty(reason: str) -> str:
+    """In place of a plot that would have nothing in it."""
+    return f'<p class="empty">{escape(reason)}</p>'
+
+
+# Numbers
+
+
+def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """At most `most` points: means over equal runs of neighbours."""
-    size = math.ceil(len(points) / most)
-    if size <= 1:
-        return list(points)
-    runs = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
+    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs(points, most)]
+
+
+def runs(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
+    """`points` in at most `most` runs of neighbours of equal length, the last one perhaps shorter."""
+    size = max(1, math.ceil(len(points) / most))
+    return [points[i : i + size] for i in range(0, len(points), size)]
+
+
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """Each y as the mean of the `window` (odd) ones around it, of fewer at the ends, always as many on either side."""
+    sums = [0.0, *accumulate(y for _, y in points)]
+    last = len(points) - 1
+    found = []
+    for i, (x, _) in enumerate(points):
+        reach = min(window // 2, i, last - i)
+        found.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+    return found
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -201,6 +345,31 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten, or of a hundred and so on, around `low` to `high` where these are far apart; else 1, 2 and 5 times
+    powers of ten, or finer ones, so that at least two lie between."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if last - first > 3:
+        pitch = math.ceil((last - first) / 6)
+        return [10.0**power for power in range(first, last + 1) if power % pitch == 0]
+    for steps in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
+        marks = [m * 10.0**power for power in range(first, last + 1) for m in steps]
+        if sum(low <= mark <= high for mark in marks) > 1:
+            return marks
+    return ticks(low, high, 4)
+
+
+def tick_name(tick: float, gap: float) -> str:
+    """A tick `gap` from the next one; of no gap, on a logarithmic axis, as a power of ten where it is far from 1."""
+    if gap < 1e-4:
+        power = round(math.log10(abs(tick)), 9) if tick else 0.0
+        if power == round(power) and not -4 < power < 4:
+            return "10" + f"{power:.0f}".translate(_RAISED)
+        return number(tick)
+    decimals = next((d for d in range(4) if abs(gap * 10**d - round(gap * 10**d)) < 1e-6), 4)
+    return f"{tick if tick else 0.0:,.{decimals}f}"
+
+
 def number(value: float) -> str:
     """`value` with the digits a reader needs: 1,234 and 0.912 and 3."""
     if value == round(value) or abs(value) >= 1000:
@@ -208,21 +377,73 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _svg(width: int, height: int, parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
+# Lines
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "middle", kind: str = "tick") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
+@dataclass(frozen=True)
+class _Strokes:
+    line: list[Point]
+    faint: list[Point]
+    envelope: list[Point]
 
 
-def _grid_y(values: Sequence[float], places: Sequence[float], width: int) -> str:
-    return "".join(
-        f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{width - _RIGHT}" y2="{y:.1f}" class="grid"/>'
-        + _text(_LEFT - 8, y + 4, number(value), anchor="end")
-        for value, y in zip(values, places, strict=True)
+def _strokes(series: Series) -> _Strokes:
+    """What is drawn of a series: every point where there are few, else means and the band they were taken from."""
+    points = list(series.points)
+    window = series.smooth | 1
+    line = thin(smoothed(points, window) if window > 1 else points)
+    if len(points) <= MAX_POINTS:
+        return _Strokes(line, points if window > 1 else [], [])
+    parts = runs(points, MAX_POINTS)
+    tops = [(x, max(y for _, y in part)) for part, (x, _) in zip(parts, line, strict=True)]
+    bottoms = [(x, min(y for _, y in part)) for part, (x, _) in zip(parts, line, strict=True)]
+    return _Strokes(line, [], tops + bottoms[::-1])
+
+
+def _on_axis(series: Series, y: Axis) -> Series:
+    """A logarithm has no place for 0 and less."""
+    if not y.is_log:
+        return series
+    kept = [(x, v) for x, v in series.points if v > 0.0]
+    return Series(series.name, kept, series.hue, series.smooth, series.has_dots, series.is_dashed)
+
+
+def _line_strips(series: Sequence[Series], across: Scale, label: str, height: float) -> list[str]:
+    """Tooltips with the mean of each series between two borders, which lie between points where these are few."""
+    places = sorted({across.at(x) for one in series for x, _ in one.points})
+    if len(places) > MAX_STRIPS:
+        borders = [i / MAX_STRIPS for i in range(MAX_STRIPS + 1)]
+    else:
+        borders = [0.0, *((a + b) / 2 for a, b in pairwise(places)), 1.0]
+    told: list[list[str]] = [[] for _ in borders[1:]]
+    where: list[list[float]] = [[] for _ in borders[1:]]
+    for one in series:
+        inside: list[list[Point]] = [[] for _ in borders[1:]]
+        index = 0
+        for x, y in one.points:
+            while index < len(borders) - 2 and across.at(x) > borders[index + 1]:
+                index += 1
+            inside[index].append((x, y))
+        for i, own in enumerate(inside):
+            if own:
+                told[i].append(f"{one.name}: {number(sum(y for _, y in own) / len(own))}")
+                where[i] += [own[0][0], own[-1][0]]
+    return [
+        strip(borders[i], borders[i + 1], height, "\n".join([f"{label}: {_stretch(where[i])}", *lines]))
+        for i, lines in enumerate(told)
+        if lines
+    ]
+
+
+def _stretch(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
+def _about(series: Sequence[Series], x: Axis) -> str:
+    """For who cannot see it: where each line begins and ends."""
+    return ". ".join(
+        f"{one.name}: {number(one.points[0][1])} at {x.label} {number(one.points[0][0])}, "
+        f"{number(one.points[-1][1])} at {x.label} {number(one.points[-1][0])}"
+        for one in series
     )
-
-
-def _empty(width: int, height: int) -> str:
-    return _svg(width, height, [_text(width / 2, height / 2, "nothing recorded", kind="axis")])

@@ -1,0 +1,469 @@
+"""Several runs on one page: overlays on three clocks, win rate against KL, where their time went, what differed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from slipstream.core.disk import replace_file
+from slipstream.core.errors import ConfigError
+from slipstream.observe.display import duration
+from slipstream.observe.report.html import card, cards, document, items, part, table, text
+from slipstream.observe.report.learning import numbers
+from slipstream.observe.report.overview import idle_of, mean_staleness, status_of
+from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, read_run, rescaled
+from slipstream.observe.report.setup import as_saved, flat, meaning, shown
+from slipstream.observe.svg import Axis, Point, Series, Spot, empty, line_chart, line_legend, number, scatter, smoothed
+from slipstream.observe.svg_blocks import percent_name, state_bars
+
+MAX_RUNS = 14  # as many as lines can be told apart: seven colours, each whole and dashed
+COMPARISON_FILE = "comparison.html"
+NOT_COMPARED = ("recipe",)  # fields that say nothing about how a run went
+MENU = {
+    "overview": "In short",
+    "learning": "Learning",
+    "off-policy": "Off-policy",
+    "time": "Time",
+    "evaluation": "Evaluation",
+    "setup": "Setup",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run among others: what it is called here, and its colour."""
+
+    run: Run
+    name: str
+    hue: int
+
+
+def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> Path:
+    """Write one page about several runs to `out`, by default comparison.html in the working directory.
+
+    ConfigError for fewer than two, more than MAX_RUNS, or the same run twice.
+    """
+    places = [run_dir.resolve() for run_dir in run_dirs]
+    if len(set(places)) < len(places):
+        raise ConfigError("a run is compared with itself", got=", ".join(map(str, run_dirs)), allowed="different runs")
+    if not 2 <= len(places) <= MAX_RUNS:
+        raise ConfigError("runs to compare", got=f"{len(places)} of them", allowed=f"2 to {MAX_RUNS}")
+    names = short_names(places)
+    compared = [
+        Compared(read_run(run_dir), names[place], i)
+        for i, (run_dir, place) in enumerate(zip(run_dirs, places, strict=True))
+    ]
+    path = Path(COMPARISON_FILE) if out is None else out
+    replace_file(path, comparison_page(compared).encode())
+    return path
+
+
+def short_names(places: Sequence[Path]) -> dict[Path, str]:
+    """Folder -> as little of the end of its path as tells it from the others."""
+    depth = 1
+    while len({place.parts[-depth:] for place in places}) < len(places):
+        depth += 1
+    return {place: "/".join(place.parts[-depth:]) for place in places}
+
+
+def comparison_page(runs: Sequence[Compared]) -> str:
+    parts = {
+        "overview": _overview(runs),
+        "learning": _learning(runs),
+        "evaluation": _evaluation(runs),
+        "off-policy": _off_policy(runs),
+        "time": _time(runs),
+        "setup": _setup(runs),
+    }
+    menu = {anchor: MENU[anchor] for anchor, content in parts.items() if content}
+    recipes = list(dict.fromkeys(one.run.recipe for one in runs))
+    heading = f"<h1>{len(runs)} runs beside each other</h1><p>{text(' · '.join(recipes))}</p>"
+    return document(title=" | ".join(one.name for one in runs), heading=heading, menu=menu, body=parts.values())
+
+
+# In short
+
+
+def _overview(runs: Sequence[Compared]) -> str:
+    told = [*_faster(runs)]
+    if len({one.run.recipe for one in runs}) > 1:
+        told.append("The recipes differ, so rewards need not mean the same.")
+    for one in runs:
+        if (status := status_of(one.run)) != "done":
+            told.append(f"{one.name}: {status}, {len(one.run.history.steps)} steps so far.")
+    lead = "Every run has one colour on this page."
+    summary = card("What happened", "", items(told, kind="plain"), size="wide") if told else ""
+    note = "The best of each line is bold, where one is better than another."
+    outcomes = card("Outcomes", note, _outcomes(runs), size="wide")
+    return part("overview", "In short", lead, [_names(runs), summary, outcomes])
+
+
+def _names(runs: Sequence[Compared]) -> str:
+    """The runs with their colours and what sets each apart."""
+    chips = "".join(
+        f'<li><i class="key stroke {Series(one.name, [], one.hue).kind}"></i><b>{text(one.name)}</b> '
+        f"<span>{text(_dial(one.run))}</span></li>"
+        for one in runs
+    )
+    return f'<ul class="runs">{chips}</ul>'
+
+
+def _dial(run: Run) -> str:
+    """How asynchronous a run was."""
+    staleness, update = run.config.get("max_staleness"), run.config.get("weight_update")
+    if staleness is None:
+        return ""
+    return "synchronous" if staleness == 0 else f"staleness ≤ {staleness}, {str(update).replace('_', ' ')}"
+
+
+def _reward(run: Run, clock: Clock) -> list[Point]:
+    return smoothed(run.history.points("reward", clock), run.history.window())
+
+
+def common_reward(runs: Sequence[Run]) -> float | None:
+    """The highest smoothed reward that every one of them reached; None where their rewards are not the same thing."""
+    if any(run.recipe != runs[0].recipe or run.config.get("rewards") != runs[0].config.get("rewards") for run in runs):
+        return None
+    reached = [max((value for _, value in _reward(run, "step")), default=None) for run in runs]
+    return None if any(value is None for value in reached) else min(value for value in reached if value is not None)
+
+
+def time_to(run: Run, reward: float) -> float | None:
+    """Seconds since RL began at which the smoothed reward first was `reward`."""
+    return next((seconds for seconds, value in _reward(run, "time") if value >= reward), None)
+
+
+def _faster(runs: Sequence[Compared]) -> list[str]:
+    """Which run was first at a reward that all reached."""
+    target = common_reward([one.run for one in runs])
+    if target is None:
+        return []
+    times = {one.name: time_to(one.run, target) for one in runs}
+    found = sorted((seconds, name) for name, seconds in times.items() if seconds is not None)
+    first_s, first = found[0]
+    others = "".join(f", {name} {_span(s)} ({s / max(first_s, 1e-9):.2f} times as long)" for s, name in found[1:])
+    return [f"RL until a smoothed reward of {target:.3f}, which all reached: {first} {_span(first_s)}{others}."]
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A line of the table of outcomes; `best` picks the better of values, None where none is better."""
+
+    name: str
+    value: Callable[[Run], float | None]
+    words: Callable[[float], str]
+    best: Callable[..., float] | None = None
+
+
+def _accuracy(moment: str) -> Callable[[Run], float | None]:
+    def value(run: Run) -> float | None:
+        found = None if run.summary is None else getattr(run.summary.eval, moment)
+        return None if found is None else found.accuracy
+
+    return value
+
+
+def _wasted(run: Run) -> float | None:
+    trained = sum(run.history.clocks["tokens"][-1:])
+    return sum(run.wasted.values()) / trained if trained and run.times.balance is not None else None
+
+
+def _mean_ess(run: Run) -> float | None:
+    values = [value for _, value in run.history.points("ess")]
+    return fmean(values) if values else None
+
+
+def _outcomes(runs: Sequence[Compared]) -> str:
+    target = common_reward([one.run for one in runs])
+    lines = [
+        Outcome("held-out accuracy before, greedy", _accuracy("before"), "{:.1%}".format),
+        Outcome("held-out accuracy after, greedy", _accuracy("after"), "{:.1%}".format, max),
+        Outcome("steps", lambda run: float(len(run.history.steps)), number),
+        Outcome("whole run", lambda run: run.times.wall_s or None, _span),
+        Outcome("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, min),
+        Outcome(
+            f"RL until reward {number(target or 0.0)}",
+            lambda run: None if target is None else time_to(run, target),
+            _span,
+            min,
+        ),
+        Outcome(
+            "sampled tokens/s",
+            lambda run: run.summary.throughput.generated_tokens_per_s if run.summary else None,
+            number,
+        ),
+        Outcome(
+            "trained tokens/s",
+            lambda run: run.summary.throughput.trained_tokens_per_s if run.summary else None,
+            number,
+            max,
+        ),
+        Outcome(
+            "age of a trained token, mean",
+            lambda run: mean_staleness(run) if run.staleness else None,
+            "{:.2f} steps".format,
+        ),
+        Outcome(
+            "age of a trained token, most",
+            lambda run: float(max(run.staleness)) if run.staleness else None,
+            "{:.0f} steps".format,
+        ),
+        Outcome("effective sample size, mean", _mean_ess, percent_name),
+        Outcome("trainer waits", lambda run: idle_of(run, "trainer"), percent_name, min),
+        Outcome("generators wait", lambda run: idle_of(run, "generator"), percent_name, min),
+        Outcome("wasted tokens, of those trained on", _wasted, percent_name, min),
+        Outcome("alarms", lambda run: float(len(run.alarms)), number, min),
+    ]
+    return table(
+        ["", *(one.name for one in runs)], (row for line in lines if (row := _line(line, runs))), kind="outcomes"
+    )
+
+
+def _line(line: Outcome, runs: Sequence[Compared]) -> list[str]:
+    values = [line.value(one.run) for one in runs]
+    known = [value for value in values if value is not None]
+    if not known:
+        return []
+    best = line.best(known) if line.best is not None and min(known) != max(known) else None
+    shown_values = ["-" if value is None else line.words(value) for value in values]
+    cells = [
+        f"<b>{text(word)}</b>" if value == best and best is not None else text(word)
+        for word, value in zip(shown_values, values, strict=True)
+    ]
+    return [text(line.name), *cells]
+
+
+# Overlays
+
+
+def _learning(runs: Sequence[Compared]) -> str:
+    pictures = [
+        _clocks(runs, "Held-out accuracy", "eval_accuracy", "accuracy, greedy"),
+        _clocks(runs, "Reward", "reward", "reward of the batch"),
+        cards(
+            _overlay(
+                runs,
+                "Length of completions",
+                "completion_tokens_mean",
+                Axis("tokens", low=0.0),
+                "Means of the batches.",
+            ),
+            _overlay(
+                runs,
+                "Entropy",
+                "entropy",
+                Axis("nats per token", low=0.0),
+                "How undecided the policy is about the next token.",
+            ),
+            _overlay(
+                runs,
+                "KL to the reference",
+                "kl_reference_sum",
+                Axis("nats per completion", low=0.0),
+                "How far training has moved from the frozen reference.",
+            ),
+        ),
+    ]
+    lead = "More asynchronous runs need a few more steps and less time: that trade is what these pictures show."
+    return part("learning", "Who learns faster?", lead, pictures)
+
+
+def _clocks(runs: Sequence[Compared], title: str, name: str, label: str) -> str:
+    """One metric of all runs against steps, tokens and time."""
+    is_evaluated = name.startswith("eval_")
+    charts = []
+    for clock in CLOCKS:
+        longest = max((one.run.history.clocks[clock][-1] for one in runs if one.run.history.steps), default=0.0)
+        axis, divisor = clock_axis(clock, longest)
+        series = rescaled([_series(one, name, clock) for one in runs], divisor)
+        if not any(one.points for one in series):
+            return ""
+        charts.append(
+            line_chart(
+                series, title=f"{title} by {axis.label}", x=axis, y=Axis(label, low=0.0), has_legend=False, height=220
+            )
+        )
+    series = [_series(one, name, "step") for one in runs]
+    window = max(one.run.history.window() for one in runs)
+    note = "The same lines by steps, by tokens trained on and by time since RL began, warm start excluded."
+    if window > 1 and not is_evaluated:
+        note += f" Means of {window} neighbouring steps."
+    content = line_legend(series) + f'<div class="triple">{"".join(f"<div>{chart}</div>" for chart in charts)}</div>'
+    return card(title, note, content, size="wide", details=numbers(series, "step"))
+
+
+def _series(one: Compared, name: str, clock: Clock) -> Series:
+    history = one.run.history
+    if name.startswith("eval_"):
+        return Series(one.name, history.evaluated(name, clock), one.hue, has_dots=True)
+    return Series(one.name, smoothed(history.points(name, clock), history.window()), one.hue)
+
+
+def _overlay(runs: Sequence[Compared], title: str, name: str, y: Axis, note: str) -> str:
+    series = [_series(one, name, "step") for one in runs if one.run.history.has(name)]
+    if not series:
+        return ""
+    chart = line_chart(series, title=title, x=Axis("step"), y=y, missing="None of the runs measured it.")
+    return card(title, note, chart, details=numbers(series, "step"))
+
+
+def _off_policy(runs: Sequence[Compared]) -> str:
+    ages = [
+        Series(
+            one.name,
+            [(float(lag), count / sum(one.run.staleness.values())) for lag, count in one.run.staleness.items()],
+            one.hue,
+            has_dots=True,
+        )
+        for one in runs
+        if one.run.staleness
+    ]
+    chart = line_chart(
+        ages,
+        title="Age of trained tokens",
+        x=Axis("age in steps", low=0.0),
+        y=Axis("share of tokens", low=0.0, is_share=True),
+    )
+    note = "How many versions of the policy a token was behind when it was trained on; a synchronous run has all at 0."
+    pictures = cards(
+        card("Age of the trained tokens", note, chart, details=numbers(ages, "age")) if ages else "",
+        _overlay(
+            runs,
+            "Age, step by step",
+            "staleness_mean",
+            Axis("steps, mean of the batch", low=0.0),
+            "Flat is a pipeline in balance.",
+        ),
+        _overlay(
+            runs,
+            "Drift within a batch",
+            "kl_k3",
+            Axis("KL(sampler ‖ trained), nats per token", low=0.0),
+            "How far the trained policy is from the one that sampled. From 0.1 on, the batch is no longer its own.",
+        ),
+        _overlay(
+            runs,
+            "Effective sample size",
+            "ess",
+            Axis("share of the batch", high=1.0, is_share=True),
+            "How much of a batch still counts after the correction.",
+        ),
+    )
+    return part("off-policy", "Whose data was older?", "What the speed costs, if it costs anything.", [pictures])
+
+
+def _time(runs: Sequence[Compared]) -> str:
+    rows: dict[str, Mapping[str, float]] = {}
+    sides = list(dict.fromkeys(name for one in runs for name in one.run.times.loop if name != "controller"))
+    for process in sides:
+        for one in runs:
+            seconds = one.run.times.loop.get(process)
+            if seconds is not None:
+                count = max(1, len(one.run.times.spans))
+                rows[f"{process} · {one.name}"] = {state: value / count for state, value in seconds.items()}
+    chart = state_bars(
+        rows,
+        title="Seconds of a step by process, run and state",
+        is_scaled=True,
+        missing="There are no timelines of these runs.",
+    )
+    told = [f"{one.name}: {one.run.times.verdict}" for one in runs if one.run.times.verdict]
+    note = "The length of a bar is a step's time, the mean over all of them; orange and red is waiting."
+    pictures = [
+        card("What a step is spent on", note, chart, size="wide"),
+        card("What holds each of them up", "", items(told, kind="plain"), size="wide") if told else "",
+        cards(
+            _overlay(
+                runs,
+                "Time of a step",
+                "step_s",
+                Axis("seconds", low=0.0),
+                "From the end of one step to the end of the next.",
+            ),
+            _overlay(runs, "Trained on", "trained_tokens_per_s", Axis("tokens per second", low=0.0), "By the trainer."),
+        ),
+    ]
+    return part("time", "Whose time went where?", "Two runs of the same steps differ by what they wait for.", pictures)
+
+
+def _evaluation(runs: Sequence[Compared]) -> str:
+    """Win rate against KL: what was gained, and how far the policy had to move for it."""
+    spots = []
+    for one in runs:
+        for moment in ("before", "after"):
+            found = (one.run.evaluation or {}).get(moment)
+            if found is None or found["drift"]["kl"] is None or "win_rate" not in found["gold"]:
+                continue
+            rate, moved = found["gold"]["win_rate"], found["drift"]["kl"]["per_sequence"]
+            if rate["mean"] is None or moved["mean"] is None:
+                continue
+            spots.append(
+                Spot(
+                    f"{one.name}, {moment} RL",
+                    moved["mean"],
+                    rate["mean"],
+                    one.hue,
+                    moved["standard_error"] or 0.0,
+                    rate["standard_error"] or 0.0,
+                    is_hollow=moment == "before",
+                )
+            )
+    if not spots:
+        return ""
+    chart = scatter(
+        spots,
+        title="Gold win rate against KL",
+        x=Axis("KL to the reference, nats per completion", low=0.0),
+        y=Axis("gold win rate", low=0.0, is_share=True),
+        limits={"as good as the references": 0.5},
+    )
+    rows = [[text(s.name), f"{s.x:.2f} ± {s.x_error:.2f}", f"{s.y:.1%} ± {s.y_error:.1%}"] for s in spots]
+    note = (
+        "Hollow before RL, full after it, with standard errors. Up is better; far to the right and not up: the policy "
+        "has learned what the reward likes and gold does not."
+    )
+    legend = line_legend(
+        [Series(one.name, [], one.hue, has_dots=True) for one in runs if any(s.hue == one.hue for s in spots)]
+    )
+    measured = table(["", "KL", "gold win rate"], rows, kind="numbers")
+    return part(
+        "evaluation",
+        "What was gained, at what price?",
+        "Measured by the evaluation at the end, on held-out prompts.",
+        [
+            cards(
+                card("Gold win rate against KL", note, legend + chart),
+                card("The same in numbers", "Means ± standard errors.", measured),
+            )
+        ],
+    )
+
+
+def _setup(runs: Sequence[Compared]) -> str:
+    rows = [
+        [f"<code>{text(name)}</code>", *(text(shown(value)) for value in values), text(meaning(name))]
+        for name, values in differing_fields([one.run for one in runs]).items()
+    ]
+    head = ["field", *(one.name for one in runs), "what it is"]
+    note = "Fields of the configuration in which the runs differ; all others are equal."
+    content = table(head, rows, kind="config", stacks=True) or empty("None: the runs have one configuration.")
+    return part(
+        "setup",
+        "What was different?",
+        "Whatever differs in the pictures comes from here, or from chance.",
+        [card("Configuration", note, content, size="wide")],
+    )
+
+
+def differing_fields(runs: Sequence[Run]) -> dict[str, list[object]]:
+    """Field -> its value in each run, where these differ."""
+    tables = [flat(run.config) for run in runs]
+    names = dict.fromkeys(name for fields in tables for name in fields if name not in NOT_COMPARED)
+    found = {name: [as_saved(fields.get(name)) for fields in tables] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

@@ -1,0 +1,161 @@
+"""Is it learning? Reward and accuracy against three clocks, and what usually explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from slipstream.core.config import AlarmName
+from slipstream.observe.report.html import card, cards, folded, part, table, text
+from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, rescaled
+from slipstream.observe.svg import Axis, Band, Series, line_chart, line_legend, number, thin
+
+PARTS = "reward_parts/"
+BLUE, GREEN, ORANGE, PURPLE = 0, 2, 1, 3
+TABLE_ROWS = 12
+
+
+def learning(run: Run) -> str:
+    history = run.history
+    window = history.window()
+    smooth = f" The thick line is the mean of {window} neighbouring steps." if window > 1 else ""
+    pictures = [
+        _clocks(run, smooth),
+        cards(_terms(run), _signal(run), _lengths(run), _entropy(run), _gradient(run), *_critic(run)),
+    ]
+    return part(
+        "learning", "Is it learning?", "Up and to the left is good, and the held-out lines are the proof.", pictures
+    )
+
+
+def reward_series(run: Run, clock: Clock) -> list[Series]:
+    history = run.history
+    found = [
+        Series("reward of each batch", history.points("reward", clock), BLUE, smooth=history.window()),
+        Series("held-out accuracy, greedy", history.evaluated("eval_accuracy", clock), GREEN, has_dots=True),
+        Series("held-out accuracy, sampled", history.evaluated("eval_sampled_accuracy", clock), ORANGE, has_dots=True),
+    ]
+    return [series for series in found if series.points]
+
+
+def _clocks(run: Run, smooth: str) -> str:
+    charts = []
+    for clock in CLOCKS:
+        longest = max(run.history.clocks[clock], default=0.0)
+        axis, divisor = clock_axis(clock, longest)
+        series = rescaled(reward_series(run, clock), divisor)
+        bands = alarm_bands(run, ()) if clock == "step" else ()
+        charts.append(
+            line_chart(
+                series,
+                title=f"Reward and accuracy by {axis.label}",
+                x=axis,
+                y=Axis("reward and accuracy", low=0.0),
+                bands=bands,
+                has_legend=False,
+                missing="No step is done yet.",
+            )
+        )
+    series = reward_series(run, "step")
+    if not series:
+        return card("Reward and accuracy", "", charts[0], size="wide")
+    note = (
+        "The same lines by steps, by tokens trained on, and by time since the first prompt was handed out: "
+        f"data and hours are what a step costs.{smooth}"
+    )
+    content = line_legend(series) + f'<div class="triple">{"".join(f"<div>{chart}</div>" for chart in charts)}</div>'
+    return card("Reward and accuracy", note, content, size="wide", details=numbers(series, "step"))
+
+
+def _terms(run: Run) -> str:
+    """What each of several reward terms said: where one is only measured, over-optimisation of the others shows."""
+    names = run.history.names(PARTS)
+    if len(names) < 2:
+        return ""
+    series = [
+        Series(name.removeprefix(PARTS), run.history.points(name), hue, smooth=run.history.window())
+        for hue, name in zip(count(), names, strict=False)
+    ]
+    note = "Terms of weight 0 are only measured: one that falls while the reward rises says what the reward cannot see."
+    return chart_card("Reward by term", note, series, Axis("mean of the batch"))
+
+
+def _signal(run: Run) -> str:
+    points = [(x, 1.0 - share) for x, share in run.history.points("no_signal_frac")]
+    series = [Series("groups with signal", points, BLUE, smooth=run.history.window())]
+    note = "Groups whose answers are all right or all wrong teach nothing. Near 0, harder or easier prompts are needed."
+    axis = Axis("share of groups", low=0.0, high=1.0, is_share=True)
+    return chart_card("Groups that can teach", note, series, axis, alarm_bands(run, ("no_signal",)))
+
+
+def _lengths(run: Run) -> str:
+    series = [Series("mean length", run.history.points("completion_tokens_mean"), BLUE, smooth=run.history.window())]
+    limit = run.config.get("generator", {}).get("max_new_tokens")
+    bands = alarm_bands(run, ("length_hacking", "truncation_growing"))
+    cut = run.history.last("truncated_frac")
+    note = "If it climbs with the reward, read what is written."
+    if limit:
+        note = f"At most {limit} are allowed. " + note
+    if cut is not None:
+        note += f" Cut off at the limit in the last step: {cut:.1%}."
+    return chart_card("Length of completions", note, series, Axis("tokens", low=0.0), bands)
+
+
+def _entropy(run: Run) -> str:
+    series = [Series("entropy", run.history.points("entropy"), PURPLE, smooth=run.history.window())]
+    note = "How undecided the policy is about the next token. At 0 it tries nothing new any more."
+    return chart_card("Entropy", note, series, Axis("nats per token", low=0.0), alarm_bands(run, ("entropy_collapse",)))
+
+
+def _gradient(run: Run) -> str:
+    series = [Series("gradient norm", run.history.points("grad_norm"), BLUE, smooth=run.history.window())]
+    note = "Single spikes happen; again and again means single tokens rule the update. Before clipping."
+    axis = Axis("norm, logarithmic", is_log=True)
+    return chart_card("Size of the gradient", note, series, axis, alarm_bands(run, ("grad_norm_spikes",)))
+
+
+def _critic(run: Run) -> Iterable[str]:
+    if not run.history.has("explained_variance"):
+        return
+    window = run.history.window()
+    series = [Series("explained variance", run.history.points("explained_variance"), GREEN, smooth=window)]
+    note = "1 is a critic that foresees every return, 0 one that knows no more than their mean, below 0 it misleads."
+    axis = Axis("share of the returns' variance", high=1.0)
+    yield chart_card("What the critic foresees", note, series, axis, limits={"as good as the mean": 0.0})
+
+
+def chart_card(
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    y: Axis,
+    bands: Sequence[Band] = (),
+    *,
+    limits: dict[str, float] | None = None,
+    x: str = "step",
+) -> str:
+    """A line chart over steps in a card; nothing where there are no points."""
+    series = [one for one in series if one.points]
+    if not series:
+        return ""
+    chart = line_chart(series, title=title, x=Axis(x), y=y, bands=bands, limits=limits)
+    return card(title, note, chart, details=numbers(series, x))
+
+
+def alarm_bands(run: Run, names: Iterable[AlarmName]) -> list[Band]:
+    """The steps in which one of these alarms was on."""
+    last = run.history.clocks["step"][-1] if run.history.steps else 0.0
+    chosen = [alarm for alarm in run.alarms if alarm.name in names]
+    return [Band(float(a.began), last if a.ended is None else float(a.ended), f"alarm {a.name}") for a in chosen]
+
+
+def numbers(series: Sequence[Series], label: str) -> str:
+    """The lines of a chart as a table, thinned to a few rows, for who would rather read, or cannot see."""
+    rows: dict[float, dict[str, float]] = {}
+    for one in series:
+        for x, y in thin(one.points, TABLE_ROWS):
+            rows.setdefault(x, {})[one.name] = y
+    body = (
+        [text(number(x)), *(number(rows[x][s.name]) if s.name in rows[x] else "" for s in series)] for x in sorted(rows)
+    )
+    return folded("Numbers", table([label, *(one.name for one in series)], body, kind="numbers"))

@@ -1,0 +1,226 @@
+"""What the files of a run say, in the shape in which the report draws it. Bounded work, however long the run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.recipes import read_toml
+from slipstream.observe.evaluation import EVALUATION_FILE
+from slipstream.observe.health import ALARMS_FILE, AlarmSpan, read_alarms, spans
+from slipstream.observe.jsonl import sample_jsonl
+from slipstream.observe.metrics import Metrics, read_metrics
+from slipstream.observe.recorder import Outcome, RolloutLine
+from slipstream.observe.report.times import Times, read_times
+from slipstream.observe.samples import Sample, read_samples
+from slipstream.observe.summary import Summary, read_summary
+from slipstream.observe.svg import Axis, Point, Series
+
+Clock = Literal["step", "tokens", "time"]
+CLOCKS: tuple[Clock, ...] = ("step", "tokens", "time")
+MAX_SAMPLES = 12
+STALENESS = "staleness_tokens/lag_"
+RATIOS = "ratio_share/"
+
+
+class Length(msgspec.Struct, frozen=True):
+    """What the lengths need of a line of `rollouts.jsonl`."""
+
+    step: int | None
+    outcome: Outcome
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class History:
+    """The lines of `metrics.jsonl`: of steps, and of evaluations. x is what a `Clock` shows when a step is done.
+
+    `tokens` counts those trained on; `time` is seconds since RL began (its first admission), the warm start excluded.
+    """
+
+    steps: list[Metrics]
+    evaluations: list[Metrics]
+
+    @classmethod
+    def of(cls, lines: Sequence[Metrics]) -> History:
+        return cls([m for m in lines if is_number(m.get("step_s"))], [m for m in lines if m.get("step_s") is None])
+
+    @cached_property
+    def clocks(self) -> dict[Clock, list[float]]:
+        """Of each step."""
+        began_s = self.steps[0]["wall_s"] - self.steps[0]["step_s"] if self.steps else 0.0
+        tokens, total = [], 0.0
+        for line in self.steps:
+            total += line.get("tokens_trained") or 0.0
+            tokens.append(total)
+        return {
+            "step": [float(line["step"]) for line in self.steps],
+            "tokens": tokens,
+            "time": [line["wall_s"] - began_s for line in self.steps],
+        }
+
+    @cached_property
+    def _made(self) -> dict[int, int]:
+        """Version -> index of the step that made it."""
+        return {int(line["version"]): index for index, line in enumerate(self.steps)}
+
+    def points(self, name: str, clock: Clock = "step") -> list[Point]:
+        """A metric of the steps; what is missing or was no number is left out."""
+        xs = self.clocks[clock]
+        return [(x, float(line[name])) for x, line in zip(xs, self.steps, strict=True) if is_number(line.get(name))]
+
+    def evaluated(self, name: str, clock: Clock = "step") -> list[Point]:
+        """A metric of the evaluations, at what the clock showed when the version it is of was made."""
+        found: dict[float, float] = {}
+        for line in self.evaluations:
+            if is_number(line.get(name)):
+                version = int(line["version"])
+                index = self._made.get(version)
+                if index is None and version > 0 and clock != "step":
+                    continue
+                x = float(version) if clock == "step" else 0.0 if index is None else self.clocks[clock][index]
+                found[x] = float(line[name])
+        return sorted(found.items())
+
+    def names(self, prefix: str) -> list[str]:
+        """Metrics that begin so, in their order."""
+        return list(dict.fromkeys(name for line in self.steps for name in line if name.startswith(prefix)))
+
+    def has(self, name: str) -> bool:
+        return any(is_number(line.get(name)) for line in self.steps)
+
+    def window(self) -> int:
+        """How many neighbours a noisy curve of this many steps is smoothed over."""
+        return max(3, len(self.steps) // 15 | 1) if len(self.steps) >= 20 else 1
+
+    def last(self, name: str) -> float | None:
+        return next((float(line[name]) for line in reversed(self.steps) if is_number(line.get(name))), None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the report sees it; `summary` is None as long as it goes on, and where it was killed."""
+
+    path: Path
+    config: dict[str, Any]
+    history: History
+    summary: Summary | None
+    times: Times
+    samples: list[Sample]
+    alarms: list[AlarmSpan]
+    lengths: list[Length]
+    evaluation: Mapping[str, Any] | None
+    written_s: float  # seconds since the newest line of metrics.jsonl
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def recipe(self) -> str:
+        return str(self.config.get("recipe", self.name))
+
+    @property
+    def wasted(self) -> dict[str, int]:
+        """Tokens by cause, those that there were; empty where it is not known."""
+        balance = self.times.balance
+        return {} if balance is None else {cause: tokens for cause, tokens in balance.wasted_tokens.items() if tokens}
+
+    @property
+    def bound(self) -> int | None:
+        """What the schedule promises of staleness, None where that is nothing or not known yet."""
+        return None if self.summary is None else self.summary.staleness.bound
+
+    @cached_property
+    def staleness(self) -> dict[int, float]:
+        """Tokens trained on, by staleness in steps."""
+        counts: Counter[int] = Counter()
+        for line in self.history.steps:
+            for name, count in line.items():
+                if name.startswith(STALENESS):
+                    counts[int(name.removeprefix(STALENESS))] += count
+        return dict(sorted(counts.items()))
+
+
+def check_run(run_dir: Path) -> None:
+    """ConfigError where `run_dir` is no folder of a run."""
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise ConfigError(f"'{run_dir}' is no run: it has no metrics.jsonl", hint="give the folder of a run")
+
+
+def read_run(run_dir: Path) -> Run:
+    """Everything the report needs. What is missing is empty; SlipstreamError for a damaged file, torn ends excepted."""
+    config_path, summary_path = run_dir / "config.toml", run_dir / "summary.json"
+    metrics_path, evaluation_path = run_dir / "metrics.jsonl", run_dir / EVALUATION_FILE
+    summary = read_summary(summary_path) if summary_path.exists() else None
+    written_s = metrics_path.stat().st_mtime if metrics_path.exists() else 0.0
+    evaluation: Mapping[str, Any] | None = summary.evaluation if summary else None
+    if evaluation is None and evaluation_path.exists():
+        evaluation = read_json(evaluation_path)
+    history = History.of(read_metrics(metrics_path))
+    return Run(
+        path=run_dir,
+        config=read_toml(config_path) if config_path.exists() else {},
+        history=history,
+        summary=summary,
+        times=read_times(run_dir, history.steps, summary),
+        samples=(read_samples(run_dir / "samples.json") or _trained_samples(run_dir))[:MAX_SAMPLES],
+        alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
+        lengths=list(sample_jsonl(run_dir / "rollouts.jsonl", Length)),
+        evaluation=evaluation,
+        written_s=max(0.0, time.time() - written_s),
+    )
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (ValueError, RecursionError) as error:
+        raise SlipstreamError(f"{path.name} is damaged", got=error, hint=f"inspect {path}") from error
+    return found
+
+
+def _trained_samples(run_dir: Path) -> list[Sample]:
+    """Where no held-out samples were saved: completions of the first and of the last training steps."""
+    lines = [
+        line
+        for line in sample_jsonl(run_dir / "rollouts.jsonl", RolloutLine, most_bytes=1 << 22)
+        if line.sample == 0 and line.step is not None
+    ]
+    half = min(MAX_SAMPLES // 2, len(lines) // 2)
+    first = [Sample(a.prompt, a.answer, a.completion, None, before_reward=a.reward) for a in lines[:half]]
+    last = lines[len(lines) - half :]
+    return first + [Sample(b.prompt, b.answer, None, b.completion, after_reward=b.reward) for b in last]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def clock_axis(clock: Clock, longest: float) -> tuple[Axis, float]:
+    """The axis of a clock that goes up to `longest`, and what its values are divided by for it."""
+    if clock == "step":
+        return Axis("step"), 1.0
+    if clock == "tokens":
+        return Axis("tokens trained on"), 1.0
+    unit, divisor = time_unit(longest)
+    return Axis(f"{unit} since RL began"), divisor
+
+
+def time_unit(longest_s: float) -> tuple[str, float]:
+    """The unit in which a stretch of time is told, and its seconds."""
+    units = (("seconds", 1.0, 180.0), ("minutes", 60.0, 180 * 60.0), ("hours", 3600.0, 96 * 3600.0))
+    return next(((name, length) for name, length, most in units if longest_s <= most), ("days", 86400.0))
+
+
+def rescaled(series: Sequence[Series], divisor: float) -> list[Series]:
+    """The same in other units of x."""
+    return [replace(one, points=[(x / divisor, y) for x, y in one.points]) if divisor != 1.0 else one for one in series]

@@ -1,0 +1,371 @@
+"""Plots made of blocks: heat maps, stacked areas, bars divided by states, Gantt charts. See `svg.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from operator import itemgetter
+
+from slipstream.observe.states import colour, in_words, kind, shares
+from slipstream.observe.svg import (
+    MAX_STRIPS,
+    Axis,
+    Scale,
+    empty,
+    grid,
+    inner,
+    legend,
+    number,
+    path,
+    percent,
+    plot,
+    scale_of,
+    strip,
+    x_axis,
+)
+
+MAX_COLUMNS = MAX_STRIPS
+LETTER = 6.6  # pixels of a letter on a bar
+NARROW = 330.0  # pixels of a bar on a phone: what is written on it must fit there
+GANTT_WIDTH = 680.0  # pixels: the narrowest Gantt chart (`.gantt` in the style sheet scrolls)
+CELLS = 1600  # of a Gantt row: shorter stretches of time are drawn as whatever takes most of such a cell
+SHADES = 20
+LEGEND_SHARE = 0.01
+HATCHED = 0.004  # of the width: narrower blocks have no room for stripes
+
+
+@dataclass(frozen=True)
+class Column:
+    """What was counted between `start` and `end` of the x axis, by row (heat map) or by state (stacked areas)."""
+
+    start: float
+    end: float
+    counts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of a Gantt row, in seconds. `text` is written on it where there is room."""
+
+    state: str
+    start_s: float
+    end_s: float
+    label: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A process in the Gantt chart. `marks` are (seconds, text) of instants."""
+
+    name: str
+    bars: Sequence[Bar]
+    marks: Sequence[tuple[float, str]]
+
+
+def heat_map(
+    columns: Sequence[Column],
+    rows: Sequence[str],
+    *,
+    title: str,
+    x: Axis,
+    label: str,
+    left: int = 46,
+    lines_above: Mapping[str, str] | None = None,
+    missing: str = "Nothing was measured.",
+) -> str:
+    """How a whole is divided among `rows` (from the bottom up), column by column: the darker, the larger the share.
+
+    On the right, each row's share of everything. `lines_above` draws a named line over a row.
+    """
+    columns = merged(columns, MAX_COLUMNS)
+    totals = _totals(columns)
+    everything = sum(totals.values())
+    if everything <= 0.0:
+        return empty(missing)
+    pitch = max(15.0, min(64.0, 195.0 / len(rows)))
+    height = pitch * len(rows)
+    across = scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
+    tops = {row: height - pitch * (i + 1) for i, row in enumerate(rows)}
+    parts = []
+    for row, top in tops.items():
+        name = f'<text class="tick end" x="-7" y="{top + pitch / 2 + 4:.1f}">{escape(row)}</text>'
+        share = totals.get(row, 0.0) / everything
+        parts.append(
+            f'{name}<text class="tick" x="100%" dx="7" y="{top + pitch / 2 + 4:.1f}">{percent_name(share)}</text>'
+        )
+        shades = [(_shade(column.counts, row), column) for column in columns]
+        for shade, run in groupby(shades, key=itemgetter(0)):
+            own = [column for _, column in run]
+            start, end = across.at(own[0].start), across.at(own[-1].end)
+            if shade:
+                parts.append(
+                    f'<rect class="heat" x="{percent(start)}" y="{top:.1f}" width="{percent(end - start)}" '
+                    f'height="{pitch:.1f}" fill-opacity="{shade / SHADES:g}"/>'
+                )
+    for row, name in (lines_above or {}).items():
+        parts.append(
+            f'<line class="limit" x1="0" x2="100%" y1="{tops[row]:.1f}" y2="{tops[row]:.1f}"/>'
+            f'<text class="tick end" x="100%" dx="-4" y="{tops[row] - 4:.1f}">{escape(name)}</text>'
+        )
+    for column in columns:
+        whole = sum(column.counts.values())
+        if whole > 0.0:
+            told = [
+                f"{row}: {percent_name(column.counts[row] / whole)}" for row in reversed(rows) if column.counts.get(row)
+            ]
+            parts.append(strip(*_places(column, across), height, "\n".join([_where(column, x.label), *told])))
+    parts += [f'<rect class="frame" width="100%" height="{height:g}"/>', x_axis(across, x.label, height)]
+    about = "Of everything: " + ", ".join(f"{row} {percent_name(totals.get(row, 0.0) / everything)}" for row in rows)
+    head = '<text class="axis" x="100%" dx="7" y="-13">all</text>'
+    return shade_key() + plot([head, *parts], title=title, about=about, height=height, label=label, left=left, right=48)
+
+
+def areas(
+    columns: Sequence[Column],
+    *,
+    title: str,
+    x: Axis,
+    order: Sequence[str],
+    height: int = 150,
+    missing: str = "Nothing was recorded.",
+) -> str:
+    """How a process's time is divided among states, column by column; `order` from the bottom up."""
+    columns = [c for c in merged(columns, MAX_COLUMNS) if sum(c.counts.values()) > 0.0]
+    states = [state for state in order if any(column.counts.get(state, 0.0) > 0.0 for column in columns)]
+    if not states:
+        return empty(missing)
+    across = scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
+    up = scale_of([0.0, 1.0], Axis("", is_share=True), most=4)
+    tops = [0.0] * len(columns)
+    shapes = []
+    for state in states:
+        upper, lower = [], []
+        for i, column in enumerate(columns):
+            start, end = across.at(column.start), across.at(column.end)
+            bottom, tops[i] = tops[i], tops[i] + column.counts.get(state, 0.0) / sum(column.counts.values())
+            upper += [(start, height * (1 - tops[i])), (end, height * (1 - tops[i]))]
+            lower += [(start, height * (1 - bottom)), (end, height * (1 - bottom))]
+        outline = path(upper + lower[::-1])
+        pale = ' class="pale"' if _is_pale(state) else ""
+        shapes.append(f'<polygon points="{outline}" fill="{colour(state)}"{pale}/>')
+    parts = [inner(shapes, height), grid(up, height), x_axis(across, x.label, height)]
+    for column in columns:
+        whole = sum(column.counts.values())
+        told = [
+            f"{in_words(s)}: {percent_name(column.counts[s] / whole)}" for s in reversed(states) if column.counts.get(s)
+        ]
+        parts.append(strip(*_places(column, across), height, "\n".join([_where(column, x.label), *told])))
+    totals = _totals(columns)
+    everything = sum(totals.values())
+    about = ", ".join(f"{in_words(state)} {percent_name(totals[state] / everything)}" for state in states)
+    return plot(parts, title=title, about=about, height=height, label="share of its time")
+
+
+def state_bars(
+    rows: Mapping[str, Mapping[str, float]],
+    *,
+    title: str,
+    is_scaled: bool = False,
+    missing: str = "Nothing was recorded.",
+) -> str:
+    """A bar per process, divided by its states in seconds, largest first: of full length, or, `is_scaled`, as long as
+    its seconds, which are then told. The legend leaves out what takes less than LEGEND_SHARE of every bar."""
+    pitch, bar = 50, 24
+    longest_s = max((sum(seconds.values()) for seconds in rows.values()), default=0.0)
+    parts, told = [], []
+    seen: dict[str, None] = {}
+    y = 0
+    for name, seconds in rows.items():
+        found = shares(seconds)
+        if not found:
+            continue
+        length = sum(seconds.values()) / longest_s if is_scaled else 1.0
+        total = f" {number(sum(seconds.values()))} s" if is_scaled else ""
+        parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(name)}<tspan class="soft">{total}</tspan></text>')
+        at = 0.0
+        for state, share in found:
+            if share >= LEGEND_SHARE:
+                seen[state] = None
+            width = share * length
+            tip = f"{name}: {in_words(state)} {number(seconds[state])} s, {percent_name(share)}"
+            parts.append(block(at, y + 19, width, bar, state, tip))
+            for words in (f"{in_words(state)} {share:.0%}", f"{share:.0%}"):
+                if len(words) * LETTER + 6 <= width * NARROW:
+                    parts.append(on_bar(at + width / 2, y + 19 + bar / 2 + 4, words, state))
+                    break
+            at += width
+        y += pitch
+        told.append(
+            f"{name}{total}: " + ", ".join(f"{in_words(state)} {percent_name(share)}" for state, share in found[:4])
+        )
+    if not parts:
+        return empty(missing)
+    about = "; ".join(told)
+    return state_legend(seen) + plot(parts, title=title, about=about, height=y, left=0, right=0, has_axes=False)
+
+
+def gantt(
+    rows: Sequence[Row],
+    *,
+    title: str,
+    start_s: float,
+    end_s: float,
+    origin: str = "",
+    missing: str = "Nothing was recorded.",
+) -> str:
+    """What each process did between two moments, counted from `origin`; instants are triangles under a row."""
+    rows = [row for row in rows if row.bars]
+    if not rows or end_s <= start_s:
+        return empty(missing)
+    pitch, bar = 56, 22
+    height = pitch * len(rows)
+    length_s = end_s - start_s
+    unit, divisor = ("milliseconds", 1e-3) if length_s < 1.0 else ("seconds", 1.0)
+    across = scale_of([0.0, length_s / divisor], Axis(""), most=8, is_fitted=True)
+    parts = [
+        f'<line class="grid" x1="{percent(across.at(t))}" x2="{percent(across.at(t))}" y1="0" y2="{height}"/>'
+        for t in across.ticks
+    ]
+    seen: dict[str, None] = {}
+    for i, row in enumerate(rows):
+        y = i * pitch
+        parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(row.name)}</text>')
+        for one in cells(row.bars, start_s, end_s):
+            seen[one.state] = None
+            at, width = (one.start_s - start_s) / length_s, (one.end_s - one.start_s) / length_s
+            parts.append(block(at, y + 18, width, bar, one.state, one.label))
+            if one.text and len(one.text) * LETTER + 6 <= width * GANTT_WIDTH:
+                parts.append(on_bar(at + width / 2, y + 18 + bar / 2 + 4, one.text, one.state))
+        for seconds, text in row.marks:
+            place = percent((seconds - start_s) / length_s)
+            parts.append(
+                f'<svg class="mark" x="{place}" y="{y + 41}"><path d="M-4 8 h8 l-4 -7 z">'
+                f"<title>{escape(text)}</title></path></svg>"
+            )
+    parts.append(x_axis(across, f"{unit} since {origin}" if origin else unit, height))
+    marker = [("an event, such as a swap of weights", "triangle", "")] if any(row.marks for row in rows) else []
+    about = f"{len(rows)} processes over {number(length_s)} seconds: " + ", ".join(row.name for row in rows)
+    drawn = plot(parts, title=title, about=about, height=height, left=14, right=14)
+    return state_legend(seen, marker) + f'<div class="gantt" tabindex="0">{drawn}</div>'
+
+
+# The pieces
+
+
+def merged(columns: Sequence[Column], most: int) -> list[Column]:
+    """At most `most` columns: the sums of equal runs of neighbours."""
+    size = max(1, -(-len(columns) // most))
+    parts = [columns[i : i + size] for i in range(0, len(columns), size)]
+    return [Column(part[0].start, part[-1].end, _totals(part)) for part in parts]
+
+
+def cells(bars: Sequence[Bar], start_s: float, end_s: float) -> list[Bar]:
+    """`bars` cut to the window; those shorter than a cell of it give way to whatever takes most of each such cell."""
+    cell_s = (end_s - start_s) / CELLS
+    found: list[Bar] = []
+    small: dict[int, dict[str, float]] = {}
+    for bar in bars:
+        first, last = max(bar.start_s, start_s), min(bar.end_s, end_s)
+        if last - first >= cell_s:
+            found.append(Bar(bar.state, first, last, bar.label, bar.text))
+        elif last > first:
+            index = int((first - start_s) / cell_s)
+            states = small.setdefault(index, {})
+            states[bar.state] = states.get(bar.state, 0.0) + last - first
+    for index, states in small.items():
+        state = max(states, key=lambda name: states[name])
+        label = ", ".join(f"{in_words(name)}: {1e3 * s:.2g} ms" for name, s in states.items())
+        found.append(Bar(state, start_s + index * cell_s, start_s + (index + 1) * cell_s, label))
+    return sorted(found, key=lambda bar: bar.start_s)
+
+
+def ranked(rows: Sequence[tuple[str, float, str]], *, hue: int) -> str:
+    """(name, value, value in words), each with a bar as long as its value."""
+    most = max((value for _, value, _ in rows), default=0.0)
+    items = "".join(
+        f'<li><span>{escape(name)}</span><b>{escape(words)}</b><svg class="bar" height="8" aria-hidden="true">'
+        f'<rect class="fill c{hue}" width="{percent(value / most)}" height="8"/></svg></li>'
+        for name, value, words in rows
+        if most > 0.0
+    )
+    return f'<ul class="ranked">{items}</ul>'
+
+
+def block(place: float, y: float, width: float, height: float, state: str, tip: str) -> str:
+    """A stretch of time in `state`. Waiting is hatched as well as coloured: not everybody sees the colours."""
+    where = f'x="{percent(place)}" y="{y:g}" width="{percent(width)}" height="{height:g}"'
+    pale = ' class="pale"' if _is_pale(state) else ""
+    hatch = f'<rect class="hatch" {where}/>' if kind(state) == "wait" and width > HATCHED and not pale else ""
+    return f'<rect {where} fill="{colour(state)}"{pale}><title>{escape(tip)}</title></rect>{hatch}'
+
+
+def on_bar(place: float, y: float, text: str, state: str) -> str:
+    kind = "on-pale" if _is_pale(state) else "on-dark" if _luminance(colour(state)) < 0.21 else "on-light"
+    return f'<text class="{kind}" x="{percent(place)}" y="{y:g}">{escape(text)}</text>'
+
+
+def _is_pale(state: str) -> bool:
+    """Of a colour that would glare on a dark page."""
+    return _luminance(colour(state)) > 0.6
+
+
+def state_legend(states: Iterable[str], more: Sequence[tuple[str, str, str]] = (), *, is_hatched: bool = True) -> str:
+    """States with their colours; those that look the same share an entry."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for state in states:
+        look = "pale" if _is_pale(state) else "hatched" if is_hatched and kind(state) == "wait" else ""
+        names.setdefault((colour(state), look), []).append(in_words(state))
+    return legend([*((" / ".join(own), f"block {look}", shade) for (shade, look), own in names.items()), *more])
+
+
+def shade_key() -> str:
+    """What the shades of a heat map mean."""
+    steps = "".join(
+        f'<i class="shade" style="opacity:{_alpha(share):.2f}"></i>{share:.0%}' for share in (0.01, 0.1, 0.3, 1.0)
+    )
+    return f'<div class="legend"><span class="shades">share of a column: {steps}</span></div>'
+
+
+def percent_name(share: float) -> str:
+    """A share as people say it: 34%, 0.6%, 99.8%, under 0.1%."""
+    if 0.0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:.0%}" if share == 0.0 or 0.0995 <= share <= 0.99 or share == 1.0 else f"{share:.1%}"
+
+
+def _alpha(share: float) -> float:
+    """The opacity of a share: small ones are to be seen, too."""
+    return 0.07 + 0.93 * math.sqrt(share)
+
+
+def _shade(counts: Mapping[str, float], row: str) -> int:
+    whole = sum(counts.values())
+    share = counts.get(row, 0.0) / whole if whole > 0.0 else 0.0
+    return round(SHADES * _alpha(share)) if share > 0.0 else 0
+
+
+def _totals(columns: Sequence[Column]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for column in columns:
+        for row, count in column.counts.items():
+            totals[row] = totals.get(row, 0.0) + count
+    return totals
+
+
+def _places(column: Column, across: Scale) -> tuple[float, float]:
+    return across.at(column.start), across.at(column.end)
+
+
+def _where(column: Column, label: str) -> str:
+    return f"{label} {number(column.start)} to {number(column.end)}"
+
+
+def _luminance(shade: str) -> float:
+    """Relative luminance (WCAG 2) of `#rrggbb`."""
+    channels: list[float] = [int(shade[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else math.pow((c + 0.055) / 1.055, 2.4) for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,256 @@
+"""Several runs on one page: what is laid over what, which numbers stand beside each other, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from synthetic_run import make_run_dir, make_summary
+
+import slipstream
+from slipstream import cli
+from slipstream.core.errors import ConfigError
+from slipstream.observe.report import write_comparison
+from slipstream.observe.report.comparison import short_names
+from slipstream.observe.summary import Staleness, write_summary
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A run by name; `change` is what becomes of each line of its metrics."""
+
+    def made(
+        name: str, *, steps: int = 20, config: str = "", change: Callable[[dict[str, Any]], None] | None = None
+    ) -> Path:
+        run_dir = tmp_path / name
+        run_dir.mkdir(parents=True)
+        make_run_dir(run_dir, steps=steps)
+        text = (run_dir / "config.toml").read_text()
+        (run_dir / "config.toml").write_text(config + text)
+        if change is not None:
+            lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+            for line in lines:
+                change(line)
+            (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run_dir
+
+    return made
+
+
+def body(path: Path) -> ElementTree.Element:
+    raw = path.read_text(encoding="utf-8")
+    return ElementTree.fromstring(raw[raw.index("<body>") : raw.index("</html>")])
+
+
+def card(root: ElementTree.Element, title: str) -> ElementTree.Element:
+    return next(one for one in root.iter("article") if one.findtext("h3") == title)
+
+
+def rows(table: ElementTree.Element) -> dict[str, list[str]]:
+    found = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+    return {row[0]: row[1:] for row in found}
+
+
+def tips(element: ElementTree.Element) -> list[str]:
+    return [rect[0].text or "" for rect in element.iter("rect") if rect.get("class") == "strip"]
+
+
+def slower(line: dict[str, Any]) -> None:
+    """As if every step had taken twice as long."""
+    line["wall_s"] *= 2
+    if "step_s" in line:
+        line["step_s"] *= 2
+
+
+def with_evaluation(run_dir: Path, before: tuple[float, float], after: tuple[float, float]) -> None:
+    """(KL, win rate), with standard errors of a tenth of them."""
+
+    def moment(kl: float, rate: float) -> dict[str, Any]:
+        spread = {"mean": 1.0, "standard_error": 0.1}
+        return {
+            "gold": {
+                "win_rate": {"mean": rate, "standard_error": rate / 10},
+                "difference": spread,
+                "mean_score": 0.5,
+                "pass_at_k": {},
+            },
+            "reward_models": None,
+            "judge": None,
+            "drift": {
+                "perplexity": {"per_response_token": spread, "per_text_token": spread},
+                "kl": {"per_sequence": {"mean": kl, "standard_error": kl / 10}},
+            },
+            "lengths": {"mean": 5.0, "truncated_share": 0.0},
+        }
+
+    found = {"num_prompts": 100, "temperature": 1.0, "before": moment(*before), "after": moment(*after)}
+    (run_dir / "evaluation.json").write_bytes(msgspec.json.encode(found))
+
+
+def test_runs_lie_over_each_other_on_three_clocks(make: Make, tmp_path: Path) -> None:
+    fast, slow = make("fast"), make("slow", config="max_staleness = 0\n", change=slower)
+    root = body(write_comparison([fast, slow], out=tmp_path / "page.html"))
+    assert root.findtext("header/h1") == "2 runs beside each other"
+    accuracy = card(root, "Held-out accuracy")
+    by_step, _, by_time = (tips(div) for div in accuracy.iter("div") if div.get("class") is None)
+    assert by_step == ["step: 0\nfast: 0.4\nslow: 0.4", "step: 10\nfast: 0.65\nslow: 0.65"]
+    assert by_time == [
+        "seconds since RL began: 0\nfast: 0.4\nslow: 0.4",
+        "seconds since RL began: 6.2\nfast: 0.65",
+        "seconds since RL began: 12.4\nslow: 0.65",
+    ]
+    classes = {line.get("class") for line in accuracy.iter("polyline")}
+    assert classes == {"line c0", "line c1"}
+    text = "".join(root.itertext())
+    # The smoothed reward of 20 steps: means of 3. Both end at (0.76 + 0.78 + 0.78) / ... : the last point is one alone.
+    assert (
+        "RL until a smoothed reward of 0.780, which all reached: fast 12.4 s, slow 24.8 s (2.00 times as long)." in text
+    )
+
+
+def test_outcomes_stand_beside_each_other_with_the_better_one_bold(make: Make, tmp_path: Path) -> None:
+    a, b, c = make("a"), make("b", steps=10), make("c")
+    (c / "summary.json").unlink()
+    summary = make_summary(steps=10, staleness=Staleness(0, 0.0, 0, {0: 100}, 1))
+    worse = msgspec.structs.replace(summary.eval.after, accuracy=0.5)
+    write_summary(
+        msgspec.structs.replace(summary, eval=msgspec.structs.replace(summary.eval, after=worse)), b / "summary.json"
+    )
+    table = card(body(write_comparison([a, b, c], out=tmp_path / "page.html")), "Outcomes")
+    found = rows(table)
+    assert found[""] == ["a", "b", "c"]
+    assert found["held-out accuracy after, greedy"] == ["93.4%", "50.0%", "-"]
+    assert found["steps"] == ["20", "10", "20"]
+    assert found["a step, mean"] == ["0.609 s", "0.598 s", "0.609 s"]  # (0.62 n - 0.22) / n: it begins with its work
+    assert found["age of a trained token, mean"] == ["0.78 steps", "0.78 steps", "0.78 steps"]
+    assert found["alarms"] == ["0", "0", "0"]
+    bold = ["".join(one.itertext()) for one in table.iter("b")]
+    assert "93.4%" in bold
+    assert "0.598 s" in bold
+    assert "50.0%" not in bold
+
+
+def test_bars_are_seconds_of_a_step_one_run_under_the_other(make: Make, tmp_path: Path) -> None:
+    root = body(write_comparison([make("a"), make("b", steps=10)], out=tmp_path / "page.html"))
+    names = [
+        "".join(text.itertext())
+        for text in card(root, "What a step is spent on").iter("text")
+        if text.get("class") == "name"
+    ]
+    assert names == ["generator-0 · a 0.609 s", "generator-0 · b 0.598 s", "trainer · a 0.609 s", "trainer · b 0.598 s"]
+    told = [rect[0].text for rect in card(root, "What a step is spent on").iter("rect") if len(rect)]
+    assert "trainer · a: forward-backward 0.4 s, 66%" in told
+    assert "trainer · b: forward-backward 0.4 s, 67%" in told
+
+
+def test_differing_fields_are_told_and_equal_ones_are_not(make: Make, tmp_path: Path) -> None:
+    a, b = make("a", config="max_staleness = 2\nseed = 1\n"), make("b", config="max_staleness = 0\nseed = 1\n")
+    root = body(write_comparison([a, b], out=tmp_path / "page.html"))
+    found = rows(card(root, "Configuration"))
+    assert found["max_staleness"][:2] == ["2", "0"]
+    assert found["max_staleness"][2].startswith("k: how many steps old")
+    assert "seed" not in found
+    text = "".join(root.itertext())
+    assert "synchronous" in text
+    equal = body(write_comparison([a, make("c", config="max_staleness = 2\nseed = 1\n")], out=tmp_path / "page.html"))
+    assert "None: the runs have one configuration." in "".join(equal.itertext())
+
+
+def test_win_rates_lie_over_kl_where_both_were_measured(make: Make, tmp_path: Path) -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    with_evaluation(a, (0.0, 0.2), (5.0, 0.6))
+    with_evaluation(b, (0.0, 0.2), (10.0, 0.1))
+    root = body(write_comparison([a, b, c], out=tmp_path / "page.html"))
+    picture = card(root, "Gold win rate against KL")
+    spots = {circle[0].text: (circle.get("cx"), float(circle.get("cy") or 0)) for circle in picture.iter("circle")}
+    assert len(spots) == 4
+    after = {name.split(",")[0]: place for name, place in spots.items() if "after" in name}
+    assert (after["a"][0], after["b"][0]) == ("33.33%", "66.67%")  # of an axis to 15: b's error bar ends at 11
+    assert after["a"][1] < after["b"][1]  # higher up
+    numbers = rows(card(root, "The same in numbers"))
+    assert numbers["a, after RL"] == ["5.00 ± 0.50", "60.0% ± 6.0%"]
+    without = body(write_comparison([b, c], out=tmp_path / "page.html"))
+    (a / "evaluation.json").unlink()
+    (b / "evaluation.json").unlink()
+    assert any(one.get("id") == "evaluation" for one in without.iter("section"))
+    without = body(write_comparison([a, c], out=tmp_path / "page.html"))
+    assert not any(one.get("id") == "evaluation" for one in without.iter("section"))
+
+
+def test_rewards_that_are_not_the_same_thing_are_not_raced(make: Make, tmp_path: Path) -> None:
+    a, b = make("a"), make("b", config="[rewards]\ntimeout_s = 3.0\n", change=slower)
+    (b / "config.toml").write_text('recipe = "quickstart"\n[rewards]\ntimeout_s = 3.0\n')
+    text = "".join(body(write_comparison([a, b], out=tmp_path / "page.html")).itertext())
+    assert "RL until" not in text
+
+
+def test_names_are_escaped_and_as_short_as_they_can_be(make: Make, tmp_path: Path) -> None:
+    a, b = make("x/<script>run"), make("y/<script>run")
+    raw = write_comparison([a, b], out=tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script" not in raw
+    assert "x/&lt;script&gt;run" in raw
+    places = [Path("/r/a/one"), Path("/r/b/one"), Path("/r/b/two")]
+    assert list(short_names(places).values()) == ["a/one", "b/one", "b/two"]
+    assert list(short_names(places[1:]).values()) == ["one", "two"]
+
+
+def test_a_run_that_goes_on_and_one_without_steps_are_compared_too(make: Make, tmp_path: Path) -> None:
+    a, b = make("a"), make("b", steps=3)
+    (b / "summary.json").unlink()
+    (b / "metrics.jsonl").write_bytes(b'{"torn')
+    text = "".join(body(write_comparison([a, b], out=tmp_path / "page.html")).itertext())
+    assert "b: running, 0 steps so far." in text
+
+
+def test_bad_input_is_told_and_ends_with_2(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a, b = str(make("a")), str(make("b"))
+    (tmp_path / "folder").mkdir()
+    for argv, message in (
+        ([], "a run is needed"),
+        ([a, "nowhere"], "'nowhere' is no run"),
+        ([a, str(tmp_path / "folder")], "is no run"),
+        ([a, b, a], "a run is compared with itself"),
+        ([a, b, "--out", str(tmp_path / "folder")], "cannot be written there"),
+        ([a, b, "--out", str(tmp_path / "no" / "page.html")], "cannot be written there"),
+    ):
+        assert cli.main(["report", *argv]) == 2
+        out, err = capsys.readouterr()
+        assert message in err
+        assert not out
+    (tmp_path / "b" / "metrics.jsonl").write_bytes(b'{"step": 1}\n!\n{"step": 2}\n')
+    assert cli.main(["report", a, b]) == 2
+    assert "metrics.jsonl is damaged" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="2 to 14"):
+        write_comparison([Path(a)], out=tmp_path / "page.html")
+
+
+def test_the_page_goes_to_the_working_directory_or_where_it_is_asked_to(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a, b = make("a"), make("b")
+    assert cli.main(["report", str(a), str(b)]) == 0
+    assert "report: comparison.html" in capsys.readouterr().out
+    assert body(tmp_path / "comparison.html").findtext("header/h1") == "2 runs beside each other"
+    assert slipstream.report(a, b, out="both.html") == Path("both.html")
+    assert slipstream.report(a) == a / "report.html"
+    assert slipstream.report(str(a), out=tmp_path / "one.html") == tmp_path / "one.html"
+    assert body(tmp_path / "one.html").findtext("header/p", "").startswith("a · 20 steps")
+
+
+def test_a_report_needs_no_torch(make: Make) -> None:
+    code = "import sys, slipstream; slipstream.report(sys.argv[1]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(make("a"))], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
