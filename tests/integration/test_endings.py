@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from audit import audit
 from processes import children, command_line, is_alive
+from trace_audit import audit_trace
 
 import slipstream
 from slipstream.controller.build import default_pipeline
@@ -94,6 +95,7 @@ def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(ti
     assert slipstream.run("quickstart", resume=tmp_path / "run", display=False).status == "done"
     whole = slipstream.run("quickstart", overrides=sync, out=tmp_path / "whole", display=False)
     assert audit(tmp_path / "run")["fates"] == audit(whole.out)["fates"]
+    assert audit_trace(tmp_path / "run")["attempts"] == 2
 
 
 @pytest.mark.parametrize(

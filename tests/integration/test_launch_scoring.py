@@ -14,6 +14,7 @@ import pytest
 from audit import audit
 from launching import Launched
 from processes import is_alive
+from trace_audit import audit_trace
 
 import slipstream
 from slipstream.core.recipes import config_toml, resolve
@@ -72,6 +73,7 @@ def test_groups_of_their_own_score_as_one_process_does(scored: dict[str, Any], t
         for job in run.jobs:
             assert run.end(job) == 0, run.logs()
     audit(tmp_path / "many")
+    assert audit_trace(tmp_path / "many")["groups"] >= 2 * 4
     one, many = (
         {(line["step"], line["ordinal"], line["sample"]): line["reward"] for line in lines(out / "rollouts.jsonl")}
         for out in (tmp_path / "one", tmp_path / "many")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from audit import audit
+from trace_audit import audit_trace
 from transformers import AutoModelForCausalLM
 
 import slipstream
@@ -46,6 +47,7 @@ def test_a_tensor_parallel_trainer_serves_a_tensor_parallel_generator_in_int8(ti
     overrides["generator"] = tiny["generator"] | {"tensor_parallel": 2, "precision": "int8"}
     result = slipstream.run("quickstart", overrides=overrides, out=out, display=False)
     audit(out)
+    assert audit_trace(out)["swaps"] == 2 * 4, "both ranks take versions 0 to 3"
     assert result.summary["staleness"]["max"] <= 2
     assert {"trainer", "trainer@1", "generator-0", "generator-0@1"} <= set(result.summary["accounting"])
     model = AutoModelForCausalLM.from_pretrained(out / "model")

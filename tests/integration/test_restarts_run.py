@@ -14,6 +14,7 @@ import pytest
 from audit import audit
 from processes import is_alive
 from test_endings import await_steps, executors_of, start
+from trace_audit import audit_trace
 
 from slipstream.observe.timeline import Instant, read_timeline, timeline_path
 
@@ -29,6 +30,7 @@ def finished(process: subprocess.Popen[str], out: Path, *, steps: int) -> dict[s
     prompts = summary["prompts"]
     assert (prompts["lost"], prompts["repeated"], prompts["pending"]) == (0, 0, 0)
     audit(out)
+    audit_trace(out, is_whole=not summary["restarts"])
     return summary | {"output": output}
 
 

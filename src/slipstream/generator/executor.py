@@ -64,14 +64,15 @@ class EvalJob:
 
 
 class Labelled:
-    """Spans under one label instead of the engine's own (prefill, decode) while `state` is set."""
+    """An engine's spans with the version that it samples from; all under one label while `state` is set."""
 
-    def __init__(self, spans: Spans, state: str | None = None) -> None:
+    def __init__(self, spans: Spans, *, version: int | None = None, state: str | None = None) -> None:
+        self.version = version
         self.state = state
         self._spans = spans
 
     def span(self, state: str) -> AbstractContextManager[None]:
-        return self._spans.span(self.state or state)
+        return self._spans.span(self.state or state, version=self.version)
 
     def did(self, units: int) -> None:
         self._spans.did(units)
@@ -321,6 +322,7 @@ class Generator(Executor):
         self._resume(resumed)
         if swap is None:
             return False
+        self.spans.version = swap.version
         self.context.spans.instant("swapped", version=swap.version)
         if self.together.is_leader:
             self.context.outputs["events"].put(
@@ -431,7 +433,9 @@ class Generator(Executor):
         return True
 
     def _start_evaluation(self, job: EvalJob) -> GenerationEngine:
-        engine = self.backend.evaluation_engine(job.pin, Labelled(self.context.spans, "evaluate"))
+        engine = self.backend.evaluation_engine(
+            job.pin, Labelled(self.context.spans, version=job.pin.version, state="evaluate")
+        )
         engine.submit(
             [
                 self._request(i, 0, prompt, job.request.temperature, stream=EVAL_STREAM)
