@@ -281,3 +281,23 @@ def test_a_score_that_overtakes_the_last_completion() -> None:
     loop.take(Decision(1.0, watched.Scored(0, 3, 0.25)), 1.0)
     assert loop.groups[0] == watched.Group(0, "ready", 1.0, 0, 2, 3, -1, 0.25)
     assert loop.take(Decision(2.0, watched.Finished(0, 0)), 2.0) == []
+
+
+def test_a_group_that_waits_to_be_sampled_again_may_be_scored_before_it_is() -> None:
+    loop = watched.Loop()
+    loop.take(Decision(0.0, watched.Began(watched.Dials(1, 2, 0, 5)), [watched.Start(7, 1)]), 0.0)
+    loop.take(Decision(1.0, watched.Lost(1)), 1.0)
+    assert loop.groups[7].phase == "waiting"
+    loop.take(Decision(2.0, watched.Scored(7, 0, 1.0)), 2.0)
+    assert loop.groups[7].phase == "ready"
+
+
+def test_a_resume_takes_away_what_its_snapshot_does_not_know() -> None:
+    loop = watched.Loop()
+    dials = watched.Dials(1, 2, 0, 5)
+    loop.take(Decision(0.0, watched.Began(dials), [watched.Start(0, 0), watched.Start(1, 0)]), 0.0)
+    snapshot = watched._Snapshot(next_ordinal=5, steps_done=4, readmit=[1, 3])
+    moves = loop.take(Decision(1.0, watched.Began(dials, snapshot=snapshot)), 1.0)
+    assert {o: group.phase for o, group in loop.groups.items()} == {1: "waiting", 3: "waiting"}
+    assert (loop.version, loop.next_ordinal, loop.counts["sampling"], loop.counts["waiting"]) == (4, 5, 0, 2)
+    assert [(move.group.ordinal, move.fate) for move in moves] == [(0, "cut"), (1, None), (3, None)]

@@ -14,6 +14,7 @@ from slipstream.observe.watch.lines import LineIndex
 from slipstream.observe.watch.loop import PHASES, Began, Decision, Done, Loop, Move, Swapped, Train, decode_decision
 from slipstream.observe.watch.tail import lines_from
 
+FIRST_SPACING = 512  # lines between two marks, as long as there are few
 MAX_MARKS = 512
 MAX_MARK_BYTES = 32_000_000
 MAX_REPLAYED_BYTES = 16_000_000
@@ -88,7 +89,7 @@ class EventIndex(LineIndex):
         self._group_seconds = dict.fromkeys(PHASES, 0.0)  # since then
         self._last_s = 0.0
         self._num_lines = 0
-        self._spacing = 512
+        self._spacing = FIRST_SPACING
         self._marks: list[_Mark] = []
 
     @property

@@ -1,15 +1,17 @@
 """Reading a file of lines while it grows: each whole line once, in bounded pieces, and whether it is another file now.
 
 A last line without its newline is a writer's that has not finished, or was killed: it is left for the next time. A
-resume replaces files by shorter ones; a file that is shorter than what was read, or differs where the reader stopped,
-is not the one that was read.
+resume replaces files, and so does whoever keeps one small. A file with another number than the one that was read, or
+one that is shorter or differs where the reader stopped (numbers come again), is not the one that was read.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 PIECE_BYTES = 1 << 18
 MAX_LINE_BYTES = 1 << 26
@@ -22,6 +24,7 @@ class Tail:
 
     path: Path
     offset: int = 0
+    _file: tuple[int, int] = field(default=(0, 0), repr=False)
     _anchor: bytes = field(default=b"", repr=False)
 
     def is_replaced(self) -> bool:
@@ -31,7 +34,7 @@ class Tail:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset - len(self._anchor))
-                return file.read(len(self._anchor)) != self._anchor
+                return _number(file) != self._file or file.read(len(self._anchor)) != self._anchor
         except OSError:
             return True
 
@@ -40,6 +43,7 @@ class Tail:
         start = self.offset
         try:
             with self.path.open("rb") as file:
+                number = _number(file)
                 file.seek(start)
                 piece = file.read(max_bytes)
                 while piece and b"\n" not in piece and max_bytes < MAX_LINE_BYTES:
@@ -51,7 +55,7 @@ class Tail:
             return start, b""
         piece = piece[: piece.rfind(b"\n") + 1]
         if piece:
-            self.offset = start + len(piece)
+            self.offset, self._file = start + len(piece), number
             self._anchor = (self._anchor + piece)[-_ANCHOR_BYTES:]
         return start, piece
 
@@ -61,6 +65,11 @@ class Tail:
             return self.path.stat().st_size
         except OSError:
             return 0
+
+
+def _number(file: BinaryIO) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_dev, stat.st_ino
 
 
 def lines_from(path: Path, offset: int, *, max_bytes: int) -> Iterator[bytes]:

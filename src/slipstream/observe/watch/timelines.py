@@ -15,6 +15,7 @@ from slipstream.observe.watch.buckets import Buckets
 from slipstream.observe.watch.lines import LineIndex
 from slipstream.observe.watch.tail import lines_from
 
+FIRST_SPACING = 128  # lines between two marks, as long as there are few
 MAX_MARKS = 4096
 MAX_WINDOW_BYTES = 2_000_000
 """Of one file, for one answer; a window with more is shown in outline."""
@@ -56,7 +57,7 @@ class TimelineIndex(LineIndex):
         self.lives: list[Life] = []
         self.totals = Buckets(width=0.25)
         self._marks: list[tuple[int, int]] = []  # latest end so far, and where the next line begins
-        self._spacing = 128
+        self._spacing = FIRST_SPACING
         self._num_lines = 0
         self.latest_ns = 0
 

@@ -1,0 +1,590 @@
+"""What the watch page knows of growing, torn, cut, large and damaged files, against reading them whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up_loop import RAW_START_S, VERDICT, Loop
+
+from slipstream.observe.recorder import read_rollouts
+from slipstream.observe.timeline import Slice, read_timeline
+from slipstream.observe.tokens import TokenRecorder, read_tokens
+from slipstream.observe.watch import events as events_module
+from slipstream.observe.watch import timelines as timelines_module
+from slipstream.observe.watch.answers import ANSWERS, BadRequest
+from slipstream.observe.watch.buckets import Buckets, Curve
+from slipstream.observe.watch.events import EventIndex
+from slipstream.observe.watch.index import RunIndex
+from slipstream.observe.watch.loop import PHASES, Decision, decode_decision, loop_at
+from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
+from slipstream.observe.watch.tail import Tail
+from slipstream.observe.watch.timelines import TimelineIndex
+from slipstream.observe.watch.verdict import Verdict
+
+
+@pytest.fixture(scope="module")
+def made() -> Loop:
+    return Loop(seed=1, steps=20, lost_at_s=6.0).run()
+
+
+@pytest.fixture(scope="module")
+def run_dir(made: Loop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write(tmp_path_factory.mktemp("runs") / "made")
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For runs that never happened: nobody accounts for their seconds."""
+    return tmp_path_factory.mktemp("made_up")
+
+
+def caught_up(index: Any) -> Any:
+    while index.advance():
+        pass
+    return index
+
+
+def answer(index: RunIndex, name: str, **query: Any) -> dict[str, Any]:
+    found = ANSWERS[f"/api/{name}"](index, Verdict(index.run_dir), {key: str(value) for key, value in query.items()})
+    return json.loads(json.dumps(found))
+
+
+def all_decisions(path: Path) -> list[tuple[Decision, float]]:
+    """With the run's time of each, where there is one attempt."""
+    found = [decode_decision(line) for line in path.read_bytes().splitlines()]
+    known = [decision for decision in found if decision is not None]
+    return [(decision, decision.time_s - known[0].time_s) for decision in known]
+
+
+# One file
+
+
+def test_a_tail_gives_every_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = Tail(path)
+    assert tail.read() == (0, b"")
+    rng = random.Random(0)
+    lines = [b"%d" % n + b"x" * rng.randrange(30) + b"\n" for n in range(300)]
+    data, written, found = b"".join(lines), 0, b""
+    with path.open("wb") as file:
+        while written < len(data) or tail.offset < len(data):
+            count = rng.randrange(50)
+            file.write(data[written : written + count])
+            file.flush()
+            written += count
+            offset, piece = tail.read(max_bytes=40)
+            assert offset == len(found)
+            assert piece.endswith(b"\n") or not piece
+            assert not tail.is_replaced()
+            found += piece
+    assert found == data
+
+
+def test_a_tail_reads_a_line_that_is_longer_than_a_piece(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"a" * 1000 + b"\nb\n" + b"c" * 5000)
+    tail = Tail(tmp_path / "f")
+    found = b""
+    while (piece := tail.read(max_bytes=64)[1]) != b"":
+        found += piece
+    assert found == b"a" * 1000 + b"\nb\n", "and not the torn one"
+
+
+REPLACED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "shorter": lambda lines: lines[:4],
+    "gone": lambda lines: [],
+    "cut, and grown beyond": lambda lines: lines[:4] + [b"other %d\n" % n for n in range(50)],
+    "other lines with the same ends": lambda lines: [b"xxxx" + line[4:] for line in lines],
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_tail_knows_another_file(tmp_path: Path, how: str, in_place: bool) -> None:
+    path, lines = tmp_path / "f", [b"line %d %s\n" % (n, b"-" * 80) for n in range(20)]
+    path.write_bytes(b"".join(lines))
+    tail = Tail(path)
+    tail.read()
+    new = b"".join(REPLACED[how](lines))
+    if in_place:
+        path.write_bytes(new)
+        assert tail.is_replaced() or how == "other lines with the same ends"
+    else:
+        (tmp_path / "new").write_bytes(new)
+        os.replace(tmp_path / "new", path)
+        assert tail.is_replaced()
+    path.unlink()
+    assert tail.is_replaced()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 500), st.floats(0, 60), st.floats(0, 10), st.sampled_from("ab")), max_size=60))
+def test_buckets_lose_nothing_and_stay_small(spans: list[tuple[float, float, float, str]]) -> None:
+    buckets = Buckets(width=0.5, capacity=16)
+    for start, length, amount, name in spans:
+        buckets.add(name, start, start + length, amount)
+    for name in buckets.names:
+        sums = buckets.of(name)
+        assert len(sums) <= 16
+        assert sums.sum() == pytest.approx(sum(amount for _, _, amount, other in spans if other == name))
+        edges = [(i * buckets.width, (i + 1) * buckets.width) for i in range(len(sums))]
+        for (low, high), found in zip(edges, sums, strict=True):
+            inside = [
+                amount * (1.0 if length == 0 else max(0.0, min(high, start + length) - max(low, start)) / length)
+                for start, length, amount, other in spans
+                if other == name and (length > 1e-9 or low <= start < high)
+            ]
+            if all(length > 1e-6 or length == 0 for _, length, _, _ in spans):
+                assert found == pytest.approx(sum(inside), abs=1e-6)
+
+
+def test_a_curve_keeps_its_extremes_and_its_mean() -> None:
+    curve, rng = Curve(capacity=16), random.Random(0)
+    values = [rng.gauss(0, 1) for _ in range(1000)]
+    for step, value in enumerate(values):
+        curve.add(step, value)
+        assert len(curve.points()) <= 17
+    points = curve.points()
+    assert min(point[2] for point in points) == min(values)
+    assert max(point[3] for point in points) == max(values)
+    assert [point[0] for point in points] == sorted(point[0] for point in points)
+    first = values[: curve.stride]
+    assert points[0] == pytest.approx((np.mean(range(curve.stride)), np.mean(first), min(first), max(first)))
+    assert curve.last == (999, values[-1])
+
+
+# Events
+
+
+@pytest.mark.parametrize("max_marks", [512, 5])
+def test_a_passage_is_the_fold_of_all_events(run_dir: Path, monkeypatch: pytest.MonkeyPatch, max_marks: int) -> None:
+    monkeypatch.setattr(events_module, "MAX_MARKS", max_marks)
+    monkeypatch.setattr(events_module, "FIRST_SPACING", 16)
+    index = caught_up(EventIndex(run_dir / "events.jsonl"))
+    assert 1 < len(index._marks) <= max_marks
+    lines = all_decisions(run_dir / "events.jsonl")
+    rng = random.Random(0)
+    for _ in range(60):
+        start_s, end_s = sorted(rng.uniform(-1, index.end_s + 2) for _ in range(2))
+        found = index.passage(start_s, end_s)
+        assert found.loop == loop_at(lines, start_s)
+        groups = dict(found.loop.groups)
+        for move in found.moves:
+            assert start_s < move.time_s <= end_s
+            if move.fate is None:
+                groups[move.group.ordinal] = move.group
+            else:
+                del groups[move.group.ordinal]
+        assert groups == loop_at(lines, end_s).groups
+        truth = [(at_s, d.event.replica) for d, at_s in lines if start_s < at_s <= end_s and "Swapped" in str(d.event)]
+        assert [(swap.time_s, swap.replica) for swap in found.swaps] == truth
+        assert found.end_s == end_s
+
+
+def test_a_passage_that_is_too_long_is_told_in_parts(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = caught_up(EventIndex(run_dir / "events.jsonl"))
+    whole = index.passage(0.0, index.end_s)
+    monkeypatch.setattr(events_module, "MAX_REPLAYED_BYTES", 8_000)
+    monkeypatch.setattr(events_module, "FIRST_SPACING", 8)
+    index = caught_up(EventIndex(run_dir / "events.jsonl"))
+    moves, at_s, num_parts = [], -1.0, 0
+    while at_s < index.end_s:
+        part = index.passage(at_s, index.end_s)
+        assert part.end_s > at_s
+        moves += part.moves
+        at_s = part.end_s
+        num_parts += 1
+    assert moves == whole.moves
+    assert num_parts > 5
+
+
+def test_phases_are_counted_over_the_whole_run(made: Loop, run_dir: Path) -> None:
+    index = caught_up(EventIndex(run_dir / "events.jsonl"))
+    lines = all_decisions(run_dir / "events.jsonl")
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for (_, at_s), (_, next_s) in itertools.pairwise(lines):
+        for phase, count in loop_at(lines, at_s).counts.items():
+            seconds[phase] += count * (next_s - at_s)
+    for phase in PHASES:
+        total = index.phases.of(phase).sum() + index._group_seconds[phase]
+        assert total == pytest.approx(seconds[phase], abs=1e-6)
+    assert seconds["ready"] > 1
+
+
+def test_an_index_that_follows_is_one_that_reads_the_whole(made: Loop, run_dir: Path, folder: Path) -> None:
+    """The run grows between looks; lines are torn in between."""
+    growing = folder / "run"
+    following = RunIndex(growing)
+    assert not following.advance()
+    assert following.life()[0] == "waiting"
+    for until_s in (0.0, 2.05, 3.0, 4.0, 4.5, 7.0, 9.0, 1000.0):
+        made.write(growing, until_s=until_s)
+        for name in ("events.jsonl", "rollouts.jsonl", "metrics.jsonl"):
+            with (growing / name).open("ab") as file:
+                file.write(b'{"torn')
+        caught_up(following)
+        assert following.num_damaged == 0
+        assert following.revision == 0, "nothing that was known is void"
+        fresh = caught_up(RunIndex(growing))
+        for query in (("run", {}), ("overview", {}), ("groups", {}), ("loop", {"from": 3, "to": 8}),
+                      ("curves", {"names": "reward,entropy"})):  # fmt: skip
+            mine, theirs = (answer(index, query[0], **query[1]) for index in (following, fresh))
+            mine.pop("silent_s", None), theirs.pop("silent_s", None)
+            assert mine == theirs
+    assert following.life()[0] == "running"
+    made.write(growing)
+    caught_up(following)
+    assert following.life()[0] == "done"
+
+
+def test_nothing_is_written(run_dir: Path) -> None:
+    def state() -> dict[str, tuple[int, int]]:
+        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(run_dir.rglob("*"))}
+
+    before = state()
+    index = caught_up(RunIndex(run_dir))
+    for name, query in QUERIES:
+        answer(index, name, **query)
+    assert state() == before
+
+
+def resumed(made: Loop, run_dir: Path, *, reboot: bool) -> tuple[Path, float]:
+    """The run as `--resume` leaves it: cut at a step in its middle, and begun again, perhaps after a reboot."""
+    made.write(run_dir, until_s=9.0)
+    kept = [line for line in made.lines if line["time_s"] <= RAW_START_S + 6.5]
+    while kept[-1]["event"]["type"] != "StepDone":
+        kept.pop()
+    kept[-1] = kept[-1] | {"commands": []}
+    attempt = run_dir / "attempt_1"
+    attempt.mkdir()
+    (run_dir / "timeline").rename(attempt / "timeline")
+    (run_dir / "events.jsonl").rename(attempt / "events.jsonl")
+    version = kept[-1]["event"]["version"]
+    raw_s = 300.0 if reboot else RAW_START_S + 500.0
+    again = Loop(seed=9, steps=made.steps).run()
+    shift_s = raw_s - RAW_START_S
+    snapshot = {"next_ordinal": 40, "steps_done": version, "readmit": [38, 39], "dropped": []}
+    lines = [dict(line, time_s=line["time_s"] + shift_s) for line in again.lines if line["time_s"] < RAW_START_S + 5]
+    lines[0] = lines[0] | {"event": lines[0]["event"] | {"snapshot": snapshot}}
+    lines = [line for line in lines if line["event"]["type"] in ("ScheduleBegan", "Swapped")]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept + lines))
+    for path in (attempt / "timeline").iterdir():
+        (run_dir / "timeline").mkdir(exist_ok=True)
+        text = path.read_text()
+        found = [json.loads(line) for line in text.splitlines()]
+        moved = [
+            {key: value + round(shift_s * 1e9) if key.endswith("_ns") and value > 10**12 else value
+             for key, value in record.items()}
+            for record in found
+        ]  # fmt: skip
+        (run_dir / "timeline" / path.name).write_text("".join(json.dumps(record) + "\n" for record in moved))
+    return run_dir, kept[-1]["time_s"] - RAW_START_S
+
+
+@pytest.mark.parametrize("reboot", [False, True])
+def test_the_attempts_of_a_resumed_run_follow_one_another(made: Loop, folder: Path, reboot: bool) -> None:
+    run_dir, cut_s = resumed(made, folder, reboot=reboot)
+    index = caught_up(RunIndex(run_dir))
+    first, second = index.events.stretches
+    assert (first.start_s, first.end_s) == (0.0, pytest.approx(cut_s))
+    assert second.start_s == pytest.approx(cut_s)
+    before, after = (answer(index, "loop", **{"from": at_s, "to": at_s})["loop"] for at_s in (cut_s - 1e-3, cut_s + 1))
+    assert before["version"] == after["version"] - 1
+    assert {row[0]: row[1] for row in after["groups"]} == {38: 0, 39: 0}, "owed, and waiting"
+    lanes = answer(index, "lanes", **{"from": cut_s - 2, "to": cut_s + 2})["lanes"]
+    slices = [
+        record for record in read_timeline(run_dir / "attempt_1/timeline/trainer.jsonl") if isinstance(record, Slice)
+    ]
+    for start_s, end_s, state, *_ in lanes["trainer"]:
+        if end_s <= cut_s and state != "absent":
+            raw_ns = round((start_s + RAW_START_S) * 1e9)
+            assert any(abs(one.start_ns - raw_ns) < 1e6 and one.state == state for one in slices)
+    assert any(end_s > cut_s + 0.5 for _, end_s, *_ in lanes["trainer"]), (
+        "what the second attempt did has its place, too"
+    )
+    assert any(end_s < cut_s for _, end_s, *_ in lanes["trainer"])
+
+
+def test_a_resume_while_somebody_watches(made: Loop, folder: Path) -> None:
+    """Files are cut and timelines move: what was known is void, and the new state is that of a fresh look."""
+    run_dir = made.write(folder / "run", until_s=9.0)
+    index = caught_up(RunIndex(run_dir))
+    for path in list(run_dir.rglob("*.jsonl")):
+        path.unlink()
+    (run_dir / "timeline").rmdir()
+    caught_up(index)
+    resumed(made, run_dir, reboot=False)
+    caught_up(index)
+    assert index.revision > 0
+    mine, fresh = answer(index, "run"), answer(caught_up(RunIndex(run_dir)), "run")
+    for found in (mine, fresh):
+        del found["revision"], found["silent_s"]
+    assert mine == fresh
+    assert mine["attempts"] == 2
+
+
+def test_damaged_lines_are_counted_and_passed_over(run_dir: Path, folder: Path) -> None:
+    for path in run_dir.rglob("*.jsonl"):
+        target = folder / path.relative_to(run_dir)
+        target.parent.mkdir(exist_ok=True)
+        lines = path.read_bytes().splitlines(keepends=True)
+        bad = [b"\x00\x00\n", b"null\n", b"[" * 60_000 + b"\n", b'{"ordinal": 99999999999, "outcome": "trained"}\n']
+        target.write_bytes(b"".join(lines[:2] + bad + lines[2:]))
+    index, sound = caught_up(RunIndex(folder)), caught_up(RunIndex(run_dir))
+    assert index.num_damaged >= 4 * 5
+    for query in (("loop", {"from": 3, "to": 9}), ("lanes", {"from": 3, "to": 9})):
+        assert answer(index, query[0], **query[1]) == answer(sound, query[0], **query[1])
+
+
+# Timelines
+
+
+def test_lanes_are_what_the_timelines_say(run_dir: Path) -> None:
+    index = caught_up(RunIndex(run_dir))
+    rng = random.Random(0)
+    for _ in range(20):
+        start_s, end_s = sorted(rng.uniform(0, index.end_s) for _ in range(2))
+        lanes = answer(index, "lanes", **{"from": start_s, "to": end_s})["lanes"]
+        assert list(lanes) == ["controller", "generator-0", "generator-1", "rewards", "trainer"]
+        for name, bars in lanes.items():
+            truth = [
+                (round(one.start_ns * 1e-9 - RAW_START_S, 4), one.state)
+                for one in read_timeline(run_dir / "timeline" / f"{name}.jsonl")
+                if isinstance(one, Slice)
+                and one.end_ns > (start_s + RAW_START_S) * 1e9
+                and one.start_ns < (end_s + RAW_START_S) * 1e9
+            ]
+            assert [(bar[0], bar[2]) for bar in bars if bar[2] != "absent"] == truth
+
+
+def test_a_window_with_much_in_it_is_shown_in_outline(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = caught_up(RunIndex(run_dir))
+    span = {"from": 0, "to": index.end_s}
+    full = answer(index, "lanes", **span)["lanes"]["trainer"]
+    coarse = answer(index, "lanes", **span, parts=50)["lanes"]["trainer"]
+    monkeypatch.setattr(timelines_module, "MAX_WINDOW_BYTES", 100)
+    monkeypatch.setattr(timelines_module, "FIRST_SPACING", 4)
+    outline = answer(caught_up(RunIndex(run_dir)), "lanes", **span, parts=50)["lanes"]["trainer"]
+
+    def seconds(bars: list[Any], state: str) -> float:
+        return sum((bar[1] - bar[0]) * bar[3] for bar in bars if bar[2] == state)
+
+    assert len(full) > 55
+    assert len(coarse) <= 52
+    assert len(outline) <= 52
+    for state in ("forward_backward", "wait_generation"):
+        assert seconds(coarse, state) == pytest.approx(seconds(full, state), rel=0.35)
+        assert seconds(outline, state) == pytest.approx(seconds(full, state), rel=0.35)
+
+
+def test_processes_that_came_and_went(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    records = [
+        {"kind": "process", "process": "trainer", "pid": 1, "time_ns": 10},
+        {"kind": "slice", "state": "decode", "start_ns": 10, "end_ns": 30},
+        {"kind": "process", "process": "trainer", "pid": 2, "time_ns": 50},
+        {"kind": "slice", "state": "decode", "start_ns": 50, "end_ns": 70},
+        {"kind": "end", "time_ns": 70},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    index = caught_up(TimelineIndex(path))
+    assert index.gone(0, 100) == [("absent", 0, 10), ("lost", 30, 50), ("absent", 70, 100)]
+    assert index.gone(35, 60) == [("lost", 35, 50)]
+    assert [(one.start_ns, one.end_ns) for one in index.slices(0, 100) or []] == [(10, 30), (50, 70)]
+
+
+# Rollouts and tokens
+
+
+def test_every_group_is_found_and_read(run_dir: Path) -> None:
+    index = caught_up(RolloutIndex(run_dir / "rollouts.jsonl"))
+    groups: dict[int, list[Any]] = {}
+    for line in read_rollouts(run_dir / "rollouts.jsonl"):
+        groups.setdefault(line.ordinal, []).append(line)
+    assert index.num_groups == len(groups)
+    for ordinal, lines in groups.items():
+        row = index.row_of(ordinal)
+        assert row is not None
+        assert index.lines(row) == lines
+        assert index.lines(row, limit=1) == lines[:1]
+        group = index.group(row)
+        assert (group.step, group.outcome, group.count) == (lines[0].step, lines[0].outcome, len(lines))
+        assert group.mean_reward == pytest.approx(np.mean([line.reward for line in lines]))
+    assert index.row_of(-1) is None
+    assert index.row_of(10**9) is None
+    steps = [index.group(row).step for row in range(index.num_groups)]
+    for step in range(20):
+        assert index.row_of_step(step) == steps.index(step)
+    assert index.row_of_step(99) == index.num_groups
+
+
+def test_tokens_are_found_also_after_they_were_thinned(run_dir: Path, tmp_path: Path) -> None:
+    lines = list(read_tokens(run_dir / "tokens.jsonl"))
+    path = tmp_path / "tokens.jsonl"
+    recorder = TokenRecorder(path, every=2, max_bytes=3000)
+    index = TokenIndex(path)
+    ordinals = list(dict.fromkeys(line.ordinal for line in lines))
+    for ordinal in ordinals:
+        recorder.record([line for line in lines if line.ordinal == ordinal])
+        caught_up(index)
+        assert all(index.lines(o) == [line for line in lines if line.ordinal == o] for o in ordinals if o in index)
+    recorder.close()
+    assert recorder.every > 2, "the test needs a file that is thinned"
+    assert {o for o in ordinals if o in index} == {line.ordinal for line in read_tokens(path)}
+    assert index.lines(1) == []
+
+
+# Answers
+
+
+QUERIES: list[tuple[str, dict[str, Any]]] = [
+    ("run", {}),
+    ("loop", {"from": 2, "to": 8}),
+    ("lanes", {"from": 2, "to": 8}),
+    ("overview", {"points": 50}),
+    ("step", {"step": 3}),
+    ("step", {"at": 5.0}),
+    ("curves", {"names": "reward,eval_accuracy,nothing"}),
+    ("groups", {"step": 3, "tokens": 1}),
+    ("group", {"ordinal": 4}),
+]
+
+
+def test_answers_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    index = caught_up(RunIndex(tmp_path / "nowhere"))
+    for name, query in QUERIES:
+        answer(index, name, **query)
+    assert answer(index, "run")["life"] == "waiting"
+    assert answer(index, "group", ordinal=4)["group"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "query"),
+    [
+        ("loop", {"from": "soon", "to": 3}),
+        ("loop", {"to": 3}),
+        ("loop", {"from": "nan", "to": 3}),
+        ("lanes", {"from": 0, "to": "inf"}),
+        ("group", {}),
+        ("group", {"ordinal": "__proto__"}),
+        ("step", {"step": "1e999"}),
+    ],
+)
+def test_bad_queries(run_dir: Path, name: str, query: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="is a number"):
+        answer(caught_up(RunIndex(run_dir)), name, **query)
+
+
+def test_steps_and_times(made: Loop, run_dir: Path) -> None:
+    index = caught_up(RunIndex(run_dir))
+    begins = [start_s - RAW_START_S for start_s, _, state, _ in made.spans["trainer"] if state == "forward_backward"]
+    for step in (0, 7, 19):
+        assert answer(index, "step", step=step)["start_s"] == pytest.approx(begins[step], abs=1e-3)
+        assert answer(index, "step", at=begins[step] + 0.01)["step"] == step
+    assert answer(index, "step", at=0)["step"] == -1
+    assert answer(index, "step", step=20) == {"step": 20, "steps": 20, "start_s": None, "end_s": None}
+
+
+def test_of_very_many_groups_a_part_is_drawn_and_all_are_counted(tmp_path: Path) -> None:
+    """2000 groups in the air, and 60,000 completions that finish."""
+    made = Loop(steps=3, groups=700, size=30, staleness=2, replicas=1)
+    made.admit = lambda: []  # type: ignore[method-assign]
+    began = {"type": "ScheduleBegan", "policy": "x", "snapshot": None, "config": {
+        "groups_per_step": 700, "completions_per_group": 30, "max_staleness": 2, "steps": 3}}  # fmt: skip
+    starts = [{"type": "StartGroup", "ordinal": o, "replica": 0} for o in range(2000)]
+    lines: list[dict[str, Any]] = [{"seq": 0, "time_s": 0.0, "event": began, "commands": starts}]
+    for ordinal in range(2000):
+        event = {"type": "CompletionFinished", "ordinal": ordinal, "sample": 0, "replica": 0}
+        lines += [{"seq": 0, "time_s": 1 + ordinal / 1000, "event": event, "commands": []}] * 30
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    index = caught_up(RunIndex(tmp_path))
+    found = answer(index, "loop", **{"from": 0.5, "to": 3.0})
+    assert found["every"] == 4
+    assert len(found["loop"]["groups"]) == 500
+    assert len(found["moves"]) <= 6000
+    assert found["loop"]["counts"] == [0, 2000, 0, 0, 0]
+    for at_s, *counts in found["counts"][1:]:
+        truth = sum(1 + o / 1000 <= at_s for o in range(2000))
+        assert counts[2] == pytest.approx(truth, abs=12)
+        assert sum(counts) == 2000
+    assert len(found["counts"]) <= 301
+
+
+def test_texts_and_lists_in_answers_are_bounded(folder: Path) -> None:
+    made = Loop(steps=4, hostile="x" * 50_000).run()
+    index = caught_up(RunIndex(made.write(folder)))
+    group = answer(index, "group", ordinal=0)
+    assert len(group["prompt"]) == len(group["rollouts"][0]["completion"]) == 20_000
+    assert group["rollouts"][0]["is_cut"]
+    assert len(answer(index, "groups", count=10**6)["groups"]) <= 60
+    assert all(len(row["prompt"]) <= 80 for row in answer(index, "groups")["groups"])
+    names = ",".join(["reward"] * 500)
+    assert len(answer(index, "curves", names=names, points=10**9)["curves"]) == 1
+
+
+def test_curves_lie_at_their_steps(made: Loop, run_dir: Path) -> None:
+    found = answer(caught_up(RunIndex(run_dir)), "curves", names="reward,eval_accuracy", points=500)["curves"]
+    assert [point[0] for point in found["reward"]["points"]] == list(range(20))
+    rewards = [line["reward"] for _, line in made.metrics if "reward" in line]
+    assert [point[1] for point in found["reward"]["points"]] == pytest.approx(rewards, rel=1e-4)
+    assert [point[0] for point in found["eval_accuracy"]["points"]] == [0, 5, 10, 15]
+
+
+def test_the_life_of_a_run(made: Loop, folder: Path) -> None:
+    index = RunIndex(folder)
+    assert caught_up(index).life()[0] == "waiting"
+    made.write(folder, until_s=5.0)
+    assert caught_up(index).life()[0] == "running"
+    for path in folder.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    index = caught_up(RunIndex(folder))
+    life, silent_s = index.life()
+    assert life == "silent"
+    assert silent_s > 1e6
+    (folder / "summary.json").write_text(json.dumps({"status": "failed", "steps": index.events.loop.version}))
+    assert caught_up(index).life()[0] == "failed"
+    made.write(folder, until_s=8.0)  # it was resumed, and the summary is that of the attempt before
+    os.utime(folder / "summary.json", (1e9, 1e9))
+    assert caught_up(index).life()[0] == "running"
+    (folder / "summary.json").write_text("{torn")
+    assert caught_up(index).life()[0] == "running"
+
+
+def test_time_goes_on_while_nothing_is_decided(made: Loop, folder: Path) -> None:
+    """During start-up and long steps there are no events, but timelines."""
+    made.write(folder, until_s=1.5)
+    index = RunIndex(folder)
+    for _ in range(3):
+        caught_up(index)
+    assert index.events.end_s == 0.0
+    assert index.end_s == pytest.approx(1.0, abs=0.02)
+    assert answer(index, "loop", **{"from": 0.2, "to": 5.0})["to"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_verdict_is_that_of_the_summary(run_dir: Path) -> None:
+    verdict = Verdict(run_dir)
+    assert verdict.update(caught_up(RunIndex(run_dir)), now_s=0.0)
+    assert verdict.sentence == VERDICT
+    assert not verdict.update(caught_up(RunIndex(run_dir)), now_s=1.0)
+
+
+def test_while_a_run_goes_on_the_verdict_is_accountings(made: Loop, folder: Path) -> None:
+    made.write(folder, until_s=9.0)
+    index, verdict = caught_up(RunIndex(folder)), Verdict(folder)
+    verdict.update(index, now_s=100.0)
+    first = verdict.sentence
+    assert first
+    verdict.sentence = "marked"
+    verdict.update(index, now_s=110.0)
+    assert verdict.sentence == "marked", "not more than now and then"
+    verdict.update(index, now_s=1000.0)
+    assert verdict.sentence == first
