@@ -27,7 +27,7 @@ import torch
 
 import slipstream
 from slipstream import cli
-from slipstream.controller.build import build_schedule
+from slipstream.controller.policies import schedule_for
 from slipstream.core.config import ModelConfig, OptimizerConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve, save_config
@@ -954,7 +954,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(policy, shelf / "model", tokenizer)
     flat = FlatParameters(policy)
     optimizer = FlatAdamW(policy, flat, OptimizerConfig(), total_updates=2)
-    snapshot = msgspec.to_builtins(build_schedule(config).snapshot())
+    snapshot = msgspec.to_builtins(schedule_for(config).snapshot())
     extra = {"schedule": snapshot, "num_events": 0}
     save_checkpoint(shelf / "run" / "checkpoints" / "step_1", flat, optimizer, step=1, extra=extra)
     for name in ("ledger.jsonl", "events.jsonl", "metrics.jsonl", "rollouts.jsonl"):

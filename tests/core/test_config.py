@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from slipstream.controller.build import build_schedule
+from slipstream.controller.policies import schedule_for
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
@@ -109,7 +109,7 @@ def test_the_widest_reorder_window_is_accepted() -> None:
 def test_a_scheduling_policy_promises_what_it_keeps(overrides: dict[str, Any], bound: int | None) -> None:
     config = resolve(BASE, overrides)
     assert config.staleness_bound == bound
-    assert build_schedule(config).staleness_bound == bound
+    assert schedule_for(config).staleness_bound == bound
 
 
 def test_sizes_of_a_fresh_model_do_not_matter_with_a_checkpoint() -> None:

@@ -14,10 +14,8 @@ from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
-from slipstream.controller.machine import ScheduleConfig, SchedulingPolicy, Snapshot
 from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import check_remote, computing_groups, num_cores, place
-from slipstream.controller.policies import make_policy
 from slipstream.core.channel import ChannelSpec
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
@@ -39,8 +37,6 @@ from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.reference_executor import ReferencePolicy
 from slipstream.trainer.step import needed_columns
-
-DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
 
 
 def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection[str] = ()) -> None:
@@ -344,26 +340,6 @@ def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], ro
     for source in sources:
         executor, port = source.split(".")
         yield from scatter(f"{port}/{executor}", source, targets, route, deadline_s=config.deadline_s)
-
-
-def build_schedule(config: RunConfig, snapshot: Snapshot | None = None) -> SchedulingPolicy:
-    """The schedule of a run, from its start or from a checkpoint's snapshot."""
-    group = config.samples_per_group
-    schedule_config = ScheduleConfig(
-        groups_per_step=config.groups_per_step,
-        completions_per_group=group,
-        max_staleness=config.max_staleness,
-        reorder_window=config.reorder_window,
-        steps=config.steps,
-        # One group in reserve keeps the slots full while an admission is on its way.
-        capacity=max(config.generator.num_slots, group) + group,
-        publish_every=config.publish_every,
-        skip_no_signal=config.loss.skip_no_signal,
-        max_dropped_in_a_row=DROPPED_PER_GROUP * config.groups_per_step,
-        staleness_threshold=config.schedule.staleness_threshold or 0.0,
-        queue_groups=config.schedule.queue_groups or 0,
-    )
-    return make_policy(config.schedule.policy, schedule_config, snapshot)
 
 
 def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[Work, PromptSet]:

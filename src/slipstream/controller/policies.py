@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from slipstream.controller.machine import Command, Event, ScheduleConfig, SchedulingPolicy, Snapshot
 from slipstream.controller.schedule import Schedule
+from slipstream.core.config import RunConfig
 from slipstream.core.types import Swapped
+
+DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
 
 
 class DropStale(SchedulingPolicy):
@@ -169,3 +172,23 @@ def make_policy(name: str, config: ScheduleConfig, snapshot: Snapshot | None = N
     """The policy `name`, from a run's start or from a checkpoint's snapshot."""
     policy = POLICIES[name]
     return policy(config) if snapshot is None else policy.restore(config, snapshot)
+
+
+def schedule_for(config: RunConfig, snapshot: Snapshot | None = None) -> SchedulingPolicy:
+    """The schedule of a run, from its start or from a checkpoint's snapshot."""
+    group = config.samples_per_group
+    schedule_config = ScheduleConfig(
+        groups_per_step=config.groups_per_step,
+        completions_per_group=group,
+        max_staleness=config.max_staleness,
+        reorder_window=config.reorder_window,
+        steps=config.steps,
+        # One group in reserve keeps the slots full while an admission is on its way.
+        capacity=max(config.generator.num_slots, group) + group,
+        publish_every=config.publish_every,
+        skip_no_signal=config.loss.skip_no_signal,
+        max_dropped_in_a_row=DROPPED_PER_GROUP * config.groups_per_step,
+        staleness_threshold=config.schedule.staleness_threshold or 0.0,
+        queue_groups=config.schedule.queue_groups or 0,
+    )
+    return make_policy(config.schedule.policy, schedule_config, snapshot)

@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from slipstream.controller.build import build_schedule, build_work, default_pipeline
+from slipstream.controller.build import build_work, default_pipeline
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, Work
 from slipstream.controller.pipeline import Pipeline
+from slipstream.controller.policies import schedule_for
 from slipstream.controller.restarts import Restarts
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver, write_samples
@@ -112,7 +113,7 @@ def _attempt(
         if given.pipeline is None
         else given.pipeline(with_paths)
     )
-    schedule = build_schedule(with_paths, None if cut is None else cut.schedule)
+    schedule = schedule_for(with_paths, None if cut is None else cut.schedule)
     controller = Controller(
         with_paths,
         pipeline,

@@ -1,0 +1,426 @@
+"""From the files of finished runs to what everything takes (`Costs`): calibration of the simulator.
+
+    calibrate([read_run(path), ...]) -> Calibration
+
+Decode steps and microbatches are fitted by their rows and tokens, together with how much slower each side is beside the
+other, and by threads (`plan/fits.py`). All else is a mean of what the timelines say, as it would have been alone; the
+latencies of messages come from comparing the files of two processes, whose clocks are one.
+
+Runs that calibrate together are of one model on one machine; they may differ in everything else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+from slipstream.controller.placement import place
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.observe.recorder import RolloutLine
+from slipstream.observe.states import DECODES, kind
+from slipstream.observe.timeline import Instant, Slice
+from slipstream.plan.fits import Fit, Machine, Pieces, cores_of, fit, seconds_in
+from slipstream.plan.recorded import Run
+from slipstream.plan.simulated_run import Batch, Costs
+
+SLOT_ROWS = 8
+"""Rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)."""
+LONG_CONTEXT = 128
+"""Tokens of a sequence from which on the keys and values that a step reads count."""
+STEP_STATES = ("forward_backward", "optimizer", "collate", "reference", "proximal", "values")
+"""Of the trainer: what a training step consists of."""
+MEASURES = ("reference", "proximal", "values")
+"""Of these, the passes that only read."""
+TURN = ("receive", "stage", "overhead")
+"""Of a generator: what every turn of its loop takes besides."""
+MANY_AT_ONCE = 4
+"""Completions that finish together, from which the rewards' pace can be told."""
+MAX_JITTER = 512
+"""Factors of each kind that are kept."""
+JITTER_QUANTILES = (0.005, 0.995)
+"""What is beyond them counts as if it were there: then the machine did something else."""
+LEAST_JITTER = 0.05
+
+Told = tuple[float, float]
+"""(mean, of how many)"""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What runs have told: `decode` per step and row, `train` per microbatch and token, and `seconds` of the rest."""
+
+    cores: int
+    decode: Fit
+    train: Fit
+    seconds: Mapping[str, float]
+    jitter: Mapping[str, tuple[float, ...]]
+    runs: tuple[Run, ...]
+
+    def costs(self, config: RunConfig) -> Costs:
+        """What everything takes in a run like these with the dials of `config`."""
+        threads = place(config, self.cores)
+        generator, trainer = threads["generator"].together, threads["trainer"].together
+        seconds, decode, train = self.seconds, self.decode, self.train
+        pass_s, row_s = decode.seconds(generator, steps=1), decode.seconds(generator, rows=1)
+
+        def decode_s(replica: int, rows: int, context: float) -> float:  # noqa: ARG001 - replicas are alike
+            return decode.seconds(generator, steps=1, rows=rows, context=context) + seconds["turn"]
+
+        def prefill_s(replica: int, tokens: int, is_alone: bool) -> float:  # noqa: ARG001
+            return tokens * row_s + (pass_s if is_alone else 0.0)
+
+        def train_s(batch: Batch) -> dict[str, float]:
+            updates, epochs = config.updates_per_step, config.trainer.epochs
+            rows = batch.prompt_tokens + batch.completion_tokens - batch.completions
+            microbatches = max(updates, -(-rows * epochs // config.trainer.microbatch_tokens))
+            states = {
+                "forward_backward": train.seconds(trainer, microbatches=microbatches, tokens=rows * epochs),
+                "optimizer": updates * seconds["optimizer"],
+                "collate": batch.completions * seconds["collate"],
+            }
+            measures = {state: rows * seconds[state] / train.speed(trainer) for state in MEASURES if seconds[state]}
+            return states | measures
+
+        fixed = {name: seconds[name.removesuffix("_s")] for name in FIXED}
+        return Costs(decode=decode_s, train=train_s, prefill=prefill_s, jitter=self.jitter, **fixed)
+
+
+FIXED = (
+    "send_s",
+    "stage_s",
+    "swap_s",
+    "publish_s",
+    "receive_s",
+    "record_s",
+    "checkpoint_s",
+    "score_s",
+    "decide_s",
+    "to_controller_s",
+    "to_generator_s",
+    "to_trainer_s",
+    "to_rewards_s",
+    "from_rewards_s",
+)
+"""The fields of `Costs` that are one number."""
+
+
+def calibrate(runs: Sequence[Run]) -> Calibration:
+    """What `runs` have told. ConfigError where they are of different models or machines."""
+    _check_alike(runs)
+    machines = [Machine(run, cores_of(run)) for run in runs]
+    decode, train = _fit_decode(machines), _fit_train(machines)
+    told = [_seconds(machine, decode.beside, train) for machine in machines]
+    return Calibration(
+        cores=machines[0].cores,
+        decode=decode,
+        train=train,
+        seconds={name: _mean([part[name] for part in told]) for name in told[0]},
+        jitter={"decode": _jitter(decode.residuals), "train": _jitter(_step_factors(machines, train.beside))},
+        runs=tuple(runs),
+    )
+
+
+def _check_alike(runs: Sequence[Run]) -> None:
+    for what, found in (
+        ("models", {run.config.model.model_dump_json() for run in runs}),
+        ("numbers of cores", {cores_of(run) for run in runs}),
+    ):
+        if len(found) > 1:
+            raise ConfigError(
+                f"runs with different {what} do not calibrate together",
+                got=", ".join(str(run.path) for run in runs),
+                hint="give runs of one model on one machine",
+            )
+
+
+def row_multiple(config: RunConfig) -> int:
+    """What the rows of a decode step, and the tokens of a prompt, are rounded up to."""
+    return SLOT_ROWS if config.generator.device == "cpu" and config.generator.engine == "native" else 1
+
+
+# Decoding and training
+
+
+def _fit_decode(machines: Sequence[Machine]) -> Fit:
+    """Seconds per decode step and row computed; prompts that are prefilled beside it are rows, too."""
+    generators = [machine.run.config.generator for machine in machines]
+    longest = max(
+        machine.run.config.prompts.max_prompt_tokens + generator.max_new_tokens
+        for machine, generator in zip(machines, generators, strict=True)
+    )
+    terms = ("steps", "rows", "context") if longest >= LONG_CONTEXT else ("steps", "rows")
+
+    def pieces(machine: Machine, name: str) -> Pieces:
+        slices = [one for one in machine.slices[name] if one.state in DECODES and one.count]
+        steps = np.array([one.count for one in slices], dtype=np.float64)
+        live = np.array([one.units for one in slices], dtype=np.float64) / np.maximum(steps, 1)
+        multiple = row_multiple(machine.run.config)
+        rows = np.ceil(live / multiple) * multiple * steps + _prefilled_beside(machine.run, name, slices, multiple)
+        middles = np.array([(one.start_ns + one.end_ns) / 2e9 for one in slices])
+        columns = [steps, rows, _context(machine.run, name, middles) * steps]
+        return Pieces.of(machine, name, slices, columns[: len(terms)])
+
+    return fit(terms, [pieces(machine, name) for machine in machines for name in machine.processes("generator")])
+
+
+def _replica(process: str) -> int:
+    return int(process.partition("-")[2].partition("@")[0])
+
+
+def _prefilled_beside(run: Run, process: str, slices: Sequence[Slice], multiple: int) -> np.ndarray:
+    """float64 [N]: prompt tokens that each slice has prefilled beside decoding: those of groups that start after it."""
+    first: dict[int, tuple[float, int]] = {}
+    for line in run.rollouts:
+        if line.replica == _replica(process) and line.started_s < first.get(line.ordinal, (np.inf, 0))[0]:
+            first[line.ordinal] = line.started_s, len(line.prompt)
+    ends = np.array([one.end_ns for one in slices], dtype=np.float64)
+    tokens = np.zeros(len(slices))
+    for started_s, num_chars in first.values():
+        # In the slice that contains the start a step before it has prefilled; else the last one before has.
+        index = int(np.searchsorted(ends, started_s * 1e9))
+        if index < len(slices) and slices[index].start_ns > started_s * 1e9:
+            index -= 1
+        if 0 <= index < len(slices):
+            tokens[index] += -(-num_chars // multiple) * multiple
+    return tokens
+
+
+def _context(run: Run, process: str, times_s: np.ndarray) -> np.ndarray:
+    """float64 [N]: tokens that the live rows of `process` have together at these times."""
+    lines = [line for line in run.rollouts if line.replica == _replica(process) and line.finished_s > line.started_s]
+    started, finished = np.array([(line.started_s, line.finished_s) for line in lines]).reshape(-1, 2).T
+    slope = np.array([line.num_tokens for line in lines]) / (finished - started)
+    constant = np.array([len(line.prompt) for line in lines]) - slope * started
+    total = np.zeros(len(times_s))
+    for ends, sign in ((started, 1.0), (finished, -1.0)):
+        order = np.argsort(ends)
+        before = np.searchsorted(ends[order], times_s)
+        sums = [np.concatenate([[0.0], np.cumsum(values[order])])[before] for values in (constant, slope)]
+        total += sign * (sums[0] + sums[1] * times_s)
+    return np.maximum(total, 0.0)
+
+
+def _fit_train(machines: Sequence[Machine]) -> Fit:
+    """Seconds per microbatch and token of forward-backward."""
+
+    def pieces(machine: Machine) -> Pieces:
+        slices = [one for one in machine.slices[machine.trainer] if one.state == "forward_backward" and one.count]
+        columns = [np.array([one.count for one in slices], float), np.array([one.units for one in slices], float)]
+        return Pieces.of(machine, machine.trainer, slices, columns)
+
+    return fit(("microbatches", "tokens"), [pieces(machine) for machine in machines])
+
+
+# The rest, as seconds of work for one of what it is counted by
+
+
+def _seconds(machine: Machine, beside: float, train: Fit) -> dict[str, Told]:
+    run, config, trainer = machine.run, machine.run.config, machine.trainer
+    own = machine.slices[trainer]
+    start_s, end_s = run.loop_s
+
+    def trained(*states: str) -> float:
+        return machine.work_s(trainer, own, states, train.beside)
+
+    steps, tokens = run.num_steps, sum(line["tokens_read"] for line in run.metrics)
+    num_rollouts = sum(1 for line in run.rollouts if start_s <= line.scored_s <= end_s)
+    num_events = sum(1 for line in run.events if start_s <= line.time_s <= end_s)
+    uncounted_s = sum(one.state_ns * 1e-9 for one in own if one.state == "forward_backward" and not one.count)
+    every = config.trainer.checkpoint_every
+    sums: dict[str, tuple[float, float]] = {
+        "optimizer": (trained("optimizer"), steps * config.updates_per_step),
+        "collate": (trained("collate") + uncounted_s, steps * config.completions_per_step),
+        "publish": (trained("publish", "stage"), steps // config.publish_every),
+        "receive": (trained("receive", "overhead"), num_rollouts),
+        "record": (trained("record"), num_rollouts),
+        "checkpoint": (trained("checkpoint"), steps // every if every else 0),
+        "decide": (sum(seconds_in(one, ("schedule",)) for one in machine.slices["controller"]), num_events),
+    }
+    speed = train.speed(machine.threads[trainer])
+    sums |= {state: (trained(state) * speed, tokens) for state in MEASURES}
+    for name in machine.processes("generator"):
+        for what, (total, count) in _of_generator(machine, name, beside).items():
+            before = sums.get(what, (0.0, 0))
+            sums[what] = before[0] + total, before[1] + count
+    means = {name: (total / count if count else 0.0, float(count)) for name, (total, count) in sums.items()}
+    latencies = _latencies(machine, send_s=means["send"][0], receive_s=means["receive"][0])
+    return means | {"stage": _staging(machine, beside)} | latencies
+
+
+def _mean(told: Sequence[Told]) -> float:
+    """Over runs, by how much each has seen."""
+    count = sum(one[1] for one in told)
+    return sum(mean * seen for mean, seen in told) / count if count else 0.0
+
+
+def _of_generator(machine: Machine, name: str, beside: float) -> dict[str, tuple[float, float]]:
+    """What one replica spends besides decode steps: (seconds of work, the number of those it is for)."""
+    run, slices = machine.run, machine.slices[name]
+    start_s, end_s = run.loop_s
+    busy, turns = _turns(slices)
+    sent = sum(1 for line in run.rollouts if line.replica == _replica(name) and start_s <= line.finished_s <= end_s)
+    evaluated = sum(one.units for one in slices if one.state == "evaluate") / _mean_length(run)
+    swaps = sum(1 for r in run.timelines[name] if isinstance(r, Instant) and r.name == "swapped" and r.args["version"])
+    return {
+        "turn": (machine.work_s(name, busy, TURN, beside), turns),
+        "send": (machine.work_s(name, slices, ("send",), beside), sent + evaluated),
+        "swap": (machine.work_s(name, slices, ("swap",), beside), swaps),
+    }
+
+
+def _turns(slices: Sequence[Slice]) -> tuple[list[Slice], int]:
+    """The slices between two waits in which something was decoded, and how many steps that were."""
+    found: list[Slice] = []
+    turns = 0
+    bout: list[Slice] = []
+    for one in [*slices, Slice("idle", 0, 0)]:
+        if kind(one.state) != "wait":
+            bout.append(one)
+            continue
+        if steps := sum(each.count for each in bout if each.state in DECODES or each.state == "evaluate"):
+            found += bout
+            turns += steps
+        bout = []
+    return found, turns
+
+
+def _mean_length(run: Run) -> float:
+    return max(1.0, fmean(line.num_tokens for line in run.rollouts)) if run.rollouts else 1.0
+
+
+def _staging(machine: Machine, beside: float) -> Told:
+    """Seconds of work of bringing a version to a replica, beside decoding and at low priority."""
+    published = {
+        one.args["version"]: float(one.end_ns)
+        for one in machine.slices[machine.trainer]
+        if one.state in ("publish", "stage") and "version" in one.args
+    }
+    work = []
+    for line in machine.run.events:
+        event = line.event
+        if event["type"] == "Swapped" and event["version"] in published and event["transfer_s"]:
+            start_ns = published[event["version"]]
+            rate = machine.background_rate(start_ns, start_ns + event["transfer_s"] * 1e9, beside)
+            work.append(event["transfer_s"] * rate)
+    return (fmean(work) if work else 0.0), float(len(work))
+
+
+# On the way
+
+
+def _latencies(machine: Machine, *, send_s: float, receive_s: float) -> dict[str, Told]:
+    """Seconds that messages take, and a completion to be scored."""
+    run, trainer = machine.run, machine.trainer
+    told: dict[tuple[int, int], float] = {}  # completion, group, step -> when the controller had word of it
+    scored: dict[int, float] = {}
+    admitted: dict[int, tuple[float, int]] = {}
+    commanded: dict[int, float] = {}
+    for line in run.events:
+        match line.event["type"]:
+            case "CompletionFinished":
+                told[line.event["ordinal"], line.event["sample"]] = line.time_s
+            case "GroupScored":
+                scored[line.event["ordinal"]] = line.time_s
+        for command in line.commands:
+            match command["type"]:
+                case "StartGroup":
+                    admitted[command["ordinal"]] = line.time_s, command["replica"]
+                case "TrainStep":
+                    commanded[command["step"]] = line.time_s
+    together: dict[tuple[int, float], list[RolloutLine]] = defaultdict(list)  # that finished with one decode step
+    groups: dict[int, list[RolloutLine]] = defaultdict(list)
+    for rollout in run.rollouts:
+        together[rollout.replica, rollout.finished_s].append(rollout)
+        groups[rollout.ordinal].append(rollout)
+    to_controller, to_first_score, pace = [], [], []
+    for (_, finished_s), members in together.items():
+        if heard := [told[one.ordinal, one.sample] for one in members if (one.ordinal, one.sample) in told]:
+            to_controller.append(max(heard) - finished_s - len(members) * send_s)
+        scores = sorted(one.scored_s for one in members)
+        to_first_score.append(scores[0] - finished_s - send_s)
+        if len(scores) >= MANY_AT_ONCE:
+            pace.append((scores[-1] - scores[0]) / (len(scores) - 1))
+    from_rewards = []
+    for ordinal, time_s in scored.items():
+        if ordinal in groups and _is_idle(machine, trainer, last_s := max(r.scored_s for r in groups[ordinal]), time_s):
+            from_rewards.append(time_s - last_s)
+    begun: dict[int, float] = {}
+    for one in machine.slices[trainer]:
+        if one.state in STEP_STATES and "step" in one.args:
+            begun.setdefault(one.args["step"], one.start_ns * 1e-9)
+    to_trainer = [begun[n] - at for n, at in commanded.items() if n in begun and _waits(machine, trainer, at)]
+    to_generator = [
+        _next_work(machine, name, time_s) - time_s
+        for ordinal, (time_s, replica) in admitted.items()
+        if (name := f"generator-{replica}") in machine.slices and _waits(machine, name, time_s)
+    ]
+    pace_s, (heard_s, _) = _usual(pace)[0], _usual(to_controller)
+    return {
+        "score": (pace_s * run.config.rewards.num_workers, float(len(pace))),
+        "to_rewards": _usual(to_first_score, less=pace_s),
+        "from_rewards": _usual(from_rewards, less=receive_s + heard_s),
+        "to_controller": _usual(to_controller),
+        "to_trainer": _usual(to_trainer),
+        "to_generator": _usual(to_generator or to_controller),
+    }
+
+
+def _usual(seconds: Sequence[float], *, less: float = 0.0) -> Told:
+    return (max(0.0, median(seconds) - less), float(len(seconds))) if seconds else (0.0, 0.0)
+
+
+def _is_idle(machine: Machine, name: str, start_s: float, end_s: float) -> bool:
+    """Whether `name` did little meanwhile but take what came."""
+    if end_s <= start_s:
+        return False
+    return float(machine.share(name, np.array([start_s * 1e9]), np.array([end_s * 1e9]))[0]) < 1 / 3
+
+
+def _waits(machine: Machine, name: str, time_s: float) -> bool:
+    """Whether `name` waited at that moment."""
+    slices = machine.slices[name]
+    index = int(np.searchsorted([one.start_ns for one in slices], time_s * 1e9)) - 1
+    return index >= 0 and slices[index].end_ns >= time_s * 1e9 and kind(slices[index].state) == "wait"
+
+
+def _next_work(machine: Machine, name: str, time_s: float) -> float:
+    """When `name` began to prefill or decode after that moment, in which it waited."""
+    begins = (
+        one.start_ns * 1e-9
+        for one in machine.slices[name]
+        if one.start_ns >= time_s * 1e9 and one.state in (*DECODES, "prefill", "re_prefill")
+    )
+    return next(begins, time_s)
+
+
+# Jitter
+
+
+def _jitter(factors: Sequence[float]) -> tuple[float, ...]:
+    """Some of `factors`, in their order, of mean 1."""
+    if len(factors) < MANY_AT_ONCE:
+        return ()
+    low, high = np.quantile(factors, JITTER_QUANTILES)
+    kept = np.clip(np.asarray(factors), max(low, LEAST_JITTER), high)
+    kept = kept[np.linspace(0, len(kept) - 1, min(len(kept), MAX_JITTER)).astype(int)]
+    return tuple((kept / kept.mean()).tolist())
+
+
+def _step_factors(machines: Sequence[Machine], beside: float) -> list[float]:
+    """Of whole training steps: the work each took, over what its tokens take in the mean of its run."""
+    factors: list[float] = []
+    for machine in machines:
+        by_step: dict[int, list[Slice]] = defaultdict(list)
+        for one in machine.slices[machine.trainer]:
+            if one.state in STEP_STATES and "step" in one.args:
+                by_step[one.args["step"]].append(one)
+        tokens = {line["step"]: line["tokens_read"] for line in machine.run.metrics if line["step"] in by_step}
+        work = {step: machine.work_s(machine.trainer, by_step[step], STEP_STATES, beside) for step in tokens}
+        rate = sum(work.values()) / max(sum(tokens.values()), 1.0)
+        factors += [work[step] / (rate * count) for step, count in tokens.items() if rate * count > 0]
+    return factors

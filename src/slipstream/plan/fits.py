@@ -1,0 +1,294 @@
+"""Costs of pieces of work, from who did what beside whom: the arithmetic behind `plan/calibrate.py`.
+
+With C cores, t threads of its own, and g(n) the speed of a thread among n busy ones (`event_loop.Cores`), a second of a
+process is g(n) / g(t) seconds of its work. g is linear in r, the speed with all cores busy over the speed alone. So
+
+    sum over n of seconds(n) g(n) / g(t)  =  (costs of the pieces) / (speed of t threads)
+
+is solved for the costs, for r, and, over runs with different numbers of threads, for the speed of each number. r and
+the speeds are searched, the costs then follow by least squares, none below zero. What the runs do not tell stays near
+what machines of this kind have (`PRIORS`): a run in which both sides always overlap says nothing of r.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.controller.placement import place
+from slipstream.observe.states import kind, side_of
+from slipstream.observe.timeline import ProcessStart, Slice
+from slipstream.plan.event_loop import BACKGROUND_SHARE
+from slipstream.plan.recorded import Run
+
+
+class Prior(NamedTuple):
+    """Of a quantity that runs may not tell: its value, and the relative error it is believed to have."""
+
+    value: float
+    error: float
+
+
+PRIORS = {"beside": Prior(0.65, 0.4), "threads": Prior(1.0, 0.3), "fixed": Prior(0.2, 0.5)}
+"""`beside`: r. `threads`: the speed of t threads over that of t processes with one each. `fixed`: the share of a
+piece's time that does not depend on its tokens."""
+INDEPENDENT = 200
+"""Pieces at most that count as so many observations: neighbours in time have the same troubles."""
+
+
+def speed(busy: int, cores: int) -> tuple[float, float]:
+    """g(busy) as a + b r: of one thread among so many."""
+    if busy > cores:
+        return 0.0, cores / busy
+    alone = 1.0 if cores == 1 else 1.0 - (busy - 1) / (cores - 1)
+    return alone, 1.0 - alone
+
+
+def speed_with(threads: int, cores: int, beside: float) -> float:
+    """g(t) of a process's own threads, at r = `beside`."""
+    a, b = speed(min(threads, cores), cores)
+    return a + b * beside
+
+
+class Machine:
+    """The processes of a run that compute, what they did in its loop, and when they were busy."""
+
+    def __init__(self, run: Run, cores: int) -> None:
+        self.run, self.cores = run, cores
+        placed = place(run.config, cores)
+        start_s, end_s = run.loop_s
+        self._window = round(start_s * 1e9), round(end_s * 1e9)
+        self.slices = {
+            name: [one for one in records if isinstance(one, Slice) and self._has(one)]
+            for name, records in run.timelines.items()
+        }
+        self.threads = {name: placed[side_of(name)].together for name in run.timelines if side_of(name) in placed}
+        self.busy = {name: _work_curve(self.slices[name]) for name in self.threads}
+
+    def _has(self, one: Slice) -> bool:
+        return self._window[0] <= one.start_ns and one.end_ns <= self._window[1]
+
+    def processes(self, side: str) -> list[str]:
+        return [name for name in self.threads if side_of(name) == side]
+
+    @property
+    def trainer(self) -> str:
+        return self.processes("trainer")[0]
+
+    def share(self, process: str, start_ns: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
+        """float64 [N] in 0..1: which part of each of these spans of time `process` was busy."""
+        curve = self.busy[process]
+        done = np.interp(end_ns, *curve) - np.interp(start_ns, *curve)
+        share: np.ndarray = np.clip(done / np.maximum(end_ns - start_ns, 1), 0, 1)
+        return share
+
+    def rates(self, process: str, start_ns: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
+        """float64 [N, 2]: a and b of a + b r, the speed of one thread of `process` in each of these spans of time."""
+        others = [name for name in self.threads if name != process]
+        rates = np.zeros((len(start_ns), 2))
+        for busy, chance in self._busy_threads(self.threads[process], others, start_ns, end_ns).items():
+            rates += chance[:, None] * np.array(speed(busy, self.cores))
+        return rates
+
+    def _busy_threads(
+        self, own: int, others: Iterable[str], start_ns: np.ndarray, end_ns: np.ndarray
+    ) -> dict[int, np.ndarray]:
+        """Busy threads -> share [N] of each span of time, as if the others were busy independently within it."""
+        chances = {own: np.ones(len(start_ns))}
+        for name in others:
+            share = self.share(name, start_ns, end_ns)
+            spread: dict[int, np.ndarray] = {}
+            for busy, chance in chances.items():
+                for count, part in ((busy, 1 - share), (busy + self.threads[name], share)):
+                    spread[count] = spread.get(count, np.zeros(len(start_ns))) + chance * part
+            chances = spread
+        return chances
+
+    def work_s(self, process: str, slices: Iterable[Slice], states: Sequence[str], beside: float) -> float:
+        """What `process` spent in `states` during `slices`, in seconds as it would have taken them alone."""
+        table = [(one.start_ns, one.end_ns, seconds_in(one, states)) for one in slices]
+        table = [row for row in table if row[2] > 0]
+        if not table:
+            return 0.0
+        start_ns, end_ns, seconds = np.array(table, dtype=np.float64).T
+        total = float(seconds @ self.rates(process, start_ns, end_ns) @ np.array([1.0, beside]))
+        return total / speed_with(self.threads[process], self.cores, beside)
+
+    def background_rate(self, start_ns: float, end_ns: float, beside: float) -> float:
+        """How fast a job of low priority went in this span of time."""
+        span = np.array([start_ns]), np.array([end_ns])
+        rate = 0.0
+        for threads, chance in self._busy_threads(0, self.threads, *span).items():
+            has_core = threads < self.cores
+            here = speed_with(threads + 1 if has_core else self.cores, self.cores, beside)
+            rate += float(chance[0]) * here * (1.0 if has_core else BACKGROUND_SHARE)
+        return rate
+
+
+def cores_of(run: Run) -> int:
+    """Of the trainer's machine: alone, it takes all of them (`controller/placement.py`)."""
+    starts = [record for record in run.timelines["trainer"] if isinstance(record, ProcessStart)]
+    return starts[-1].threads * run.config.trainer.ranks
+
+
+def seconds_in(one: Slice, states: Sequence[str]) -> float:
+    """What of a slice was in `states`."""
+    ns = one.state_ns if one.state in states else 0
+    return 1e-9 * (ns + sum(also for state, also in one.also.items() if state in states))
+
+
+def _work_curve(slices: Sequence[Slice]) -> tuple[np.ndarray, np.ndarray]:
+    """Nanoseconds of work up to each of these times, a polygon."""
+    times, done = [0.0], [0.0]
+    for one in slices:
+        work = one.state_ns if kind(one.state) == "work" else 0
+        work += sum(ns for state, ns in one.also.items() if kind(state) == "work")
+        if work:
+            times += [float(one.start_ns), float(one.end_ns)]
+            done += [done[-1], done[-1] + work]
+    return np.array(times), np.array(done)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Work of one process: when, for how many seconds of it, and counts [N, terms], of which the first are pieces."""
+
+    machine: Machine
+    process: str
+    start_ns: np.ndarray
+    end_ns: np.ndarray
+    seconds: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, machine: Machine, process: str, slices: Sequence[Slice], columns: Sequence[np.ndarray]) -> Pieces:
+        """The slices' own states alone."""
+        return cls(
+            machine,
+            process,
+            np.array([one.start_ns for one in slices], dtype=np.float64),
+            np.array([one.end_ns for one in slices], dtype=np.float64),
+            np.array([one.state_ns * 1e-9 for one in slices]),
+            np.stack(columns, axis=1),
+        )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A linear cost: seconds = sum of `terms` times their counts, alone, with as many threads as have speed 1.
+
+    `beside` is r; `error` the relative one of a single piece; `residuals` are factors on the time of one piece.
+    """
+
+    terms: dict[str, float]
+    speeds: dict[int, float]
+    beside: float
+    num_pieces: int
+    error: float
+    residuals: tuple[float, ...]
+
+    def seconds(self, threads: int, **counts: float) -> float:
+        """Of a piece with these counts, alone, with `threads`."""
+        return sum(self.terms.get(name, 0.0) * count for name, count in counts.items()) / self.speed(threads)
+
+    def speed(self, threads: int) -> float:
+        """Of so many threads: as seen, or as many as the next ones seen would give."""
+        if threads not in self.speeds:
+            known = min(self.speeds, key=lambda seen: abs(seen - threads))
+            return self.speeds[known] * together(threads, self.beside) / together(known, self.beside)
+        return self.speeds[threads]
+
+
+def together(threads: int, beside: float, cores: int = 0) -> float:
+    """What so many threads get done, of one alone. `cores`: as many as threads, if not given."""
+    cores = cores or threads
+    return min(threads, cores) * speed_with(threads, cores, beside)
+
+
+def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
+    """Costs, r and speeds that explain these pieces best."""
+    parts = [part for part in parts if len(part.seconds)]
+    cores = parts[0].machine.cores
+    table = _Table(
+        seconds=np.concatenate([part.seconds for part in parts]),
+        counts=np.concatenate([part.counts for part in parts]),
+        rates=np.concatenate([part.machine.rates(part.process, part.start_ns, part.end_ns) for part in parts]),
+        threads=np.concatenate([np.full(len(part.seconds), part.machine.threads[part.process]) for part in parts]),
+    )
+    seen = {int(t): float(table.seconds[table.threads == t].sum()) for t in np.unique(table.threads)}
+    own = max(seen, key=lambda t: seen[t])
+    others = [t for t in seen if t != own]
+    ratios = np.exp(np.linspace(-2, 2, 33) * PRIORS["threads"].error)
+    best: tuple[float, float, dict[int, float], np.ndarray] | None = None
+    for beside in np.linspace(0.3, 1.0, 36):
+        for drawn in itertools.product(ratios, repeat=len(others)):
+            usual = {t: together(t, beside, cores) / together(own, beside, cores) for t in seen}
+            speeds = {own: 1.0} | {t: usual[t] * ratio for t, ratio in zip(others, drawn, strict=True)}
+            costs, misfit = _solve(table.counts, table.work(cores, beside, speeds))
+            misfit += (np.log(beside / PRIORS["beside"].value) / PRIORS["beside"].error) ** 2
+            misfit += sum((np.log(ratio) / PRIORS["threads"].error) ** 2 for ratio in drawn)
+            if best is None or misfit < best[0]:
+                best = float(misfit), float(beside), speeds, costs
+    assert best is not None
+    _, beside, speeds, costs = best
+    work = table.work(cores, beside, speeds)
+    ratio = work / np.maximum(table.counts @ costs, 1e-12)
+    residuals = 1 + (ratio - 1) * np.sqrt(table.counts[:, 0])  # those of many pieces on end average out
+    return Fit(
+        terms=dict(zip(terms, costs.tolist(), strict=True)),
+        speeds=speeds,
+        beside=beside,
+        num_pieces=len(work),
+        error=float(np.sqrt(np.average((ratio - 1) ** 2, weights=work))),
+        residuals=tuple(residuals.tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Pieces from all runs. `rates` [N, 2] as in `Machine.rates`."""
+
+    seconds: np.ndarray
+    counts: np.ndarray
+    rates: np.ndarray
+    threads: np.ndarray
+
+    def work(self, cores: int, beside: float, speeds: Mapping[int, float]) -> np.ndarray:
+        """Seconds that each piece would have taken alone, with the threads whose speed is 1."""
+        scale = {t: value / speed_with(t, cores, beside) for t, value in speeds.items()}
+        factors = np.array([scale[int(t)] for t in self.threads])
+        work: np.ndarray = self.seconds * (self.rates @ np.array([1.0, beside])) * factors
+        return work
+
+
+def _solve(counts: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, float]:
+    """Costs that explain `work` with a variance in proportion to it, and how badly: twice the negative log-likelihood.
+
+    The first count is of pieces: what one takes whatever its size has a prior, which weighs as much as one piece.
+    """
+    weight = 1 / np.sqrt(np.maximum(work, 1e-9))
+    share, error = PRIORS["fixed"]
+    typical = float(work.mean())
+    believed = np.zeros(counts.shape[1])
+    believed[0] = float(counts[:, 0].mean()) / (error * np.sqrt(typical))
+    design = np.vstack([counts * weight[:, None], believed])
+    costs = _not_negative(design, np.append(work * weight, share * np.sqrt(typical) / error))
+    noise = float(np.mean(((counts @ costs - work) * weight) ** 2)) / typical
+    return costs, min(len(work), INDEPENDENT) * float(np.log(noise + 1e-6))
+
+
+def _not_negative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Least squares with no cost below zero: those that would be are left out."""
+    used = list(range(design.shape[1]))
+    costs = np.zeros(design.shape[1])
+    while used:
+        found = np.linalg.lstsq(design[:, used], target, rcond=None)[0]
+        if found.min() >= 0:
+            costs[used] = found
+            break
+        del used[int(found.argmin())]
+    return costs

@@ -1,0 +1,228 @@
+"""What a finished run's files say, in the simulator's words: what it sampled, and what came of it.
+
+`RecordedWorkload` gives a simulated run the groups of a recorded one: the same ones where the dials still ask for the
+same groups, and others of the same time of training where they do not. `measured` is what a simulation is held against.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slipstream.core.config import GROUP_RELATIVE, RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.observe.accounting import RunAccounting, read_accounting
+from slipstream.observe.metrics import read_metrics
+from slipstream.observe.recorder import EventLine, RolloutLine, read_events, read_rollouts
+from slipstream.observe.timeline import Record, process_files, read_timeline
+from slipstream.plan.simulated_run import GroupWork
+
+NEARBY_STEPS = 2
+"""Groups of so many steps before and after are of the same time of training: lengths change as a policy learns."""
+
+
+class Group(NamedTuple):
+    """A recorded group: when it was, or would have been, trained, its prompt's characters, lengths and rewards."""
+
+    ordinal: int
+    step: int
+    prompt_chars: int
+    lengths: tuple[int, ...]
+    rewards: tuple[float | None, ...]
+    has_signal: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of a run, read once."""
+
+    path: Path
+    config: RunConfig
+    metrics: list[dict[str, Any]]  # of its steps
+    rollouts: list[RolloutLine]
+    events: list[EventLine]
+    timelines: dict[str, list[Record]]
+    accounting: RunAccounting
+
+    @property
+    def loop_s(self) -> tuple[float, float]:
+        """From the first admission to the end of the last step, on the run's clock."""
+        assert self.accounting.loop is not None, "`read_run` has seen to that"
+        start_s, end_s = self.accounting.loop
+        return self.accounting.start_s + start_s, self.accounting.start_s + end_s
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.accounting.steps)
+
+
+def read_run(path: Path) -> Run:
+    """The run in `path`. ConfigError for a folder that is none, or of a run that has not done two steps."""
+    config_path = path / "config.toml"
+    if not config_path.is_file():
+        raise ConfigError(f"'{path}' is no run: it has no config.toml", hint="give the folder of a run")
+    config = resolve(config_path)
+    if config.host != "process":
+        raise ConfigError(
+            "executors of one process take turns: there is nothing to schedule",
+            got=f"host = '{config.host}' in {config_path}",
+            allowed="a run with host = 'process'",
+        )
+    accounting = read_accounting(path)
+    if accounting.loop is None or len(accounting.steps) < 2:
+        raise ConfigError(
+            "a run is simulated from what its steps took, and this one has done too few",
+            got=f"{len(accounting.steps)} steps in {path}",
+            allowed="2 steps or more",
+        )
+    return Run(
+        path=path,
+        config=config,
+        metrics=[line for line in read_metrics(path / "metrics.jsonl") if "tokens_trained" in line],
+        rollouts=list(read_rollouts(path / "rollouts.jsonl")),
+        events=list(read_events(path / "events.jsonl")),
+        timelines={file.stem: list(read_timeline(file)) for file in process_files(path)},
+        accounting=accounting,
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to, recorded or simulated: seconds per step, rates, idle share by side, staleness in steps."""
+
+    steps: int
+    step_s: float
+    trained_tokens_per_s: float
+    generated_tokens_per_s: float
+    idle: dict[str, float]
+    staleness_mean: float
+    staleness_max: int
+    staleness: dict[int, int]  # steps -> tokens
+
+
+def measured(run: Run) -> Outcome:
+    """What the run came to, in its loop."""
+    start_s, end_s = run.loop_s
+    wall_s = end_s - start_s
+    lags: Counter[int] = Counter()
+    for line in run.metrics:
+        for name, value in line.items():
+            if name.startswith("staleness_tokens/"):
+                lags[int(name.rpartition("_")[2])] += int(value)
+    finished = [line for line in run.events if line.event["type"] == "CompletionFinished" and line.time_s <= end_s]
+    generated = sum(line.event["num_tokens"] for line in finished if line.time_s >= start_s)
+    return Outcome(
+        steps=run.num_steps,
+        step_s=wall_s / run.num_steps,
+        trained_tokens_per_s=lags.total() / wall_s,
+        generated_tokens_per_s=generated / wall_s,
+        idle={side: run.accounting.idle[side] for side in ("trainer", "generator")},
+        staleness_mean=sum(lag * tokens for lag, tokens in lags.items()) / max(lags.total(), 1),
+        staleness_max=max(lags, default=0),
+        staleness=dict(sorted(lags.items())),
+    )
+
+
+def groups_of(run: Run) -> list[Group]:
+    """The groups whose fate is known, by ordinal."""
+    rollouts: dict[int, list[RolloutLine]] = defaultdict(list)
+    for line in run.rollouts:
+        rollouts[line.ordinal].append(line)
+    groups, num_dropped = [], 0
+    for ordinal in sorted(rollouts):
+        lines = sorted(rollouts[ordinal], key=lambda line: line.sample)
+        is_dropped = lines[0].step is None
+        groups.append(
+            Group(
+                ordinal=ordinal,
+                step=(ordinal - num_dropped) // run.config.groups_per_step,
+                prompt_chars=len(lines[0].prompt),
+                lengths=tuple(max(line.num_tokens, 1) for line in lines),
+                rewards=tuple(line.reward for line in lines),
+                has_signal=not is_dropped,
+            )
+        )
+        num_dropped += is_dropped
+    return groups
+
+
+def prompt_tokens_per_char(run: Run) -> float:
+    """What a prompt's character is in tokens, on average: rows that were read and are no completion's are its.
+
+    A step reads each prompt once, and of a completion all tokens but the last (`batching/collate.py`).
+    """
+    trained = [line for line in run.rollouts if line.step is not None]
+    chars = sum({(line.step, line.ordinal): len(line.prompt) for line in trained}.values())
+    completion_rows = sum(line.num_tokens - 1 for line in trained)
+    rows = sum(line["tokens_read"] for line in run.metrics)
+    return max(rows - completion_rows, 0.0) / max(chars, 1)
+
+
+class RecordedWorkload:
+    """Groups of recorded runs, for a run of `groups_per_step` and `samples` completions per group.
+
+    Group `ordinal` is that of the first run, where it has the same shape. Else one of about the same step is drawn, by
+    `seed` and ordinal, from all of the runs, with as many of its completions as are asked for, some of them twice if
+    need be; it has signal where they differ in reward.
+    """
+
+    def __init__(
+        self, runs: Sequence[Run], *, groups_per_step: int, samples: int, num_held_out: int, seed: int = 0
+    ) -> None:
+        self._samples, self._num_held_out, self._seed = samples, num_held_out, seed
+        recorded = [groups_of(run) for run in runs]
+        self._per_char = fmean(prompt_tokens_per_char(run) for run in runs)
+        first = runs[0].config
+        self._compares = first.loss.advantages in GROUP_RELATIVE
+        is_same = (first.groups_per_step, first.samples_per_group) == (groups_per_step, samples)
+        self._same = {group.ordinal: group for group in recorded[0]} if is_same else {}
+        self._by_step: dict[int, list[Group]] = defaultdict(list)
+        for group in _flat(recorded):
+            self._by_step[group.step].append(group)
+        self._last_step = max(self._by_step)
+
+    def group(self, ordinal: int, step: int) -> GroupWork:
+        if (same := self._same.get(ordinal)) is not None:
+            return GroupWork(self._prompt_tokens(same), same.lengths, same.has_signal)
+        rng = np.random.default_rng((self._seed, ordinal))
+        drawn = self._drawn(rng, step)
+        return self._with_samples(rng, drawn)
+
+    def held_out(self, version: int) -> Sequence[GroupWork]:
+        rng = np.random.default_rng((self._seed, 1 << 40, version))
+        drawn = [self._drawn(rng, version) for _ in range(self._num_held_out)]
+        return [GroupWork(self._prompt_tokens(group), (int(rng.choice(group.lengths)),)) for group in drawn]
+
+    def _drawn(self, rng: np.random.Generator, step: int) -> Group:
+        nearby = self.nearby(step)
+        return nearby[int(rng.integers(len(nearby)))]
+
+    def nearby(self, step: int) -> list[Group]:
+        """Recorded groups of about that step."""
+        middle = min(max(step, 0), self._last_step)
+        reach = NEARBY_STEPS
+        while not (found := [g for s in range(middle - reach, middle + reach + 1) for g in self._by_step.get(s, ())]):
+            reach *= 2
+        return found
+
+    def _with_samples(self, rng: np.random.Generator, group: Group) -> GroupWork:
+        recorded = len(group.lengths)
+        if recorded == self._samples:
+            return GroupWork(self._prompt_tokens(group), group.lengths, group.has_signal)
+        picks = rng.choice(recorded, self._samples, replace=self._samples > recorded)
+        has_signal = not self._compares or len({group.rewards[pick] for pick in picks}) > 1
+        return GroupWork(self._prompt_tokens(group), tuple(group.lengths[pick] for pick in picks), has_signal)
+
+    def _prompt_tokens(self, group: Group) -> int:
+        return max(1, round(group.prompt_chars * self._per_char))
+
+
+def _flat(groups: Iterable[Iterable[Group]]) -> Iterable[Group]:
+    return (group for one in groups for group in one)

@@ -1,0 +1,223 @@
+"""What if: a finished run with other dials, simulated from its own files.
+
+    result = what_if("runs/quickstart", {"max_staleness": 4, "generator": {"replicas": 3}})
+    result.changed.step_s, result.as_it_was.step_s, result.measured.step_s
+
+The run is simulated twice, as it was and as it might have been, from the same times, completions and noise: so what
+differs between the two comes from the dials. That the first one agrees with what was measured is the reason to believe
+the second.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.controller.placement import place
+from slipstream.controller.policies import schedule_for
+from slipstream.core.config import PRESETS, RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import merge, resolve
+from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
+from slipstream.plan.recorded import Outcome, RecordedWorkload, Run, measured, read_run
+from slipstream.plan.simulated_run import Setup, Simulated
+from slipstream.plan.simulator import simulate
+
+DIALS = (
+    "steps",
+    "groups_per_step",
+    "completions_per_group",
+    "max_staleness",
+    "weight_update",
+    "publish_every",
+    "reorder_window",
+    "schedule.policy",
+    "schedule.staleness_threshold",
+    "schedule.queue_groups",
+    "generator.replicas",
+    "generator.num_slots",
+    "generator.segment_tokens",
+    "generator.kv_on_update",
+    "generator.max_kv_age",
+    "generator.prefill_tokens",
+    "generator.prefill_chunk",
+    "rewards.num_workers",
+    "trainer.minibatches",
+    "trainer.epochs",
+    "trainer.microbatch_tokens",
+    "trainer.checkpoint_every",
+    "eval.every",
+    "eval.num_prompts",
+    "eval.num_slots",
+    "loss.skip_no_signal",
+)
+"""The fields whose effect on time and staleness is simulated. What others change (a model, a prompt, a learning rate)
+is not in a run's files."""
+SEEDS = 3
+"""Simulations of each run; their mean is told."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A run as it was measured, as it is simulated with its own dials, and with `overrides`."""
+
+    run: Path
+    overrides: dict[str, Any]
+    reward_s: float | None
+    measured: Outcome
+    as_it_was: Outcome
+    changed: Outcome
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        told: dict[str, Any] = asdict(self)
+        return told | {"run": str(self.run)}
+
+
+def what_if(
+    run: str | Path | Sequence[str | Path],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    preset: str | None = None,
+    reward_s: float | None = None,
+    seeds: int = SEEDS,
+) -> WhatIf:
+    """Simulate `run` with `overrides` of its configuration (nested tables, or keys with dots).
+
+    `reward_s`: seconds that the reward takes for each completion, in place of what it took. With several runs of one
+    model and machine the first is the one that is changed, and all of them say how long things take. ConfigError for
+    what is no finished run, and for overrides that the files say nothing about.
+    """
+    paths = [Path(run)] if isinstance(run, str | Path) else [Path(one) for one in run]
+    runs = [read_run(path) for path in paths]
+    calibration = calibrate(runs)
+    config = as_simulated(runs[0])
+    tables = merge(PRESETS[preset] if preset is not None else {}, _nested(overrides or {}))
+    changed = changed_config(config, tables)
+    return WhatIf(
+        run=paths[0],
+        overrides=tables,
+        reward_s=reward_s,
+        measured=measured(runs[0]),
+        as_it_was=predict(calibration, config, seeds=seeds),
+        changed=predict(calibration, changed, reward_s=reward_s, seeds=seeds),
+    )
+
+
+def as_simulated(run: Run) -> RunConfig:
+    """The configuration of the part of `run` that there is: one that was interrupted has fewer steps."""
+    return run.config.model_copy(update={"steps": run.num_steps})
+
+
+def changed_config(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
+    """`config` with overrides that can be simulated. ConfigError for others."""
+    unknown = [name for name in _names(tables) if name not in DIALS]
+    if unknown:
+        raise ConfigError(
+            "a run's files do not say what this would change",
+            got=", ".join(unknown),
+            allowed=", ".join(DIALS),
+            hint="a run with it would: `slipstream run`; for another model, `slipstream plan`",
+        )
+    return resolve(merge(config.model_dump(), tables))
+
+
+def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"generator.replicas": 3}` as `{"generator": {"replicas": 3}}`."""
+    tables: dict[str, Any] = {}
+    for name, value in overrides.items():
+        section, dot, field = name.partition(".")
+        tables = merge(tables, {section: _nested({field: value})} if dot else {name: value})
+    return tables
+
+
+def _names(tables: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names: list[str] = []
+    for name, value in tables.items():
+        names += _names(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [prefix + name]
+    return names
+
+
+def predict(
+    calibration: Calibration, config: RunConfig, *, reward_s: float | None = None, seeds: int = SEEDS
+) -> Outcome:
+    """The mean of simulations of a run with `config`."""
+    return mean_outcome([simulate_config(calibration, config, seed=seed, reward_s=reward_s) for seed in range(seeds)])
+
+
+def simulate_config(
+    calibration: Calibration,
+    config: RunConfig,
+    *,
+    seed: int = 0,
+    reward_s: float | None = None,
+    events: Path | None = None,
+) -> Simulated:
+    """One simulated run with `config`, of what `calibration` knows."""
+    costs = calibration.costs(config)
+    workload = RecordedWorkload(
+        calibration.runs,
+        groups_per_step=config.groups_per_step,
+        samples=config.samples_per_group,
+        num_held_out=config.eval.num_prompts,
+        seed=seed,
+    )
+    return simulate(
+        schedule_for(config),
+        setup_of(config, calibration),
+        workload,
+        costs if reward_s is None else replace(costs, score_s=reward_s),
+        seed=seed,
+        events=events,
+    )
+
+
+def setup_of(config: RunConfig, calibration: Calibration) -> Setup:
+    """The layout of a run with `config` on the machine of `calibration`."""
+    threads, generator = place(config, calibration.cores), config.generator
+    is_on_cpu = config.trainer.device == "cpu" and generator.device == "cpu"
+    return Setup(
+        replicas=generator.replicas,
+        slots=generator.num_slots,
+        row_multiple=row_multiple(config),
+        weight_update=config.weight_update,
+        segment_tokens=generator.segment_tokens,
+        kv_on_update=generator.kv_on_update if config.weight_update == "in_flight" else "keep",
+        max_kv_age=generator.max_kv_age,
+        prefill_tokens=generator.prefill_tokens,
+        prefill_chunk=generator.prefill_chunk,
+        workers=config.rewards.num_workers,
+        evaluates_first=2,  # greedy and sampled (`controller/controller.py`)
+        evaluate_every=config.eval.every,
+        evaluation_slots=config.eval.num_slots,
+        checkpoint_every=config.trainer.checkpoint_every,
+        cores=calibration.cores if is_on_cpu else None,
+        trainer_threads=threads["trainer"].together,
+        generator_threads=threads["generator"].together,
+        beside={"train": calibration.train.beside, "decode": calibration.decode.beside},
+    )
+
+
+def mean_outcome(runs: Sequence[Simulated]) -> Outcome:
+    """Of several simulations of one run."""
+    lags: dict[int, int] = {}
+    for found in runs:
+        for lag, tokens in found.lags.items():
+            lags[lag] = lags.get(lag, 0) + tokens
+    mean = statistics.fmean
+    return Outcome(
+        steps=len(runs[0].timed),
+        step_s=mean(found.step_s for found in runs),
+        trained_tokens_per_s=mean(found.trained_tokens_per_s for found in runs),
+        generated_tokens_per_s=mean(found.generated_tokens_per_s for found in runs),
+        idle={
+            "trainer": mean(found.trainer_idle_frac for found in runs),
+            "generator": mean(found.generator_idle_frac for found in runs),
+        },
+        staleness_mean=mean(found.staleness_mean for found in runs),
+        staleness_max=max(found.staleness_max for found in runs),
+        staleness={lag: round(lags[lag] / len(runs)) for lag in sorted(lags)},
+    )
