@@ -36,6 +36,8 @@ class Prior(NamedTuple):
 PRIORS = {"beside": Prior(0.65, 0.4), "threads": Prior(1.0, 0.3), "fixed": Prior(0.2, 0.5)}
 """`beside`: r. `threads`: the speed of t threads over that of t processes with one each. `fixed`: the share of a
 piece's time that does not depend on its tokens."""
+ROUNDS = 3
+"""Of least squares, each weighed by what the one before expects."""
 INDEPENDENT = 200
 """Pieces at most that count as so many observations: neighbours in time have the same troubles."""
 
@@ -266,18 +268,22 @@ class _Table:
 
 
 def _solve(counts: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, float]:
-    """Costs that explain `work` with a variance in proportion to it, and how badly: twice the negative log-likelihood.
+    """Costs that explain `work` with a variance in proportion to what they expect, and how badly: twice the negative
+    log-likelihood. So the sum of what they expect is the sum of what there was, whatever the noise.
 
     The first count is of pieces: what one takes whatever its size has a prior, which weighs as much as one piece.
     """
-    weight = 1 / np.sqrt(np.maximum(work, 1e-9))
     share, error = PRIORS["fixed"]
     typical = float(work.mean())
     believed = np.zeros(counts.shape[1])
     believed[0] = float(counts[:, 0].mean()) / (error * np.sqrt(typical))
-    design = np.vstack([counts * weight[:, None], believed])
-    costs = _not_negative(design, np.append(work * weight, share * np.sqrt(typical) / error))
-    noise = float(np.mean(((counts @ costs - work) * weight) ** 2)) / typical
+    costs, expected = np.zeros(counts.shape[1]), typical * counts[:, 0] / float(counts[:, 0].mean())
+    for _ in range(ROUNDS):
+        weight = 1 / np.sqrt(np.maximum(expected, 0.01 * typical))
+        design = np.vstack([counts * weight[:, None], believed])
+        costs = _not_negative(design, np.append(work * weight, share * np.sqrt(typical) / error))
+        expected = counts @ costs
+    noise = float(np.mean((expected - work) ** 2 / np.maximum(expected, 0.01 * typical))) / typical
     return costs, min(len(work), INDEPENDENT) * float(np.log(noise + 1e-6))
 
 
