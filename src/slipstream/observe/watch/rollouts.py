@@ -131,8 +131,8 @@ class TokenIndex(LineIndex):
         except (ValueError, RecursionError):
             self.num_damaged += 1
             return
-        begin, end = self._places.get(ordinal, (offset, offset))
-        self._places[ordinal] = (begin if end == offset else offset, offset + len(line) + 1)
+        begin, _ = self._places.get(ordinal, (offset, 0))
+        self._places[ordinal] = (begin, offset + len(line) + 1)
 
     def __contains__(self, ordinal: int) -> bool:
         return ordinal in self._places
