@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.collectives import all_gather_s, all_reduce_s
+from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.hardware import DEVICES, cluster
 
 H100, A100 = cluster("h100", 1024), cluster("A100", 64)
-KIB, MIB = 1024, 1024**2
+MIB = 1024**2
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "measured_us"),
-    [(32 * KIB, 18.7), (256 * KIB, 19.5), (512 * KIB, 20.4), (MIB, 27.8), (16 * MIB, 121.3), (32 * MIB, 195.4)],
-)
+@pytest.mark.parametrize(("nbytes", "measured_us"), [(4, 20), (MIB, 25), (1024 * MIB, 4060)])
 def test_eight_gpus_of_a_node_as_measured(nbytes: int, measured_us: float) -> None:
-    """nccl-tests on eight H100 (kvcache-ai/Mooncake pull request 3484), idle: all ranks come at the same time."""
-    assert 1e6 * all_reduce_s(nbytes, 8, H100) == pytest.approx(measured_us, rel=0.35)
+    """Eight H100 of a node, idle: all ranks come at the same time (marin-community/marin issue 6736)."""
+    assert 1e6 * all_reduce_s(nbytes, 8, H100) == pytest.approx(measured_us, rel=0.25)
+
+
+@pytest.mark.parametrize(("nbytes", "measured_us"), [(1e6, 88), (1e7, 157), (1e8, 647), (1e9, 4520)])
+def test_sixteen_gpus_of_two_nodes_as_measured(nbytes: float, measured_us: float) -> None:
+    """H100 over InfiniBand (drmysore/nebius-h100-16gpu-benchmark): a bound, and no further off than twice."""
+    assert 0.5 * measured_us < 1e6 * all_reduce_s(nbytes, 16, H100) <= measured_us
 
 
 def test_large_sums_reach_the_quoted_bandwidth() -> None:
@@ -55,11 +59,10 @@ def test_a_group_across_nodes_has_its_share_of_the_adapters() -> None:
 
 
 def test_between_nodes_all_wait_for_the_last_host() -> None:
-    task = 26e-6
-    assert all_reduce_s(MIB, 8, H100, host_task_s=task) == all_reduce_s(MIB, 8, H100)
-    later = all_reduce_s(MIB, 16, H100, host_task_s=task) - all_reduce_s(MIB, 16, H100)
-    assert later == pytest.approx(task * 3.380729, rel=1e-6)  # 1 + 1/2 + ... + 1/16
-    assert all_gather_s(MIB, 16, H100, host_task_s=task) - all_gather_s(MIB, 16, H100) == pytest.approx(later)
+    """Against the mean longest of sixteen exponential times."""
+    assert last_host_task_s(26e-6, 8, H100) == 0.0
+    sampled = np.random.default_rng(0).exponential(26e-6, (100_000, 16)).max(1).mean()
+    assert last_host_task_s(26e-6, 16, H100) == pytest.approx(sampled, rel=0.01)
 
 
 @given(st.floats(0, 1e9), st.floats(1, 1e9), st.sampled_from([2, 4, 8, 16, 32, 64]))

@@ -8,9 +8,10 @@ Simple: none, but fences). An all-reduce over n ranks on s nodes takes 2 (n - 1)
 leave a node, or 2 (n/s - 1) hops along each node's chain and 2 log2(s) up and down a tree of nodes.
 
 What is reached of a link's bandwidth is what NCCL's maintainers quote of H100: 370 of 450 GB/s of NVLink, 275 GB/s of
-summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb/s adapter (issue 290). On eight idle
-GPUs this model gives 18 and 27 us for 256 KiB and 1 MiB, where 20 and 28 were measured (kvcache-ai/Mooncake pull
-request 3484).
+summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb/s adapter (issue 290). On eight H100
+this gives 15 us for nothing, 28 us for 1 MiB and 3.9 ms for 1 GiB, where 20, 25 and 4.06 were measured
+(marin-community/marin issue 6736); on sixteen over InfiniBand 50 us for 1 MB and 3.7 ms for 1 GB, where it was 88 us
+and 4.5 ms (drmysore/nebius-h100-16gpu-benchmark).
 
 Between nodes a collective needs the host: a proxy thread moves the bytes. Captured in a CUDA graph, each has a host
 task to wake it (enqueue.cc: "host tasks impose a high performance cost"), a round trip of about 26 us by torchcomms'
@@ -64,11 +65,8 @@ _SHARP_S, _SHARP_NETWORK_S = 25.0 * _US, 20.9 * _US  # one hop there and back, w
 _NVLINK_REACHED, _SHARP_REACHED, _NETWORK_REACHED = 370 / 450, 275 / 450, 47 / 50
 
 
-def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster, *, host_task_s: float = 0.0) -> float:
-    """Seconds of a sum over `ranks` neighbouring devices of `nbytes` on each, which all of them get.
-
-    `host_task_s`: mean seconds of the host task that a CUDA graph needs, where ranks lie on several nodes.
-    """
+def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster) -> float:
+    """Seconds of a sum over `ranks` neighbouring devices of `nbytes` on each, which all of them get."""
     if ranks == 1:
         return 0.0
     device, nodes = cluster.device, cluster.nodes_of(ranks)
@@ -85,12 +83,13 @@ def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster, *, host_task_s: fl
         for protocol in _TREE
     ]
     if device.has_sharp and ranks > 2:
-        summed = device.node_bandwidth * _SHARP_REACHED
-        times.append(_SHARP_S + levels * _SHARP_NETWORK_S + nbytes / (summed if nodes == 1 else min(summed, links / 2)))
-    return min(times) + _last_host_task_s(host_task_s, ranks, nodes)
+        # Two nodes send each other their sums; in a tree of more, a node passes sums up and totals down.
+        sums = min(device.node_bandwidth * _SHARP_REACHED, links / (2 if nodes > 2 else 1))
+        times.append(_SHARP_S + levels * _SHARP_NETWORK_S + nbytes / sums)
+    return min(times)
 
 
-def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1, host_task_s: float = 0.0) -> float:
+def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1) -> float:
     """Seconds until `ranks` devices, each `stride` from the next, have all `nbytes`, of which each had 1/ranks.
 
     A reduce-scatter takes as long. Of the groups that lie across the same nodes, each has its share of their adapters.
@@ -107,8 +106,11 @@ def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1
         protocol.latency_s(hops, min(hops, network_hops), nodes)
         + nbytes * hops / ranks / protocol.bandwidth(links, nodes)
         for protocol in _RING
-    ) + _last_host_task_s(host_task_s, ranks, nodes)
+    )
 
 
-def _last_host_task_s(mean_s: float, ranks: int, nodes: int) -> float:
-    return mean_s * sum(1 / rank for rank in range(1, ranks + 1)) if nodes > 1 else 0.0
+def last_host_task_s(mean_s: float, ranks: int, cluster: Cluster) -> float:
+    """Seconds until the last rank's host task is done that a collective in a CUDA graph has between nodes."""
+    if cluster.nodes_of(ranks) == 1:
+        return 0.0
+    return mean_s * sum(1 / rank for rank in range(1, ranks + 1))

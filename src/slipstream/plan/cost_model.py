@@ -23,7 +23,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sections import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.batches import slowest_replica
-from slipstream.plan.collectives import all_gather_s, all_reduce_s
+from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.counts import BYTES, COMPUTED_BYTES, counts_of
 from slipstream.plan.hardware import Cluster
 from slipstream.plan.layouts import (
@@ -99,15 +99,16 @@ class CostModel:
         precision, activation = layout.precision, COMPUTED_BYTES[layout.precision]
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
         width, logits = live * model.hidden_size * activation, live * model.vocab_size * 4
-        host_task_s = self.efficiency.host_task_s
-        sums = model.num_layers * counts.joins * self._all_reduce(width, ranks, host_task_s=host_task_s)
+        sums, host_s = model.num_layers * counts.joins, self.efficiency.host_task_s
         return Parts(
             {
                 "weights": model.num_layers * self._product(live, counts.layer_matrix, precision)
                 + self._product(live, counts.head_matrix, head_precision),
                 "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
                 "kernels": (model.num_layers * DECODE_KERNELS + LOGIT_PASSES) * self.efficiency.kernel_s,
-                "tensor_parallel": sums + self._all_gather(logits, ranks, host_task_s=host_task_s),
+                "tensor_parallel": sums * self._all_reduce(width, ranks)
+                + self._all_gather(logits, ranks)
+                + (sums + 1) * last_host_task_s(host_s, ranks, self.cluster),
                 "sampler": self._move(LOGIT_PASSES * logits)
                 + self.efficiency.step_s
                 + live * self.efficiency.sequence_s,
@@ -347,12 +348,11 @@ class CostModel:
         """Seconds to read or write so much memory."""
         return nbytes / self.cluster.device.memory_bandwidth / self.efficiency.memory
 
-    def _all_reduce(self, nbytes: float, ranks: int, *, host_task_s: float = 0.0) -> float:
-        return self.efficiency.collective * all_reduce_s(nbytes, ranks, self.cluster, host_task_s=host_task_s)
+    def _all_reduce(self, nbytes: float, ranks: int) -> float:
+        return self.efficiency.collective * all_reduce_s(nbytes, ranks, self.cluster)
 
-    def _all_gather(self, nbytes: float, ranks: int, *, stride: int = 1, host_task_s: float = 0.0) -> float:
-        seconds = all_gather_s(nbytes, ranks, self.cluster, stride=stride, host_task_s=host_task_s)
-        return self.efficiency.collective * seconds
+    def _all_gather(self, nbytes: float, ranks: int) -> float:
+        return self.efficiency.collective * all_gather_s(nbytes, ranks, self.cluster)
 
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         """Forward and backward pass over `rollouts` on one model-parallel group."""
@@ -420,8 +420,8 @@ class CostModel:
 
     def _gather(self, layout: TrainerLayout, params: float) -> float:
         """Seconds until every data-parallel rank has all of them, in the precision of products."""
-        nbytes = params * COMPUTED_BYTES[layout.precision]
-        return self._all_gather(nbytes, layout.data_parallel, stride=layout.tensor_parallel)
+        nbytes = params * COMPUTED_BYTES[layout.precision] / self.efficiency.network
+        return all_gather_s(nbytes, layout.data_parallel, self.cluster, stride=layout.tensor_parallel)
 
     def _reduce_gradients(self, layout: TrainerLayout) -> float:
         """Seconds to sum all gradients over data-parallel ranks, in float32."""

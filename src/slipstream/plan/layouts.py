@@ -39,13 +39,13 @@ class Parts:
 class Efficiency:
     """What is reached of the published constants, and what they do not say.
 
-    `matmul`, `memory`, `network`: shares of peak operations, of memory bandwidth and of adapters that large products,
-    reads and messages reach. `kernel_s`: seconds of a decode step's kernel besides its work (launch from a graph,
-    first and last wave). `collective`: by how much collectives take longer than `collectives.py` says, since ranks do
-    not come at the same time; `host_task_s`: what those of a decode step wait for a host where they lead to another
-    node, in the mean. `step_s`, `sequence_s`: what sampler and host add to a decode step, once and for each
-    completion. `serial_s`: seconds of a training step in which the trainer's devices wait for its host, for rewards
-    above all where they are scored beside it.
+    `matmul`, `memory`, `network`: shares of peak operations, of memory bandwidth and of links that large products,
+    reads and messages (weights, FSDP) reach. `kernel_s`: seconds of a decode step's kernel besides its work (launch
+    from a graph, first and last wave). `collective`: by how much the sums within a layer take longer than
+    `collectives.py` says, since ranks do not come at the same time; `host_task_s`: what those of a decode step wait for
+    a host where they lead to another node, in the mean. `step_s`, `sequence_s`: what sampler and host add to a decode
+    step, once and for each completion. `serial_s`: seconds of a training step in which the trainer's devices wait for
+    its host, for rewards above all where they are scored beside it.
 
     The defaults are what good engines reach; docs/planning.md says where they come from.
     """
@@ -54,7 +54,7 @@ class Efficiency:
     memory: float = 0.85
     network: float = 0.85
     kernel_s: float = 2.5e-6
-    collective: float = 1.25
+    collective: float = 1.5
     host_task_s: float = 26e-6
     step_s: float = 0.5e-3
     sequence_s: float = 25e-6
