@@ -1,8 +1,8 @@
 """Slipstream: asynchronous, off-policy reinforcement learning for language models, in native PyTorch.
 
 `slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures (`slipstream/evals/`),
-`slipstream.watch` shows (`slipstream/observe/watch/`). Everything is imported on first use, so that the command line
-answers at once.
+`slipstream.watch` shows (`slipstream/observe/watch/`), `slipstream.make_plan` plans and `slipstream.what_if` simulates
+(`slipstream/plan/`). Everything is imported on first use, so that the command line answers at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,22 @@ if TYPE_CHECKING:
     from slipstream.evals.evaluate import evaluate_model
     from slipstream.observe.report import report
     from slipstream.observe.watch import watch
+    from slipstream.plan.answer import make_plan
+    from slipstream.plan.what_if import what_if
 
 __version__ = "0.1.0"
-__all__ = ["Result", "RunConfig", "evaluate_model", "replay", "report", "resolve", "run", "watch"]
+__all__ = [
+    "Result",
+    "RunConfig",
+    "evaluate_model",
+    "make_plan",
+    "replay",
+    "report",
+    "resolve",
+    "run",
+    "watch",
+    "what_if",
+]
 
 _HOMES = {
     "run": "slipstream.api",
@@ -28,6 +41,8 @@ _HOMES = {
     "replay": "slipstream.controller.replay",
     "evaluate_model": "slipstream.evals.evaluate",
     "watch": "slipstream.observe.watch",
+    "make_plan": "slipstream.plan.answer",
+    "what_if": "slipstream.plan.what_if",
     "report": "slipstream.observe.report",
     "RunConfig": "slipstream.core.config",
     "resolve": "slipstream.core.recipes",

@@ -1,4 +1,5 @@
-"""The command line: `slipstream run | launch | eval | report | watch | replay | recipes | doctor`.
+"""The command line: `slipstream run | launch | eval | report | watch | replay | simulate | plan | recipes |
+doctor`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 130 interrupted. Errors go to stderr without a
 traceback. torch and transformers are imported inside the commands that compute, after their input was checked.
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
@@ -34,6 +35,7 @@ from slipstream.core.recipes import (
     recipes_dir,
     resolve,
 )
+from slipstream.core.sections import Precision
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -164,6 +166,61 @@ def replay_command(argv: Sequence[str]) -> int:
     return EXIT_DONE if found.is_sound else EXIT_FAILED
 
 
+def plan_command(argv: Sequence[str]) -> int:
+    """Split GPUs over trainer and generators: the best configurations, what a step takes and costs, and why."""
+    options = vars(_parse("plan", PlanOptions, argv, plan_command)).copy()
+    as_json, out = options.pop("json"), options.pop("out")
+    if options["model"] is None:
+        raise ConfigError(
+            "a model is needed",
+            allowed="a name (llama-3.1-8b), a Hugging Face folder or config.json, a recipe, the folder of a run",
+            hint="try `slipstream plan llama-3.1-8b --gpus 16`",
+        )
+    from slipstream.plan.answer import answer
+    from slipstream.plan.question import Question
+    from slipstream.plan.recipe import check_writable
+    from slipstream.plan.show import show
+
+    if out is not None:
+        check_writable(out)
+    found = answer(Question(**options))
+    if as_json:
+        _console.print_json(data=found.to_dict())
+    else:
+        show(found, _console)
+    if out is not None:
+        found.write_recipe(out)
+        _errors.print(f"recipe: {out}", highlight=False, soft_wrap=True)
+    return EXIT_DONE
+
+
+def simulate_command(argv: Sequence[str]) -> int:
+    """What a finished run would have been with other dials: step time, who waits, staleness, from its own files."""
+    options = _parse("simulate", _simulate_options(_shown_of_run(argv)), argv, simulate_command)
+    if options.run is None:
+        raise ConfigError("a run is needed", allowed="the folder of a finished run", hint="`slipstream run` makes one")
+    from slipstream.plan.what_if import what_if
+    from slipstream.plan.what_if_table import show
+
+    overrides = as_overrides(options.overrides)
+    for flag, field in (("generators", "replicas"), ("slots", "num_slots")):
+        if getattr(options, flag) is not None:
+            overrides = merge(overrides, {"generator": {field: getattr(options, flag)}})
+    found = what_if(
+        [options.run, *(options.beside or ())],
+        overrides,
+        preset=options.preset,
+        reward_s=options.reward_s,
+        seeds=options.seeds,
+        events=options.events,
+    )
+    if options.json:
+        _console.print_json(data=found.to_dict())
+    else:
+        show(found, _console)
+    return EXIT_DONE
+
+
 def recipes_command(argv: Sequence[str]) -> int:
     """List the shipped recipes, or the reasoning-gym tasks they can be built from."""
     options = _parse("recipes", RecipesOptions, argv, recipes_command)
@@ -230,6 +287,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": report_command,
     "watch": watch_command,
     "replay": replay_command,
+    "simulate": simulate_command,
+    "plan": plan_command,
     "recipes": recipes_command,
     "doctor": doctor_command,
 }
@@ -269,6 +328,58 @@ class ReplayOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Flags of `slipstream plan`; what is left out has defaults, which are printed, or is the recipe's or the run's."""
+
+    model: tyro.conf.Positional[str | None] = None
+    """A published model by name, a Hugging Face folder or config.json, a recipe, or the folder of a run."""
+    gpus: int | None = None
+    """How many GPUs there are."""
+    gpu: str | None = None
+    """Which: a100, h100, h200, b200."""
+    gpus_per_node: int | None = None
+    """GPUs of a node, which NVLink joins."""
+    network: float | None = None
+    """Between nodes: GB/s for each GPU, one way."""
+    cluster: Path | None = None
+    """TOML file with all of that, for GPUs that are not known by name."""
+    price: float | None = None
+    """US dollars for an hour of one GPU."""
+    measured: Path | None = None
+    """Measured curves (benchmarks/eta_curves.py) in place of the hardware table; without --gpus: of this CPU."""
+    prompt_tokens: float | None = None
+    """Mean length of a prompt."""
+    completion_tokens: float | None = None
+    """Mean length of a completion."""
+    p99_tokens: float | None = None
+    """What one completion in a hundred exceeds."""
+    max_new_tokens: int | None = None
+    """The longest completion there is room for."""
+    lengths: Path | None = None
+    """Folder of a run: its completions' lengths."""
+    groups_per_step: int | None = None
+    """Prompts of a step."""
+    completions_per_group: int | None = None
+    """Completions of a prompt."""
+    precision: tuple[Precision, ...] | None = None
+    """Of the generators: those to be tried."""
+    max_staleness: int | None = None
+    """Largest bound to be tried, in steps."""
+    reference: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """There is a reference policy, for a KL penalty."""
+    critic: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """There is a critic of the policy's size."""
+    reward_model: str | None = None
+    """The model that scores, named as the policy is."""
+    rows: int = 4
+    """Configurations in the table."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON."""
+    out: Path | None = None
+    """Write the best configuration as a recipe."""
+
+
+@dataclasses.dataclass(frozen=True)
 class RecipesOptions:
     """Flags of `slipstream recipes`."""
 
@@ -284,11 +395,12 @@ class DoctorOptions:
     """Print JSON."""
 
 
-def override_flags(model: type[BaseModel], shown: Mapping[str, Any]) -> Any:
+def override_flags(model: type[BaseModel], shown: Mapping[str, Any], only: Collection[str] | None = None) -> Any:
     """A TypedDict type with one optional key per field of `model`, from which tyro makes typed flags.
 
     Only flags that were given are in the result, so an override can be told from a default. `shown` are the values that
-    the help prints. Lists of sections (`prompts.tasks`) have no flag: they are set in TOML.
+    the help prints. Lists of sections (`prompts.tasks`) have no flag: they are set in TOML. `only`: these fields, with
+    dots where they are those of sections.
     """
     keys: dict[str, Any] = {}
     annotated: Any = Annotated  # the types are built at run time
@@ -298,9 +410,12 @@ def override_flags(model: type[BaseModel], shown: Mapping[str, Any]) -> Any:
         if name == "recipe":  # every command takes it as an argument of its own
             continue
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys[name] = annotated[
-                override_flags(kind, value if isinstance(value, Mapping) else {}), tyro.conf.arg(help=info.description)
-            ]
+            inside = None if only is None else {field.removeprefix(f"{name}.") for field in only if f"{name}." in field}
+            if inside is None or inside:
+                section = override_flags(kind, value if isinstance(value, Mapping) else {}, inside)
+                keys[name] = annotated[section, tyro.conf.arg(help=info.description)]
+        elif only is not None and name not in only:
+            continue
         elif get_origin(kind) is dict:  # as pairs: tyro cannot leave a dict out
             pairs: Any = types.GenericAlias(list, types.GenericAlias(tuple, get_args(kind)))
             keys[name] = annotated[pairs, tyro.conf.arg(help=info.description, help_behavior_hint=_hint(value))]
@@ -378,6 +493,32 @@ def _launch_options(shown: Mapping[str, Any]) -> Any:
     )
 
 
+def _simulate_options(shown: Mapping[str, Any]) -> Any:
+    from slipstream.plan.dials import DIALS
+
+    flag: Any = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print JSON.")]
+    seeds: Any = Annotated[int, tyro.conf.arg(help="Simulations of each run, whose mean is told.")]
+    return _options(
+        "SimulateOptions",
+        shown,
+        ("run", "Folder of a finished run.", Path, True),
+        ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
+        ("generators", "The same as --generator.replicas.", int, False),
+        ("slots", "The same as --generator.num-slots.", int, False),
+        ("reward_s", "Seconds that the reward takes for a completion. Default: as in the run.", float, False),
+        ("beside", "More runs of this model on this machine, to calibrate by.", tuple[Path, ...], False),
+        ("events", "File for the decisions of the changed run, as `slipstream replay` takes them.", Path, False),
+        only=DIALS,
+        more=[("seeds", seeds, 3), ("json", flag, False)],
+    )
+
+
+def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:
+    """The values that --help shows: those of the run on the command line, where it names one."""
+    folder = next((Path(word) for word in argv if (Path(word) / "config.toml").is_file()), None)
+    return defaults() if folder is None else merge(defaults(), _saved_config(folder))
+
+
 def _eval_options(shown: Mapping[str, Any]) -> Any:
     return _options(
         "EvalOptions",
@@ -390,15 +531,25 @@ def _eval_options(shown: Mapping[str, Any]) -> Any:
     )
 
 
-def _options(name: str, shown: Mapping[str, Any], *own: tuple[str, str, Any, bool]) -> Any:
-    """A dataclass of the command's own flags (name, help, type, is positional), all optional, plus all overrides."""
+def _options(
+    name: str,
+    shown: Mapping[str, Any],
+    *own: tuple[str, str, Any, bool],
+    only: Collection[str] | None = None,
+    more: Sequence[tuple[str, Any, Any]] = (),
+) -> Any:
+    """A dataclass of the command's own flags (name, help, type, is positional), all optional, plus all overrides.
+
+    `more` has flags with defaults (name, annotation, default); `only` these fields can be overridden.
+    """
     fields: list[Any] = []
     annotated: Any = Annotated  # the types are built at run time
     positional: Any = tyro.conf.Positional
     for field, text, kind, is_positional in own:
         annotation = annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=field.upper())]
         fields.append((field, positional[annotation] if is_positional else annotation, None))
-    flags = annotated[override_flags(RunConfig, shown), tyro.conf.arg(name="")]
+    fields += more
+    flags = annotated[override_flags(RunConfig, shown, only), tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
 
 

@@ -21,11 +21,12 @@ MOST_TAIL = 14.0
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts (their mean) and of completions (a sample to draw from, ascending, longest included)."""
+    """Tokens of prompts (their mean) and of completions: a sample to draw from, ascending, cut at `limit` if at all."""
 
     prompt_mean: float
     completions: tuple[int, ...]
     source: str
+    limit: int | None = None
 
     @cached_property
     def mean(self) -> float:
@@ -41,7 +42,8 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        return self.completions[-1]
+        """What there must be room for."""
+        return self.completions[-1] if self.limit is None else self.limit
 
     def longest_of(self, count: int) -> float:
         """What one in `count` completions exceeds."""
@@ -79,7 +81,7 @@ def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int,
         middle = (low + high) / 2
         low, high = (middle, high) if np.mean(_quantiles(p99, middle, longest, points)) > mean else (low, middle)
     drawn = np.rint(_quantiles(p99, high, longest, points)).astype(int)
-    return Lengths(prompt_mean, tuple(drawn.tolist()), f"lognormal, mean {mean:g}, p99 {p99:g}, at most {longest}")
+    return Lengths(prompt_mean, tuple(drawn.tolist()), f"lognormal, mean {mean:g}, p99 {p99:g}", longest)
 
 
 def _quantiles(p99: float, sigma: float, longest: int, points: int) -> np.ndarray:

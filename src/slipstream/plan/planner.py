@@ -1,0 +1,161 @@
+"""From a question (which model, which cluster, what work) to a plan: the best configurations, and why they are.
+
+    1. `search.py` lists everything that fits, and finds the best division for each staleness bound k.
+    2. `rehearsal.py` runs the real schedule with the best one for each k, and for each row of the table.
+    3. The smallest k whose step is within 2% of the best one is recommended: fresher data costs nothing there.
+
+`machine.py` answers the same question for the cores of one machine with measured curves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.sections import Precision
+from slipstream.plan.colocated import best_synchronous
+from slipstream.plan.cost_model import CostModel
+from slipstream.plan.layouts import AsynchronousPlan, Workload
+from slipstream.plan.reasons import against_synchronous, constraints, limits, losses, misfit_line, staleness
+from slipstream.plan.rehearsal import Rehearsed, rehearse
+from slipstream.plan.search import Found, Misfit, Search, Space, default_space
+
+STALENESS = (1, 2, 4, 8, 16)
+"""Bounds that are tried, up to the largest one allowed."""
+CLOSE = 1.02
+"""Step times within this factor of the best one are as good."""
+SAME = 1.005
+"""Step times whose quotient is less are the same."""
+MOST_DEVICES = 1 << 14
+"""Of clusters that are looked through for one that is large enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A configuration, and what the schedule makes of it under the bound it was found for."""
+
+    found: Found
+    rehearsed: Rehearsed
+
+    @property
+    def plan(self) -> AsynchronousPlan:
+        assert isinstance(self.found.plan, AsynchronousPlan)
+        return self.found.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An answer. `rows`: the best configurations under the recommended bound, best first; `by_staleness`: the best one
+    for each bound that was tried; `synchronous`: the best one whose executors take turns on the same devices."""
+
+    workload: Workload
+    rows: tuple[Row, ...]
+    by_staleness: tuple[Row, ...]
+    synchronous: Found | None
+    misfits: tuple[Misfit, ...]
+    why: tuple[str, ...]
+
+    @property
+    def best(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def max_staleness(self) -> int:
+        """The recommended bound: the smallest one within 2% of the best step time."""
+        return self.best.rehearsed.max_staleness
+
+
+def bounds_up_to(largest: int) -> tuple[int, ...]:
+    """Those of STALENESS that are allowed; the largest one, too."""
+    return tuple(sorted({bound for bound in STALENESS if bound < largest} | {largest}))
+
+
+def recommended(steps_s: Mapping[int, float]) -> int:
+    """The smallest bound whose step takes at most 2% longer than the shortest."""
+    best_s = min(steps_s.values())
+    return min(bound for bound, seconds in steps_s.items() if seconds <= CLOSE * best_s)
+
+
+def ranked(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The fastest first; of those that differ by less than half a percent, the one with the freshest tokens."""
+
+    def key(row: Row) -> tuple[int, float]:
+        return round(math.log(row.rehearsed.step_s) / math.log(SAME)), row.rehearsed.staleness_mean
+
+    return tuple(sorted(rows, key=key))
+
+
+def plan_for_cluster(
+    model: CostModel,
+    *,
+    precisions: Sequence[Precision] = ("bfloat16",),
+    max_staleness: int = 8,
+    num_rows: int = 5,
+    space: Space | None = None,
+) -> Plan:
+    """The best plan for `model`'s cluster under bounds of at most `max_staleness` (1 or more) steps.
+
+    ConfigError where nothing fits, with the number of devices on which something would.
+    """
+    space = space or default_space(model.model, model.cluster, model.workload, precisions=precisions)
+    search = Search(model, space)
+    tables = {bound: search.asynchronous(bound) for bound in bounds_up_to(max_staleness)}
+    if not any(tables.values()):
+        raise _too_small(model, search, precisions)
+    best = {bound: _row(model, next(iter(table.values()))) for bound, table in tables.items()}
+    steps_s = {bound: row.rehearsed.step_s for bound, row in best.items()}
+    bound = recommended(steps_s)
+    others = [_row(model, found) for found in list(tables[bound].values())[1:num_rows]]
+    rows = ranked((best[bound], *others))
+    chosen, synchronous = rows[0].found, best_synchronous(model, space)
+    why = [
+        *limits(chosen),
+        *constraints(model, space.slots, chosen),
+        losses(search, chosen, tables[bound]),
+        staleness(steps_s, bound),
+        against_synchronous(rows[0].rehearsed.step_s, synchronous),
+    ]
+    return Plan(
+        workload=model.workload,
+        rows=rows,
+        by_staleness=tuple(best.values()),
+        synchronous=synchronous,
+        misfits=tuple(search.misfits),
+        why=tuple(line for line in why if line is not None),
+    )
+
+
+def _row(model: CostModel, found: Found) -> Row:
+    assert isinstance(found.plan, AsynchronousPlan)
+    return Row(found=found, rehearsed=rehearse(model, found.plan, found.max_staleness))
+
+
+def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision]) -> ConfigError:
+    """What to say where nothing fits: which executor is furthest from it, and a cluster that is large enough."""
+    cluster, usable = model.cluster, model.usable_bytes
+    nearest: dict[str, Misfit] = {}
+    for misfit in search.misfits:
+        if misfit.executor not in nearest or misfit.short_bytes < nearest[misfit.executor].short_bytes:
+            nearest[misfit.executor] = misfit
+    worst = max(nearest.values(), key=lambda misfit: misfit.short_bytes, default=None)
+    return ConfigError(
+        f"this model does not fit on {cluster.num_devices} {cluster.device.name}",
+        got="executors that need more devices than there are" if worst is None else misfit_line(worst, usable),
+        allowed=_large_enough(model, precisions),
+        hint="lower the longest completion or prompt, or take GPUs with more memory",
+    )
+
+
+def _large_enough(model: CostModel, precisions: Sequence[Precision]) -> str:
+    """The smallest of ever larger clusters on which something fits."""
+    per_node = model.cluster.device.devices_per_node
+    count = model.cluster.num_devices
+    while count < MOST_DEVICES:
+        count = count * 2 if count < per_node else (count // per_node + max(1, count // per_node // 4)) * per_node
+        larger = CostModel(model.model, replace(model.cluster, num_devices=count), model.workload, model.efficiency)
+        space = default_space(larger.model, larger.cluster, larger.workload, precisions=precisions)
+        if Search(larger, space).asynchronous(max_staleness=1):
+            return f"{count} of them, for one"
+    return f"more than {MOST_DEVICES} of them"

@@ -1,0 +1,343 @@
+"""What a plan is asked for: which model, on what, for which work; and whether that can be.
+
+Everything that `slipstream plan` takes as flags is a field of `Question`, and so an argument of `slipstream.make_plan`.
+Bad input is a ConfigError before anything is searched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.recipes import list_recipes, load_recipe, read_toml, resolve
+from slipstream.core.sections import Precision
+from slipstream.models.config import TransformerConfig, config_from_hf
+from slipstream.plan.architectures import ARCHITECTURES
+from slipstream.plan.hardware import DEVICES, GB, Cluster, Device
+from slipstream.plan.layouts import Workload
+from slipstream.plan.lengths import Lengths, lengths_of_run, lengths_with_tail
+
+GROUPS, GROUP_SIZE = 512, 4
+"""A batch where none is said: LlamaRL's (section 8)."""
+PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0
+"""Mean lengths where none are said."""
+TAIL = 4.0
+"""p99 over the mean, and twice that the longest, where nothing else is said."""
+MOST_STALENESS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Fields that are None have defaults that depend on the others: a recipe's batch, a run's lengths."""
+
+    model: str
+    gpus: int | None = None
+    gpu: str | None = None
+    gpus_per_node: int | None = None
+    network: float | None = None
+    cluster: Path | None = None
+    price: float | None = None
+    measured: Path | None = None
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+    p99_tokens: float | None = None
+    max_new_tokens: int | None = None
+    lengths: Path | None = None
+    groups_per_step: int | None = None
+    completions_per_group: int | None = None
+    precision: tuple[Precision, ...] | None = None
+    max_staleness: int | None = None
+    reference: bool = False
+    critic: bool = False
+    reward_model: str | None = None
+    rows: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The model that was named: its shape, where its checkpoint lies if that is known, and the recipe it came with."""
+
+    name: str
+    shape: TransformerConfig
+    path: str | None = None
+    recipe: Mapping[str, Any] | None = None
+    run: Path | None = None
+
+    @property
+    def config(self) -> RunConfig | None:
+        return None if self.recipe is None else resolve(self.recipe)
+
+
+def subject_of(named: str) -> Subject:
+    """A published architecture by name, a Hugging Face folder or config.json, a recipe, or a run's folder."""
+    path = Path(named)
+    if named.lower() in ARCHITECTURES:
+        return Subject(name=named.lower(), shape=ARCHITECTURES[named.lower()])
+    if path.is_dir() and (path / "config.toml").is_file():
+        return replace(_subject_of_recipe(path.name, read_toml(path / "config.toml")), run=path)
+    if path.is_dir() or path.suffix == ".json":
+        return Subject(name=path.name, shape=shape_of(path), path=str(path if path.is_dir() else path.parent))
+    if path.suffix == ".toml" or named in {recipe.name for recipe in list_recipes()}:
+        return _subject_of_recipe(path.stem, load_recipe(named))
+    known = [*ARCHITECTURES, *(recipe.name for recipe in list_recipes())]
+    raise ConfigError(
+        f"'{named}' is no model that is known",
+        allowed=f"{', '.join(known)}; a Hugging Face folder or config.json; a .toml file; the folder of a run",
+        hint=did_you_mean(named.lower(), known),
+    )
+
+
+def shape_of(path: Path) -> TransformerConfig:
+    """Of a Hugging Face folder, or its config.json."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"'{path}' is no Hugging Face checkpoint", got=error.strerror, allowed="a folder with config.json"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"'{file}' is not valid JSON", got=error) from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"'{file}' is no JSON object", got=type(raw).__name__, allowed="an object")
+    return config_from_hf(raw)
+
+
+def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
+    config = resolve(tables)
+    if config.model.path is not None:
+        return Subject(name=name, shape=shape_of(Path(config.model.path)), path=config.model.path, recipe=tables)
+    from slipstream.models.build import build_tokenizer
+    from slipstream.models.initialise import new_config
+
+    return Subject(name=name, shape=new_config(config.model, len(build_tokenizer(config.model))), recipe=tables)
+
+
+# On what
+
+
+def cluster_of(question: Question) -> Cluster | None:
+    """The GPUs that were asked for; None where none were."""
+    given = {name: getattr(question, name) for name in ("gpus", "gpu", "gpus_per_node", "network", "price")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if question.cluster is not None:
+        if given:
+            raise ConfigError(
+                "a cluster is described by a file or by flags",
+                got=f"--cluster with {', '.join('--' + name.replace('_', '-') for name in given)}",
+            )
+        return cluster_of_file(question.cluster)
+    if question.gpus is None:
+        if given:
+            names = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ConfigError("a cluster has a number of GPUs", got=f"{names} without --gpus", allowed="--gpus N")
+        return None
+    device = _device(question.gpu or "h100")
+    if question.gpus_per_node is not None:
+        device = replace(device, devices_per_node=int(_positive("--gpus-per-node", question.gpus_per_node)))
+    if question.network is not None:
+        device = replace(device, network_bandwidth=_positive("--network", question.network) * GB)
+    if question.price is not None:
+        _positive("--price", question.price)
+    return Cluster(device=device, num_devices=question.gpus, usd_per_device_hour=question.price)
+
+
+_CLUSTER_FIELDS: dict[str, str] = {
+    "memory_gb": "memory_bytes",
+    "memory_bandwidth_gb_s": "memory_bandwidth",
+    "node_bandwidth_gb_s": "node_bandwidth",
+    "network_bandwidth_gb_s": "network_bandwidth",
+    "host_bandwidth_gb_s": "host_bandwidth",
+}
+_CLUSTER_KEYS = ("gpus", "gpu", "gpus_per_node", "usd_per_gpu_hour", "name", "tflops", *_CLUSTER_FIELDS)
+
+
+def cluster_of_file(path: Path) -> Cluster:
+    """A cluster from a TOML file: `gpus`, a known `gpu`, and those of its constants that are not the published ones."""
+    tables = read_toml(path)
+    for key in tables:
+        if key not in _CLUSTER_KEYS:
+            raise ConfigError(
+                f"unknown field '{key}' in '{path}'",
+                allowed=", ".join(_CLUSTER_KEYS),
+                hint=did_you_mean(key, _CLUSTER_KEYS),
+            )
+    count = tables.get("gpus")
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise ConfigError(f"'{path}' does not say how many GPUs there are", got=repr(count), allowed="gpus = N")
+    device = _device(str(tables.get("gpu", "h100")))
+    changes: dict[str, Any] = {
+        field: _positive(f"{key} in '{path}'", tables[key]) * GB
+        for key, field in _CLUSTER_FIELDS.items()
+        if key in tables
+    }
+    if "gpus_per_node" in tables:
+        changes["devices_per_node"] = int(_positive(f"gpus_per_node in '{path}'", tables["gpus_per_node"]))
+    if "name" in tables:
+        changes["name"] = str(tables["name"])
+    if "tflops" in tables:
+        changes["flops"] = dict(device.flops) | _flops(tables["tflops"], path)
+    price = tables.get("usd_per_gpu_hour")
+    if price is not None:
+        price = _positive(f"usd_per_gpu_hour in '{path}'", price)
+    return Cluster(device=replace(device, **changes), num_devices=count, usd_per_device_hour=price)
+
+
+def _flops(given: Any, path: Path) -> dict[str, float]:
+    allowed = get_args(Precision)
+    if not isinstance(given, dict) or not set(given) <= set(allowed):
+        raise ConfigError(f"'tflops' in '{path}' is by precision", got=given, allowed=", ".join(allowed))
+    return {name: 1e12 * _positive(f"tflops.{name} in '{path}'", value) for name, value in given.items()}
+
+
+def _device(name: str) -> Device:
+    if name.upper() not in DEVICES:
+        raise ConfigError(
+            "no constants are known of this GPU",
+            got=name,
+            allowed=", ".join(DEVICES).lower(),
+            hint=did_you_mean(name.upper(), DEVICES)
+            or "--cluster FILE.toml takes any: give a `gpu` that is near, and the constants that differ",
+        )
+    return DEVICES[name.upper()]
+
+
+def _positive(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{what} must be a positive number", got=repr(value))
+    return value
+
+
+# For which work
+
+
+def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[str, ...]]:
+    """The work of a step; and in words, what was assumed because nobody said it."""
+    config, assumed = subject.config, []
+    for name in ("groups_per_step", "completions_per_group", "prompt_tokens", "completion_tokens", "p99_tokens"):
+        if (value := getattr(question, name)) is not None:
+            _positive(f"--{name.replace('_', '-')}", value)
+    groups, group_size = question.groups_per_step, question.completions_per_group
+    if config is not None:
+        groups, group_size = groups or config.groups_per_step, group_size or config.samples_per_group
+    elif groups is None and group_size is None:
+        assumed.append(f"{GROUPS} prompts x {GROUP_SIZE} completions")
+    groups, group_size = groups or GROUPS, group_size or GROUP_SIZE
+    lengths, told = _lengths(question, subject)
+    assumed += told
+    has_reference = question.reference or (config is not None and config.kl.coef > 0)
+    has_critic = question.critic or (config is not None and config.has_critic)
+    workload = Workload(
+        groups=groups,
+        group_size=group_size,
+        lengths=lengths,
+        epochs=1 if config is None else config.trainer.epochs,
+        minibatches=1 if config is None else config.trainer.minibatches,
+        reference=has_reference,
+        critic=has_critic,
+        reward_model=_reward_model(question, config),
+    )
+    longest = max_new_tokens(question, subject, lengths)
+    if lengths.prompt_mean + longest > subject.shape.max_positions:
+        raise ConfigError(
+            "prompts and completions do not fit the model",
+            got=f"prompts of {lengths.prompt_mean:g} and completions of up to {longest} tokens",
+            allowed=f"together at most its {subject.shape.max_positions} positions",
+            hint="lower --max-new-tokens or --prompt-tokens",
+        )
+    return workload, tuple(assumed)
+
+
+def _reward_model(question: Question, config: RunConfig | None) -> TransformerConfig | None:
+    if question.reward_model is not None:
+        return subject_of(question.reward_model).shape
+    if config is None or not config.rewards.models:
+        return None
+    if len(config.rewards.models) > 1:
+        raise ConfigError(
+            "a plan knows of one reward model",
+            got=f"{len(config.rewards.models)} in rewards.models",
+            hint="plan with the largest: --reward-model NAME",
+        )
+    path = config.rewards.models[0].path
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            "the shape of the reward model is not known",
+            got=path,
+            allowed="a folder with config.json",
+            hint="--reward-model NAME gives one",
+        )
+    return shape_of(Path(path))
+
+
+def _lengths(question: Question, subject: Subject) -> tuple[Lengths, list[str]]:
+    flags = ("prompt_tokens", "completion_tokens", "p99_tokens")
+    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(question, name) is not None]
+    run = question.lengths
+    if run is not None and given:
+        raise ConfigError("lengths are those of a run or of flags", got=f"--lengths with {', '.join(given)}")
+    if run is None and not given:
+        run = subject.run
+    if run is not None:
+        return lengths_of_run(run), []
+    config, assumed = subject.config, []
+    prompt, mean, p99 = question.prompt_tokens, question.completion_tokens, question.p99_tokens
+    longest = question.max_new_tokens
+    if config is not None:
+        longest = longest or config.generator.max_new_tokens
+        prompt = prompt or config.prompts.max_prompt_tokens / 2
+    room = subject.shape.max_positions
+    if prompt is None:
+        prompt = min(PROMPT_TOKENS, room / 8)
+        assumed.append(f"prompts of {prompt:g}")
+    if mean is None:
+        mean = min(COMPLETION_TOKENS, room / 16) if longest is None else min(COMPLETION_TOKENS, longest / 2)
+        assumed.append(f"completions of {mean:g} tokens in the mean")
+    if p99 is None:
+        p99 = TAIL * mean if longest is None else min(TAIL * mean, longest)
+        assumed.append(f"one in a hundred above {p99:g}")
+    if longest is None:
+        longest = math.ceil(2 * p99)
+    return lengths_with_tail(prompt, mean, p99, longest), assumed
+
+
+def max_new_tokens(question: Question, subject: Subject, lengths: Lengths) -> int:
+    """The limit of a completion: as asked, as the recipe has it, or what the lengths reach."""
+    if question.max_new_tokens is not None:
+        return question.max_new_tokens
+    config = subject.config
+    return lengths.longest if config is None else max(config.generator.max_new_tokens, lengths.longest)
+
+
+def precisions_of(question: Question, cluster: Cluster) -> tuple[Precision, ...]:
+    """Of the generators: those asked for, or bfloat16, and fp8 where the GPUs have products of it."""
+    if question.precision is None:
+        return ("bfloat16", "fp8") if "fp8" in cluster.device.flops else ("bfloat16",)
+    for precision in question.precision:
+        if precision == "int8" or precision not in cluster.device.flops:
+            allowed = [name for name in ("float32", "bfloat16", "fp8") if name in cluster.device.flops]
+            raise ConfigError(
+                f"generators on {cluster.device.name} do not compute in {precision}",
+                got=precision,
+                allowed=", ".join(allowed),
+            )
+    return question.precision
+
+
+def question_of(**given: Any) -> Question:
+    """A Question from arguments. ConfigError for one that it does not know."""
+    known = [field.name for field in fields(Question)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"unknown argument '{name}'", allowed=", ".join(known), hint=did_you_mean(name, known))
+    paths = {"cluster", "measured", "lengths"}
+    fitting: dict[str, Any] = {
+        name: Path(value) if name in paths and value is not None else value for name, value in given.items()
+    }
+    return Question(**fitting)

@@ -1,0 +1,218 @@
+"""Why the best configuration is the best: which constraint is active, and what its neighbours would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from slipstream.plan.layouts import AsynchronousPlan, Parts
+from slipstream.plan.search import Costs, Found, Misfit, Search, Signature, executors, most_slots, signature_of
+
+BALANCED = 0.02
+"""Executors whose times are closer than this are called equally fast."""
+WORTH_TELLING = 0.01
+"""Share of an executor's time."""
+GB = 1e9
+
+CAUSES = {
+    "weights": "reading weights",
+    "keys_and_values": "reading keys and values",
+    "kernels": "starting kernels",
+    "tensor_parallel": "messages between the GPUs of a model",
+    "data_parallel": "messages between the copies of the model",
+    "sampler": "the sampler and the host",
+    "compute": "matrix products",
+    "activations": "moving activations",
+    "imbalance": "waiting for the rank with the most tokens",
+    "prefill": "prompts",
+    "straggler": "waiting for the longest completions",
+    "optimizer": "the optimizer",
+    "stage": "copying weights to be published",
+    "pause": "taking over new weights",
+    "transfer": "moving weights between the phases",
+    "offload": "moving the optimizer out and back",
+    "reference": "the reference's pass",
+    "score": "reading completions",
+    "serial": "the trainer's host",
+    "forward_backward": "forward and backward passes",
+    "decode": "decoding",
+}
+"""What seconds are spent on, by their names in the cost model."""
+
+HELD = {
+    "weights": "of weights",
+    "moments": "of the optimizer's moments",
+    "gradients": "of gradients",
+    "gathered": "of layers as they run",
+    "activations": "of activations",
+    "logits": "of logits",
+    "staging": "of staging copies",
+    "reference": "of the reference",
+    "keys_and_values": "of keys and values",
+    "shadow": "for the version that arrives",
+    "prefill": "of prompts under way",
+    "served": "of the generators' weights",
+}
+"""What memory is taken by, by its names in the cost model."""
+
+NAMES = {
+    "trainer": "the trainer",
+    "generator": "the generators",
+    "reference": "the reference",
+    "reward_model": "the reward model",
+}
+
+
+def slowest(found: Found) -> str:
+    """The executor that a step waits for."""
+    return max(found.step.sides, key=lambda name: found.step.sides[name].total)
+
+
+def limits(found: Found) -> Iterator[str]:
+    """Which executor limits the step, what it does with its time, and what the others do with theirs."""
+    sides, limiting = found.step.sides, slowest(found)
+    bound_s = found.longest_s / found.max_staleness if found.max_staleness else 0.0
+    if bound_s > found.step.seconds * (1 + BALANCED):
+        yield (
+            f"The staleness bound limits: a step's longest completion takes {found.longest_s:.3g} s, and within "
+            f"{found.max_staleness} {_steps(found.max_staleness)} it has to be done, so that no step is shorter than "
+            f"{bound_s:.3g} s; {NAMES[limiting]} would do with {sides[limiting].total:.3g} s."
+        )
+    else:
+        others = [f"{NAMES[name]} {side.total:.3g} s" for name, side in sides.items() if name != limiting]
+        yield f"{NAMES[limiting].capitalize()} limit{'' if limiting == 'generator' else 's'}: " + (
+            f"{sides[limiting].total:.3g} s of work a step; " + ", ".join(others) + "."
+        )
+    for name, side in sides.items():
+        spent = sorted(side.parts.items(), key=lambda item: -item[1])[:2]
+        shares = " and ".join(
+            f"{seconds / side.total:.0%} {CAUSES.get(cause, cause)}"
+            for cause, seconds in spent
+            if seconds > WORTH_TELLING * side.total
+        )
+        yield f"{NAMES[name].capitalize()}: {shares}."
+
+
+def constraints(costs: Costs, space_slots: Sequence[int], found: Found) -> Iterator[str]:
+    """What keeps microbatch and slots from being larger: memory, the work there is, or nothing to be gained."""
+    plan = found.plan
+    assert isinstance(plan, AsynchronousPlan)
+    generator, trainer = plan.generator, plan.trainer
+    more = next((slots for slots in space_slots if slots > generator.slots), None)
+    most = most_slots(costs.workload, generator.replicas, found.max_staleness)
+    if generator.slots >= most:
+        yield f"{generator.slots} slots a replica hold all completions that may be in flight."
+    elif more is not None:
+        larger = replace(generator, slots=more)
+        held = costs.generator_memory(larger)
+        if costs.fits(held):
+            yield f"{more} slots a replica instead of {generator.slots} would fit, and make no step shorter."
+        else:
+            yield f"Memory is the limit for slots: {_over(f'{more} a replica', held, costs)}."
+    larger_batch = replace(trainer, microbatch=2 * trainer.microbatch)
+    held = costs.train_memory(larger_batch, served=generator.precision)
+    if plan.reference is not None:
+        held = held.without("reference")
+    if trainer.microbatch * trainer.data_parallel >= costs.workload.rollouts / costs.workload.minibatches:
+        yield f"A microbatch of {trainer.microbatch:g} is all that a rank gets."
+    elif not costs.fits(held):
+        yield f"Memory is the limit for the microbatch: {_over(f'{larger_batch.microbatch:g} rollouts', held, costs)}."
+    else:
+        yield f"A microbatch of {larger_batch.microbatch:g} would fit, and make no step shorter."
+
+
+def alternatives(search: Search, found: Found, table: Mapping[Signature, Found]) -> Iterator[tuple[str, float]]:
+    """(what is changed, by what factor the step gets longer) for the best configuration with each thing otherwise."""
+    plan = found.plan
+    assert isinstance(plan, AsynchronousPlan)
+    own = signature_of(plan)
+    worded = {
+        "trainer_parallel": "each layer of the trainer on {} GPU(s)",
+        "generator_parallel": "{} GPU(s) a replica",
+        "precision": "generators in {}",
+        "own_reference": "the reference {}",
+    }
+    for field, words in worded.items():
+        other = next((s for s in table if getattr(s, field) != getattr(own, field)), None)
+        if other is None:
+            continue
+        value = getattr(other, field)
+        if field == "own_reference":
+            value = "on devices of its own" if value else "beside the trainer"
+        yield (
+            words.format(value).replace("GPU(s)", "GPU" if value == 1 else "GPUs"),
+            table[other].seconds / found.seconds,
+        )
+    for giver, taker in (("trainer", "generator"), ("generator", "trainer")):
+        moved = search.shifted(found, giver, taker)
+        if moved is not None:
+            count = executors(plan)[giver].devices - executors(moved.plan)[giver].devices
+            yield (
+                f"{count} GPU{'s' * (count > 1)} moved from {NAMES[giver]} to {NAMES[taker]}",
+                moved.seconds / found.seconds,
+            )
+
+
+def losses(search: Search, found: Found, table: Mapping[Signature, Found]) -> str | None:
+    """What the next best configurations lose, one change at a time."""
+    changed = [f"{words} {_longer(factor)}" for words, factor in alternatives(search, found, table)]
+    return f"Otherwise: {'; '.join(changed)}." if changed else None
+
+
+def staleness(steps_s: Mapping[int, float], bound: int) -> str:
+    """Why this bound, of those whose step times are known."""
+    best = min(steps_s, key=lambda tried: (steps_s[tried], tried))
+    told = f"k = {bound} is the smallest bound within 2% of the shortest step ({steps_s[best]:.3g} s at k = {best})"
+    if bound == max(steps_s):
+        told += ", and the largest one that was tried (--max-staleness)"
+    lower = max((tried for tried in steps_s if tried < bound), default=None)
+    if lower is None:
+        return f"{told}."
+    return f"{told}: k = {lower} makes it {steps_s[lower]:.3g} s, {_longer(steps_s[lower] / steps_s[bound])}."
+
+
+def against_synchronous(step_s: float, synchronous: Found | None) -> str:
+    """How much faster than taking turns on the same devices, and what those who take turns wait for."""
+    if synchronous is None:
+        return "No configuration fits whose executors take turns on the same devices."
+    sides = synchronous.step.sides
+    causes = sides["trainer"] + sides["generator"]
+    cause, seconds = max(causes.parts.items(), key=lambda item: item[1])
+    return (
+        f"{synchronous.seconds / step_s:.2f} times as fast as the best synchronous configuration, which spends "
+        f"{seconds / synchronous.seconds:.0%} of its {synchronous.seconds:.3g} s on {CAUSES.get(cause, cause)}."
+    )
+
+
+def misfit_line(misfit: Misfit, usable_bytes: float, unit: str = "GPU") -> str:
+    """Which executor does not fit where, by how much, what takes the room, and from where on it fits."""
+    largest = sorted(misfit.memory.parts.items(), key=lambda item: -item[1])[:2]
+    holds = ", ".join(f"{gigabytes(nbytes)} GB {HELD.get(name, name)}" for name, nbytes in largest)
+    count = f"{misfit.devices} {unit}{'s' * (misfit.devices > 1)}"
+    where = f"on {count}" if misfit.fits_from is None else f"on {count} or fewer"
+    degree = f", {misfit.tensor_parallel} of them sharing each layer" if misfit.tensor_parallel > 1 else ""
+    shares = f"more {unit}s to share each layer" if misfit.executor == "generator" else f"more {unit}s"
+    remedy = f"it takes {shares}" if misfit.fits_from is None else f"it fits on {misfit.fits_from}"
+    who = f"{NAMES[misfit.executor].capitalize()} {where}{degree} ({misfit.precision} versions)"
+    held = f"{gigabytes(misfit.memory.total)} GB of {gigabytes(usable_bytes)}, {gigabytes(misfit.short_bytes)} GB short"
+    return f"{who}: {held} ({holds}); {remedy}."
+
+
+def gigabytes(nbytes: float, digits: int = 3) -> str:
+    """In GB, with so many digits and no exponent."""
+    amount = nbytes / GB
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.{digits}g}"
+
+
+def _over(what: str, held: Parts, costs: Costs) -> str:
+    room = f"{gigabytes(held.total)} GB of {gigabytes(costs.usable_bytes)}"
+    return f"{what} would take {room}, {gigabytes(held.total - costs.usable_bytes)} GB too many"
+
+
+def _longer(factor: float) -> str:
+    percent = 100 * (factor - 1)
+    return "as fast" if abs(percent) < 0.5 else f"{percent:+.0f}%"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else "steps"

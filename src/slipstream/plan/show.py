@@ -1,0 +1,175 @@
+"""A plan for people: a table of configurations, the memory of the best one, the bounds that were tried, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.plan.answer import STEPS_OF_COST, Answer
+from slipstream.plan.counts import counts_of
+from slipstream.plan.layouts import GeneratorLayout, Parts, ScorerLayout, TrainerLayout
+from slipstream.plan.reasons import gigabytes, misfit_line
+from slipstream.plan.search import Found, Misfit, executors
+
+MOST_MISFITS = 4
+
+
+def show(answer: Answer, console: Console) -> None:
+    """Print everything that a reader wants to know of `answer`; `Answer.to_dict` has the rest."""
+    for line in _heading(answer):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    per = "in all" if answer.cluster is None else f"per {answer.unit}"
+    for title, table, legend in (
+        (f"Best configurations under max_staleness k = {answer.plan.max_staleness}", _configurations(answer), True),
+        (f"Memory of the best, GB {per}, of {gigabytes(answer.usable_bytes)}", _memory(answer), False),
+        ("The best for each k, by the real schedule in virtual time", _bounds(answer), False),
+    ):
+        console.print(f"\n{title}", style="bold", highlight=False)
+        console.print(table)
+        if legend:
+            console.print(Text(_legend(answer), style="dim"))
+    console.print()
+    for line in answer.plan.why:
+        console.print(Text(f"- {line}"), soft_wrap=True)
+    misfits = _telling(answer.plan.misfits)
+    if misfits:
+        console.print("\nDoes not fit:", highlight=False)
+        for misfit in misfits[:MOST_MISFITS]:
+            console.print(Text(f"- {misfit_line(misfit, answer.usable_bytes, answer.unit)}"), soft_wrap=True)
+        if len(answer.plan.misfits) > MOST_MISFITS:
+            console.print(f"- and {len(answer.plan.misfits) - MOST_MISFITS} more (--json)", highlight=False)
+
+
+def _telling(misfits: Sequence[Misfit]) -> list[Misfit]:
+    """What never fits first, then what fits only on many devices."""
+    return sorted(misfits, key=lambda one: (one.fits_from is not None, -(one.fits_from or 0), one.tensor_parallel))
+
+
+def _heading(answer: Answer) -> list[str]:
+    workload, lengths = answer.plan.workload, answer.plan.workload.lengths
+    params = counts_of(answer.subject.shape).params
+    lines = [
+        f"{answer.subject.name}, {params / 1e9:.3g} B parameters, on {answer.where()}"
+        if params >= 1e9
+        else f"{answer.subject.name}, {params / 1e6:.3g} M parameters, on {answer.where()}",
+        f"a step: {workload.groups} prompts x {workload.group_size} completions; prompts of {lengths.prompt_mean:.4g} "
+        f"tokens, completions of {lengths.mean:.4g} (p99 {lengths.p99:.4g}, at most {lengths.longest})",
+    ]
+    if answer.assumed:
+        lines.append(f"assumed, as nobody said: {', '.join(answer.assumed)}")
+    return lines
+
+
+def _configurations(answer: Answer) -> Table:
+    plan = answer.plan
+    scorers = [name for name in executors(plan.best.plan) if name not in _SIDES]
+    table = _table()
+    for name in ("", "trainer", "generators", *map(_title, scorers)):
+        table.add_column(name)
+    for name in ("step s", "tokens/s", "idle %", "stale", "GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if answer.usd(1.0) is not None:
+        table.add_column(f"$/{STEPS_OF_COST}", justify="right", no_wrap=True)
+    for index, row in enumerate(plan.rows):
+        rehearsed = row.rehearsed
+        table.add_row(
+            str(index + 1),
+            *(_layout(layout) for layout in executors(row.plan).values()),
+            *_numbers(rehearsed.step_s, rehearsed.tokens_per_s, rehearsed.idle),
+            f"{rehearsed.staleness_mean:.1f}/{rehearsed.staleness_max}",
+            *_costs(answer, row.found, rehearsed.step_s),
+            style="bold" if index == 0 else None,
+        )
+    if (found := plan.synchronous) is not None:
+        tokens = plan.workload.rollouts * plan.workload.lengths.mean
+        table.add_row(
+            "sync",
+            *(_layout(layout) for layout in executors(found.plan).values()),
+            *[""] * len(scorers),
+            *_numbers(found.seconds, tokens / found.seconds, found.step.idle),
+            "0",
+            *_costs(answer, found, found.seconds),
+        )
+    return table
+
+
+def _legend(answer: Answer) -> str:
+    memory = "GB in all of each side" if answer.cluster is None else f"GB per {answer.unit}"
+    return (
+        f"trainer: {answer.unit}s, m sharing each layer, b rollouts in a microbatch, r: activations recomputed; "
+        f"generators: {answer.unit}s, replicas x m {answer.unit}s each, b completions at once; idle and {memory}: in "
+        "the order of the executors; stale: mean/largest, in steps; sync: taking turns on the same "
+        f"{answer.unit}s, the memory while it trains/generates"
+    )
+
+
+_SIDES = ("trainer", "generator")
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0))
+
+
+def _numbers(step_s: float, tokens_per_s: float, idle: Mapping[str, float]) -> list[str]:
+    return [f"{step_s:.3g}", f"{tokens_per_s:,.0f}", "/".join(f"{100 * share:.0f}" for share in idle.values())]
+
+
+def _costs(answer: Answer, found: Found, step_s: float) -> list[str]:
+    usd = answer.usd(step_s)
+    held = "/".join(gigabytes(parts.total, 2) for parts in found.memory.values())
+    return [held, *([f"{usd:,.0f}"] if usd is not None else [])]
+
+
+def _layout(layout: TrainerLayout | GeneratorLayout | ScorerLayout) -> str:
+    match layout:
+        case TrainerLayout():
+            return f"{layout.devices}: m{layout.tensor_parallel} b{layout.microbatch:g}" + " r" * layout.recompute
+        case GeneratorLayout():
+            instances = f"{layout.replicas} x m{layout.tensor_parallel}"
+            return f"{layout.devices}: {instances} b{layout.slots} {_SHORT.get(layout.precision, layout.precision)}"
+        case ScorerLayout():
+            return f"{layout.devices}: x m1"
+
+
+_SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def _memory(answer: Answer) -> Table:
+    best = answer.plan.best.found
+    table = _table()
+    table.add_column("")
+    for name in best.memory:
+        table.add_column(_title(name), justify="right")
+    causes = dict.fromkeys(cause for held in best.memory.values() for cause in held.parts)
+    for cause in causes:
+        table.add_row(cause.replace("_", " "), *(_gigabytes(held, cause) for held in best.memory.values()))
+    table.add_section()
+    table.add_row("in all", *(gigabytes(held.total) for held in best.memory.values()))
+    return table
+
+
+def _gigabytes(held: Parts, cause: str) -> str:
+    return gigabytes(held.parts[cause]) if cause in held.parts else ""
+
+
+def _bounds(answer: Answer) -> Table:
+    table = _table()
+    for name in ("k", "step s", "tokens/s", "idle %", "stale"):
+        table.add_column(name, justify="right")
+    for row in answer.plan.by_staleness:
+        rehearsed = row.rehearsed
+        is_recommended = rehearsed.max_staleness == answer.plan.max_staleness
+        table.add_row(
+            f"{rehearsed.max_staleness}",
+            *_numbers(rehearsed.step_s, rehearsed.tokens_per_s, rehearsed.idle),
+            f"{rehearsed.staleness_mean:.1f}/{rehearsed.staleness_max}",
+            style="bold" if is_recommended else None,
+        )
+    return table
+
+
+def _title(name: str) -> str:
+    return {"generator": "generators", "reward_model": "reward model"}.get(name, name)
