@@ -1,5 +1,4 @@
-"""The command line: `slipstream run | launch | eval | report | watch | replay | simulate | plan | recipes |
-doctor`.
+"""The command line: `slipstream COMMAND`, one of `COMMANDS`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 130 interrupted. Errors go to stderr without a
 traceback. torch and transformers are imported inside the commands that compute, after their input was checked.

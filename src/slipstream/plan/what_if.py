@@ -22,40 +22,11 @@ from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
 from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
+from slipstream.plan.dials import DIALS
 from slipstream.plan.recorded import Outcome, RecordedWorkload, Run, measured, read_run
 from slipstream.plan.simulated_run import Setup, Simulated
 from slipstream.plan.simulator import simulate
 
-DIALS = (
-    "steps",
-    "groups_per_step",
-    "completions_per_group",
-    "max_staleness",
-    "weight_update",
-    "publish_every",
-    "reorder_window",
-    "schedule.policy",
-    "schedule.staleness_threshold",
-    "schedule.queue_groups",
-    "generator.replicas",
-    "generator.num_slots",
-    "generator.segment_tokens",
-    "generator.kv_on_update",
-    "generator.max_kv_age",
-    "generator.prefill_tokens",
-    "generator.prefill_chunk",
-    "rewards.num_workers",
-    "trainer.minibatches",
-    "trainer.epochs",
-    "trainer.microbatch_tokens",
-    "trainer.checkpoint_every",
-    "eval.every",
-    "eval.num_prompts",
-    "eval.num_slots",
-    "loss.skip_no_signal",
-)
-"""The fields whose effect on time and staleness is simulated. What others change (a model, a prompt, a learning rate)
-is not in a run's files."""
 SEEDS = 3
 """Simulations of each run; their mean is told."""
 
@@ -71,6 +42,10 @@ class WhatIf:
     as_it_was: Outcome
     changed: Outcome
 
+    @property
+    def is_changed(self) -> bool:
+        return bool(self.overrides) or self.reward_s is not None
+
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
         told: dict[str, Any] = asdict(self)
@@ -84,13 +59,23 @@ def what_if(
     preset: str | None = None,
     reward_s: float | None = None,
     seeds: int = SEEDS,
+    events: Path | None = None,
 ) -> WhatIf:
     """Simulate `run` with `overrides` of its configuration (nested tables, or keys with dots).
 
     `reward_s`: seconds that the reward takes for each completion, in place of what it took. With several runs of one
-    model and machine the first is the one that is changed, and all of them say how long things take. ConfigError for
-    what is no finished run, and for overrides that the files say nothing about.
+    model and machine the first is the one that is changed, and all of them say how long things take. `events` is for
+    the decisions of the changed run, in the format of `events.jsonl`. ConfigError for what is no finished run, and for
+    overrides that the files say nothing about.
     """
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError("there is no such preset", got=preset, allowed=", ".join(PRESETS))
+    if seeds < 1:
+        raise ConfigError("a mean takes a simulation", got=f"seeds = {seeds}", allowed="1 or more")
+    if reward_s is not None and not 0 <= reward_s < float("inf"):
+        raise ConfigError("a reward takes some time or none", got=f"reward_s = {reward_s}", allowed="0 or more seconds")
+    if events is not None and events.exists():
+        raise ConfigError("events are written to a new file", got=events)
     paths = [Path(run)] if isinstance(run, str | Path) else [Path(one) for one in run]
     runs = [read_run(path) for path in paths]
     calibration = calibrate(runs)
@@ -103,7 +88,7 @@ def what_if(
         reward_s=reward_s,
         measured=measured(runs[0]),
         as_it_was=predict(calibration, config, seeds=seeds),
-        changed=predict(calibration, changed, reward_s=reward_s, seeds=seeds),
+        changed=predict(calibration, changed, reward_s=reward_s, seeds=seeds, events=events),
     )
 
 
@@ -142,10 +127,19 @@ def _names(tables: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def predict(
-    calibration: Calibration, config: RunConfig, *, reward_s: float | None = None, seeds: int = SEEDS
+    calibration: Calibration,
+    config: RunConfig,
+    *,
+    reward_s: float | None = None,
+    seeds: int = SEEDS,
+    events: Path | None = None,
 ) -> Outcome:
-    """The mean of simulations of a run with `config`."""
-    return mean_outcome([simulate_config(calibration, config, seed=seed, reward_s=reward_s) for seed in range(seeds)])
+    """The mean of simulations of a run with `config`; `events` has the decisions of the first."""
+    found = []
+    for seed in range(seeds):
+        log = events if seed == 0 else None
+        found.append(simulate_config(calibration, config, seed=seed, reward_s=reward_s, events=log))
+    return mean_outcome(found)
 
 
 def simulate_config(

@@ -1,0 +1,31 @@
+"""The fields of a configuration whose effect on time and staleness a run's files let one simulate."""
+
+DIALS = (
+    "steps",
+    "groups_per_step",
+    "completions_per_group",
+    "max_staleness",
+    "weight_update",
+    "publish_every",
+    "reorder_window",
+    "schedule.policy",
+    "schedule.staleness_threshold",
+    "schedule.queue_groups",
+    "generator.replicas",
+    "generator.num_slots",
+    "generator.segment_tokens",
+    "generator.kv_on_update",
+    "generator.max_kv_age",
+    "generator.prefill_tokens",
+    "generator.prefill_chunk",
+    "rewards.num_workers",
+    "loss.skip_no_signal",
+    "trainer.minibatches",
+    "trainer.epochs",
+    "trainer.microbatch_tokens",
+    "trainer.checkpoint_every",
+    "eval.every",
+    "eval.num_prompts",
+    "eval.num_slots",
+)
+"""What others change (a model, prompts, a learning rate) no file of the run says."""
