@@ -1,6 +1,7 @@
 """A made-up run directory, complete and small, and the pieces it is built from."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -167,3 +168,28 @@ def make_run_dir(run_dir: Path, *, steps: int = 20) -> Path:
     write_summary(summary, run_dir / "summary.json")
     write_samples([Sample("abc>", "cba", "abc", HOSTILE, before_reward=0.0)], run_dir / "samples.json")
     return run_dir
+
+
+def add_evaluation(run_dir: Path, before: tuple[float, float], after: tuple[float, float]) -> None:
+    """What the stage `evaluate` leaves: (KL, win rate) at both moments, with standard errors of a tenth of them."""
+
+    def moment(kl: float, rate: float) -> dict[str, Any]:
+        spread = {"mean": 1.0, "standard_error": 0.1}
+        return {
+            "gold": {
+                "win_rate": {"mean": rate, "standard_error": rate / 10},
+                "difference": spread,
+                "mean_score": 0.5,
+                "pass_at_k": {},
+            },
+            "reward_models": None,
+            "judge": None,
+            "drift": {
+                "perplexity": {"per_response_token": spread, "per_text_token": spread},
+                "kl": {"per_sequence": {"mean": kl, "standard_error": kl / 10}},
+            },
+            "lengths": {"mean": 5.0, "truncated_share": 0.0},
+        }
+
+    found = {"num_prompts": 100, "temperature": 1.0, "before": moment(*before), "after": moment(*after)}
+    (run_dir / "evaluation.json").write_bytes(msgspec.json.encode(found))

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from synthetic_run import HOSTILE, RATIO_EDGES, make_group, make_run_dir, make_summary
+from synthetic_run import HOSTILE, RATIO_EDGES, add_evaluation, make_group, make_run_dir, make_summary
 
 import slipstream
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -131,7 +131,8 @@ def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
     for expected in (
         "41.2% → 93.4%",
         "Held-out accuracy went from 41.2% to 93.4% (500 prompts, greedy) in 20 steps.",
-        "5,210 · 4,890",
+        "4,890 trained tokens a second (5,210 sampled)",
+        "0.78 steps old is a trained token (most 2, bound 2)",
         "A trained token was 0.78 steps old on average and 2 at most, as promised at most 2.",
         "20 steps in 12 s · seed 0 · 0.65 M parameters",
         "No alarm rang.",
@@ -445,6 +446,44 @@ def test_only_fields_that_differ_come_first() -> None:
     assert "seed" not in found
     assert found["new.x"] == (1, None)  # of another version of the schema
     assert differing({"trainer": {"optimizer": {"betas": [0.9, 0.95]}}}).keys() <= {"trainer.optimizer.betas"}
+
+
+def test_what_the_evaluation_found_has_a_part_of_its_own(run_dir: Path) -> None:
+    add_evaluation(run_dir, (0.0, 0.25), (8.0, 0.5))
+    root = body(write_report(run_dir))
+    assert [section.get("id") for section in root.iter("section")][:3] == ["overview", "learning", "evaluation"]
+    spots = [circle[0].text or "" for circle in card(root, "Gold win rate against KL").iter("circle")]
+    assert [spot.split("\n") for spot in spots] == [
+        ["before RL", "KL to the reference, nats per completion 0 ± 0", "gold win rate 0.25 ± 0.025"],
+        ["after RL", "KL to the reference, nats per completion 8 ± 0.8", "gold win rate 0.5 ± 0.05"],
+    ]
+    rows = [["".join(cell.itertext()) for cell in row] for row in card(root, "Gold, judge and drift").iter("tr")]
+    assert ["gold win rate against references", "0.250 ± 0.025", "0.500 ± 0.050"] in rows
+    assert "25% → 50%" in "".join(root.itertext())
+
+
+def test_stages_before_rl_have_their_curves_and_held_out_numbers(run_dir: Path) -> None:
+    for stage in ("sft", "reward_model"):
+        (run_dir / stage).mkdir()
+        writer = JsonlWriter(run_dir / stage / "metrics.jsonl")
+        writer.write(*({"index": i, "loss": 5.0 - i / 10, "accuracy": 0.5 + i / 100} for i in range(40)))
+        writer.close()
+    held_out = {"before": {"loss": 4.67, "accuracy": 0.0}, "after": {"loss": 1.42, "accuracy": 0.63}}
+    (run_dir / "sft" / "stage.json").write_text(json.dumps({"num_held_out": 300, "held_out": held_out}))
+    record = {"num_held_out": 283, "held_out_accuracy": 0.73}
+    (run_dir / "reward_model" / "stage.json").write_text(json.dumps(record))
+    root = body(write_report(run_dir))
+    text = "".join(root.itertext())
+    assert "On 300 held-out ones it went from 4.67 to 1.42, and the share of tokens foretold from 0% to 63%." in text
+    assert "Of 283 held-out preferences it gets 73% right." in text
+    assert tips(card(root, "Supervised fine-tuning"))[10] == {"at": "update: 10", "loss": "4"}
+    assert tips(card(root, "Reward model: accuracy"))[10] == {"at": "update: 10", "accuracy": "0.6"}
+    for stage, record in (
+        ("sft", {"num_held_out": 0, "held_out": None}),
+        ("reward_model", {"num_held_out": 0, "held_out_accuracy": None}),
+    ):
+        (run_dir / stage / "stage.json").write_text(json.dumps(record))
+    assert "held-out ones" not in "".join(body(write_report(run_dir)).itertext())
 
 
 # Size

@@ -98,14 +98,12 @@ def test_ticks_have_the_digits_that_tell_them_apart(scale: Scale, names: list[st
     assert [scale.name(tick) for tick in scale.ticks] == names
 
 
-def test_smoothing_is_the_mean_of_as_many_neighbours_on_either_side() -> None:
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=37)
+def test_smoothing_is_the_mean_of_the_neighbours_that_there_are() -> None:
+    values = np.random.default_rng(0).normal(size=37)
     found = smoothed(list(enumerate(values.tolist())), 7)
-    for i, (x, y) in enumerate(found):
-        reach = min(3, i, 36 - i)
-        assert x == i
-        assert y == pytest.approx(values[i - reach : i + reach + 1].mean())
+    assert [x for x, _ in found] == list(range(37))
+    for i, (_, y) in enumerate(found):
+        assert y == pytest.approx(values[max(0, i - 3) : i + 4].mean())
     assert smoothed([], 5) == []
 
 
@@ -197,7 +195,7 @@ def test_a_heat_map_shows_each_columns_shares_and_those_of_everything() -> None:
     cells_ = [rect for rect in root.iter("rect") if rect.get("class") == "heat"]
     assert len(cells_) == 3
     opacity = {(cell.get("x"), cell.get("y")): float(cell.get("fill-opacity")) for cell in cells_}
-    assert opacity[("0%", "64.0")] < opacity[("0%", "0.0")] < opacity[("33.33%", "64.0")] == 1.0
+    assert opacity[("0%", "97.5")] < opacity[("0%", "0.0")] < opacity[("33.33%", "97.5")] == 1.0
     assert root.find("svg/desc").text == "Of everything: new 70%, old 30%"
     assert "bound" in texts
 
@@ -231,16 +229,28 @@ def test_bars_are_divided_by_seconds_and_as_long_as_these_where_asked() -> None:
     widths = [rect.get("width") for rect in scaled.iter("rect") if rect.get("class") != "hatch"]
     assert widths == ["75%", "25%", "50%"]
     assert "".join(scaled.find("svg/text").itertext()) == "a 4 s"
+    rows = {"a": {"wait_trainer": 3.0, "decode": 1.0}, "b": {"swap": 1.0, "decode": 1.5}}
+    told = [rect[0].text for rect in drawn(state_bars(rows, title="t", is_scaled=True)).iter("rect") if len(rect)]
+    assert [tip.split(" s, ")[0] for tip in told if tip] == [
+        "a: decode 1", "a: waits for the trainer 3", "b: decode 1.5", "b: swap 1"
+    ]  # fmt: skip
 
 
 def test_a_gantt_chart_is_bounded_and_says_what_took_most_of_a_cell() -> None:
     small = [Bar("decode" if i % 4 else "send", i * 1e-5, (i + 1) * 1e-5, "x") for i in range(100_000)]
-    found = cells(small, 0.0, 1.0)
-    assert len(found) <= CELLS + 1
-    assert {bar.state for bar in found} == {"decode"}
+    (found,) = cells(small, 0.0, 1.0)  # one after the other, they look the same
+    assert (found.state, found.start_s, found.end_s) == ("decode", 0.0, pytest.approx(1.0))
+    turns = [Bar(("decode", "send")[i // 100 % 2], i * 1e-5, (i + 1) * 1e-5) for i in range(100_000)]
+    found = cells(turns, 0.0, 1.0)
+    assert 900 < len(found) <= CELLS + 1
     assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(found))
     large = Bar("score", -1.0, 0.25, "long", "words")
     assert cells([large], 0.0, 1.0) == [Bar("score", 0.0, 0.25, "long", "words")]
+    parts = [Bar("score", 0.0, 0.1, "a", "w"), Bar("score", 0.1, 0.3, "a", "w"), Bar("score", 0.5, 0.6, "a", "w")]
+    assert cells(parts, 0.0, 1.0) == [Bar("score", 0.0, 0.3, "a", "w"), Bar("score", 0.5, 0.6, "a", "w")]
+    texts = [text.text for text in drawn(gantt([Row("p", parts, [])], title="t", start_s=0.0, end_s=1.0)).iter("text")]
+    assert texts.count("w") == 1  # on the widest alone
+    assert Bar("decode", 0.0, 0.5, "step 3").tip == "decode 500 ms, step 3"
     chart = gantt([Row("p", [large], [(0.5, "swapped <1>")])], title="t", start_s=0.0, end_s=1.0, origin="the start")
     root = drawn(chart)
     (mark,) = (one for one in root.iter("svg") if one.get("class") == "mark")

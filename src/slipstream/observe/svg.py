@@ -324,13 +324,12 @@ def runs(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
-    """Each y as the mean of the `window` (odd) ones around it, of fewer at the ends, always as many on either side."""
+    """Each y as the mean of the `window` (odd) ones around it, at the ends of those that there are."""
     sums = [0.0, *accumulate(y for _, y in points)]
-    last = len(points) - 1
     found = []
     for i, (x, _) in enumerate(points):
-        reach = min(window // 2, i, last - i)
-        found.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+        first, last = max(0, i - window // 2), min(len(points), i + window // 2 + 1)
+        found.append((x, (sums[last] - sums[first]) / (last - first)))
     return found
 
 

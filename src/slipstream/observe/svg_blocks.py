@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 from operator import itemgetter
@@ -48,13 +48,19 @@ class Column:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of a Gantt row, in seconds. `text` is written on it where there is room."""
+    """A stretch of a Gantt row, in seconds. `detail` is told of it beside its state and length; `text` is written on
+    the widest stretch that has it, where there is room."""
 
     state: str
     start_s: float
     end_s: float
-    label: str
+    detail: str = ""
     text: str = ""
+
+    @property
+    def tip(self) -> str:
+        told = f"{in_words(self.state)} {number((self.end_s - self.start_s) * 1e3)} ms"
+        return f"{told}, {self.detail}" if self.detail else told
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def heat_map(
     everything = sum(totals.values())
     if everything <= 0.0:
         return empty(missing)
-    pitch = max(15.0, min(64.0, 195.0 / len(rows)))
+    pitch = max(15.0, 195.0 / max(2, len(rows)))
     height = pitch * len(rows)
     across = scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
     tops = {row: height - pitch * (i + 1) for i, row in enumerate(rows)}
@@ -172,17 +178,21 @@ def state_bars(
     is_scaled: bool = False,
     missing: str = "Nothing was recorded.",
 ) -> str:
-    """A bar per process, divided by its states in seconds, largest first: of full length, or, `is_scaled`, as long as
-    its seconds, which are then told. The legend leaves out what takes less than LEGEND_SHARE of every bar."""
+    """A bar per process, divided by its states in seconds: of full length, the largest first; or, `is_scaled`, as long
+    as its seconds, which are then told, and all in one order. The legend leaves out what is less than LEGEND_SHARE of
+    every bar."""
     pitch, bar = 50, 24
     longest_s = max((sum(seconds.values()) for seconds in rows.values()), default=0.0)
     parts, told = [], []
     seen: dict[str, None] = {}
+    place = {state: i for i, state in enumerate(work_first(rows.values()))}
     y = 0
     for name, seconds in rows.items():
         found = shares(seconds)
         if not found:
             continue
+        if is_scaled:
+            found.sort(key=lambda item: place[item[0]])
         length = sum(seconds.values()) / longest_s if is_scaled else 1.0
         total = f" {number(sum(seconds.values()))} s" if is_scaled else ""
         parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(name)}<tspan class="soft">{total}</tspan></text>')
@@ -234,11 +244,13 @@ def gantt(
     for i, row in enumerate(rows):
         y = i * pitch
         parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(row.name)}</text>')
-        for one in cells(row.bars, start_s, end_s):
+        shown = cells(row.bars, start_s, end_s)
+        widest = {one.text: one for one in sorted(shown, key=lambda one: one.end_s - one.start_s)}
+        for one in shown:
             seen[one.state] = None
             at, width = (one.start_s - start_s) / length_s, (one.end_s - one.start_s) / length_s
-            parts.append(block(at, y + 18, width, bar, one.state, one.label))
-            if one.text and len(one.text) * LETTER + 6 <= width * GANTT_WIDTH:
+            parts.append(block(at, y + 18, width, bar, one.state, one.tip))
+            if one.text and one is widest[one.text] and len(one.text) * LETTER + 6 <= width * GANTT_WIDTH:
                 parts.append(on_bar(at + width / 2, y + 18 + bar / 2 + 4, one.text, one.state))
         for seconds, text in row.marks:
             place = percent((seconds - start_s) / length_s)
@@ -256,6 +268,15 @@ def gantt(
 # The pieces
 
 
+def work_first(parts: Iterable[Mapping[str, float]]) -> list[str]:
+    """All states of several processes or columns: work before waiting, the largest of each first."""
+    totals: dict[str, float] = {}
+    for seconds in parts:
+        for state, value in seconds.items():
+            totals[state] = totals.get(state, 0.0) + value
+    return sorted(totals, key=lambda state: (kind(state) != "work", -totals[state]))
+
+
 def merged(columns: Sequence[Column], most: int) -> list[Column]:
     """At most `most` columns: the sums of equal runs of neighbours."""
     size = max(1, -(-len(columns) // most))
@@ -264,23 +285,30 @@ def merged(columns: Sequence[Column], most: int) -> list[Column]:
 
 
 def cells(bars: Sequence[Bar], start_s: float, end_s: float) -> list[Bar]:
-    """`bars` cut to the window; those shorter than a cell of it give way to whatever takes most of each such cell."""
+    """`bars` cut to the window, in order of time. Those shorter than a cell of it give way to whatever takes most of
+    each such cell; neighbours that are the same are joined."""
     cell_s = (end_s - start_s) / CELLS
     found: list[Bar] = []
     small: dict[int, dict[str, float]] = {}
     for bar in bars:
         first, last = max(bar.start_s, start_s), min(bar.end_s, end_s)
         if last - first >= cell_s:
-            found.append(Bar(bar.state, first, last, bar.label, bar.text))
+            found.append(replace(bar, start_s=first, end_s=last))
         elif last > first:
-            index = int((first - start_s) / cell_s)
-            states = small.setdefault(index, {})
+            states = small.setdefault(int((first - start_s) / cell_s), {})
             states[bar.state] = states.get(bar.state, 0.0) + last - first
     for index, states in small.items():
         state = max(states, key=lambda name: states[name])
-        label = ", ".join(f"{in_words(name)}: {1e3 * s:.2g} ms" for name, s in states.items())
-        found.append(Bar(state, start_s + index * cell_s, start_s + (index + 1) * cell_s, label))
-    return sorted(found, key=lambda bar: bar.start_s)
+        found.append(Bar(state, start_s + index * cell_s, start_s + (index + 1) * cell_s))
+    joined: list[Bar] = []
+    for bar in sorted(found, key=lambda bar: bar.start_s):
+        before = joined[-1] if joined else None
+        is_same = before is not None and (before.state, before.detail, before.text) == (bar.state, bar.detail, bar.text)
+        if before is not None and is_same and bar.start_s - before.end_s < cell_s:
+            joined[-1] = replace(before, end_s=max(before.end_s, bar.end_s))
+        else:
+            joined.append(bar)
+    return joined
 
 
 def ranked(rows: Sequence[tuple[str, float, str]], *, hue: int) -> str:

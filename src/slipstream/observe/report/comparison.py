@@ -10,12 +10,13 @@ from statistics import fmean
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.observe.display import duration
+from slipstream.observe.report.gains import Evaluated, gains_of_several
 from slipstream.observe.report.html import card, cards, document, items, part, table, text
 from slipstream.observe.report.learning import numbers
 from slipstream.observe.report.overview import idle_of, mean_staleness, status_of
 from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, read_run, rescaled
 from slipstream.observe.report.setup import as_saved, flat, meaning, shown
-from slipstream.observe.svg import Axis, Point, Series, Spot, empty, line_chart, line_legend, number, scatter, smoothed
+from slipstream.observe.svg import Axis, Point, Series, empty, line_chart, line_legend, number, smoothed
 from slipstream.observe.svg_blocks import percent_name, state_bars
 
 MAX_RUNS = 14  # as many as lines can be told apart: seven colours, each whole and dashed
@@ -270,7 +271,7 @@ def _learning(runs: Sequence[Compared]) -> str:
             ),
         ),
     ]
-    lead = "More asynchronous runs need a few more steps and less time: that trade is what these pictures show."
+    lead = "Asynchrony costs a little per step and wins time: compare the first picture of a row with its last."
     return part("learning", "Who learns faster?", lead, pictures)
 
 
@@ -330,7 +331,7 @@ def _off_policy(runs: Sequence[Compared]) -> str:
         x=Axis("age in steps", low=0.0),
         y=Axis("share of tokens", low=0.0, is_share=True),
     )
-    note = "How many versions of the policy a token was behind when it was trained on; a synchronous run has all at 0."
+    note = "How many training steps old a token was when it was trained on; a synchronous run has all at 0."
     pictures = cards(
         card("Age of the trained tokens", note, chart, details=numbers(ages, "age")) if ages else "",
         _overlay(
@@ -374,7 +375,7 @@ def _time(runs: Sequence[Compared]) -> str:
         missing="There are no timelines of these runs.",
     )
     told = [f"{one.name}: {one.run.times.verdict}" for one in runs if one.run.times.verdict]
-    note = "The length of a bar is a step's time, the mean over all of them; orange and red is waiting."
+    note = "The length of a bar is a step's time, the mean over all of them; work first, then, hatched, waiting."
     pictures = [
         card("What a step is spent on", note, chart, size="wide"),
         card("What holds each of them up", "", items(told, kind="plain"), size="wide") if told else "",
@@ -393,56 +394,7 @@ def _time(runs: Sequence[Compared]) -> str:
 
 
 def _evaluation(runs: Sequence[Compared]) -> str:
-    """Win rate against KL: what was gained, and how far the policy had to move for it."""
-    spots = []
-    for one in runs:
-        for moment in ("before", "after"):
-            found = (one.run.evaluation or {}).get(moment)
-            if found is None or found["drift"]["kl"] is None or "win_rate" not in found["gold"]:
-                continue
-            rate, moved = found["gold"]["win_rate"], found["drift"]["kl"]["per_sequence"]
-            if rate["mean"] is None or moved["mean"] is None:
-                continue
-            spots.append(
-                Spot(
-                    f"{one.name}, {moment} RL",
-                    moved["mean"],
-                    rate["mean"],
-                    one.hue,
-                    moved["standard_error"] or 0.0,
-                    rate["standard_error"] or 0.0,
-                    is_hollow=moment == "before",
-                )
-            )
-    if not spots:
-        return ""
-    chart = scatter(
-        spots,
-        title="Gold win rate against KL",
-        x=Axis("KL to the reference, nats per completion", low=0.0),
-        y=Axis("gold win rate", low=0.0, is_share=True),
-        limits={"as good as the references": 0.5},
-    )
-    rows = [[text(s.name), f"{s.x:.2f} ± {s.x_error:.2f}", f"{s.y:.1%} ± {s.y_error:.1%}"] for s in spots]
-    note = (
-        "Hollow before RL, full after it, with standard errors. Up is better; far to the right and not up: the policy "
-        "has learned what the reward likes and gold does not."
-    )
-    legend = line_legend(
-        [Series(one.name, [], one.hue, has_dots=True) for one in runs if any(s.hue == one.hue for s in spots)]
-    )
-    measured = table(["", "KL", "gold win rate"], rows, kind="numbers")
-    return part(
-        "evaluation",
-        "What was gained, at what price?",
-        "Measured by the evaluation at the end, on held-out prompts.",
-        [
-            cards(
-                card("Gold win rate against KL", note, legend + chart),
-                card("The same in numbers", "Means ± standard errors.", measured),
-            )
-        ],
-    )
+    return gains_of_several([Evaluated(o.name, o.hue, o.run.evaluation) for o in runs if o.run.evaluation is not None])
 
 
 def _setup(runs: Sequence[Compared]) -> str:

@@ -45,7 +45,7 @@ def _staleness(run: Run) -> str:
     share = run.staleness.get(0, 0.0) / max(sum(run.staleness.values()), 1.0)
     told = "The bound holds for every token." if run.bound is not None else "This schedule promises no bound."
     note = (
-        f"How many updates of the policy a token was behind when it was trained on; 0 is fresh. {told} "
+        f"How many training steps old a token was when it was trained on; 0 is fresh. {told} "
         f"Fresh: {percent_name(share)}."
     )
     return card("Age of the trained tokens", note, chart)

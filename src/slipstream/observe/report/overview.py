@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
+from statistics import fmean, median
 
 from slipstream.observe.display import duration
+from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.health import AlarmSpan
 from slipstream.observe.report.html import card, cards, items, part, table, text
 from slipstream.observe.report.run import Run
@@ -48,7 +49,7 @@ def status_of(run: Run) -> str:
 def overview(run: Run) -> str:
     pictures = [
         _contradictions(run),
-        f'<div class="tiles">{"".join(_tile(value, name) for name, value in tiles(run))}</div>',
+        f'<div class="tiles">{"".join(_tile(value, name) for value, name in tiles(run))}</div>',
         cards(_sentences(run), _next(run)),
         _alarms(run.alarms),
     ]
@@ -68,37 +69,35 @@ def opening(run: Run) -> str:
 
 
 def tiles(run: Run) -> list[tuple[str, str]]:
-    """(what, value) of the numbers to see first."""
+    """(a number, what it is) of those to see first."""
     summary, history = run.summary, run.history
     found: list[tuple[str, str]] = []
     if summary is not None and summary.eval.after is not None:
-        found.append(("held-out accuracy, greedy", f"{accuracy(summary.eval.before)} → {accuracy(summary.eval.after)}"))
+        change = f"{accuracy(summary.eval.before)} → {accuracy(summary.eval.after)}"
+        found.append((change, "held-out accuracy, greedy"))
     elif history.steps:
+        rewards = [value for _, value in history.points("reward")]
         found.append(
-            ("reward, first and last step", " → ".join(number(history.points("reward")[i][1]) for i in (0, -1)))
+            (f"{number(rewards[0])} → {number(rewards[-1])}" if rewards else "?", "reward, first and last step")
         )
     if run.evaluation is not None and "win_rate" in run.evaluation["after"]["gold"]:
-        rates = [run.evaluation[moment]["gold"]["win_rate"]["mean"] for moment in ("before", "after")]
-        found.append(("gold win rate", " → ".join("?" if rate is None else f"{rate:.0%}" for rate in rates)))
+        rates = [run.evaluation[moment]["gold"]["win_rate"]["mean"] for moment in MOMENTS]
+        change = " → ".join("?" if rate is None else f"{rate:.0%}" for rate in rates)
+        found.append((change, "gold win rate against references"))
     if history.steps:
-        found.append(
-            ("seconds a step, median", number(sorted(v for _, v in history.points("step_s"))[len(history.steps) // 2]))
-        )
+        found.append((f"{number(median(value for _, value in history.points('step_s')))} s", "a step, median"))
     if summary is not None:
-        found.append(
-            (
-                "tokens/s sampled · trained on",
-                f"{summary.throughput.generated_tokens_per_s:,.0f} · {summary.throughput.trained_tokens_per_s:,.0f}",
-            )
-        )
+        speed = summary.throughput
+        sampled = f"trained tokens a second ({speed.generated_tokens_per_s:,.0f} sampled)"
+        found.append((f"{speed.trained_tokens_per_s:,.0f}", sampled))
     if run.staleness:
-        bound = "" if run.bound is None else f", bound {run.bound}"
+        bound = "no bound" if run.bound is None else f"bound {run.bound}"
         found.append(
-            (f"age of a token in steps, mean · most{bound}", f"{mean_staleness(run):.2f} · {max(run.staleness)}")
+            (f"{mean_staleness(run):.2f}", f"steps old is a trained token (most {max(run.staleness)}, {bound})")
         )
-    waits = {side: share for side in ("trainer", "generator") if (share := idle_of(run, side)) is not None}
-    if waits:
-        found.append(("waited while it trained: " + " · ".join(waits), " · ".join(map(percent_name, waits.values()))))
+    trainer, generators = idle_of(run, "trainer"), idle_of(run, "generator")
+    if trainer is not None and generators is not None:
+        found.append((f"{trainer:.0%}", f"of its time the trainer waited (generators {generators:.0%})"))
     return found
 
 
@@ -126,7 +125,7 @@ def sentences(run: Run) -> list[str]:
     if run.wasted and trained:
         share = sum(run.wasted.values()) / trained
         worst = max(run.wasted, key=lambda cause: run.wasted[cause])
-        found.append(f"Of what it was trained on, {percent_name(share)} more was wasted, most of it {WASTE[worst]}.")
+        found.append(f"Wasted: {percent_name(share)} as many tokens as were trained on, most of them {WASTE[worst]}.")
     names = sorted({alarm.name for alarm in run.alarms})
     found.append(f"Alarms that rang: {', '.join(names)}." if names else "No alarm rang.")
     return [one for one in found if one]

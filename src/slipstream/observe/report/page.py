@@ -6,12 +6,14 @@ from pathlib import Path
 
 from slipstream.core.disk import replace_file
 from slipstream.observe.hardware import Hardware
+from slipstream.observe.report.gains import gains
 from slipstream.observe.report.html import document
 from slipstream.observe.report.learning import learning
 from slipstream.observe.report.off_policy import off_policy
 from slipstream.observe.report.overview import heading, overview
 from slipstream.observe.report.run import Run, read_run
 from slipstream.observe.report.setup import setup
+from slipstream.observe.report.stages import stages
 from slipstream.observe.report.timing import timing
 from slipstream.observe.report.window import Window, read_window
 from slipstream.observe.report.words import words
@@ -19,7 +21,9 @@ from slipstream.observe.report.words import words
 REPORT_FILE = "report.html"
 MENU = {
     "overview": "In short",
+    "before": "Before RL",
     "learning": "Learning",
+    "evaluation": "Evaluation",
     "off-policy": "Off-policy",
     "time": "Time",
     "text": "Text",
@@ -37,7 +41,9 @@ def write_report(run_dir: Path, hardware: Hardware | None = None, *, out: Path |
 def page(run: Run, window: Window | None, hardware: Hardware | None) -> str:
     parts = {
         "overview": overview(run),
+        "before": stages(run.path),
         "learning": learning(run),
+        "evaluation": gains(run.evaluation),
         "off-policy": off_policy(run),
         "time": timing(run, window),
         "text": words(run),

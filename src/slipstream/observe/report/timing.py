@@ -8,7 +8,7 @@ from slipstream.observe.report.html import card, cards, folded, part, table, tex
 from slipstream.observe.report.learning import BLUE, GREEN, ORANGE, chart_card
 from slipstream.observe.report.run import Run, clock_axis
 from slipstream.observe.report.window import Window
-from slipstream.observe.states import in_words, kind, shares
+from slipstream.observe.states import in_words, shares
 from slipstream.observe.svg import Axis, Series, empty, number
 from slipstream.observe.svg_blocks import (
     LEGEND_SHARE,
@@ -19,6 +19,7 @@ from slipstream.observe.svg_blocks import (
     ranked,
     state_bars,
     state_legend,
+    work_first,
 )
 from slipstream.observe.waste import WASTE
 
@@ -75,7 +76,7 @@ def _over_time(run: Run) -> str:
         if process == "controller":
             continue
         spans = [Column(s.start_s / divisor, s.end_s / divisor, s.seconds.get(process, {})) for s in times.spans]
-        order = sorted(totals, key=lambda state: (kind(state) != "work", -totals[state]))
+        order = work_first([totals])
         seen |= dict.fromkeys(state for state in order if totals[state] >= LEGEND_SHARE * sum(totals.values()))
         chart = areas(spans, title=f"Time of {process}, step by step", x=axis, order=order)
         charts.append(f"<div><h4>{text(process)}</h4>{chart}</div>")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -68,22 +68,21 @@ def _row(path: Path, start_s: float, end_s: float) -> Row:
             case Slice() if record.end_ns * 1e-9 > start_s and record.start_ns * 1e-9 < end_s:
                 bars.append(_bar(record))
             case Instant() if start_s <= record.time_ns * 1e-9 <= end_s:
-                marks.append((record.time_ns * 1e-9, record.name + _args(record)))
-    widest = {bar.text: bar for bar in sorted(bars, key=lambda bar: bar.end_s - bar.start_s)}
-    return Row(path.stem, [bar if widest[bar.text] is bar else replace(bar, text="") for bar in bars], marks)
+                marks.append((record.time_ns * 1e-9, ", ".join([record.name, *_args(record)])))
+    return Row(path.stem, bars, marks)
 
 
 def _bar(record: Slice) -> Bar:
     """In the state that took most of it: a slice may hold others that are too short for lines of their own."""
     states = {record.state: record.state_ns} | record.also
     most = max(states, key=lambda state: states[state])
-    told = ", ".join(f"{in_words(state)} {ns * 1e-6:.1f} ms" for state, ns in states.items())
+    others = [f"{in_words(state)} {ns * 1e-6:.1f} ms of it" for state, ns in states.items() if state != most]
     text = f"step {record.args['step']}" if "step" in record.args else ""
-    return Bar(most, record.start_ns * 1e-9, record.end_ns * 1e-9, told + _args(record), text)
+    return Bar(most, record.start_ns * 1e-9, record.end_ns * 1e-9, ", ".join([*_args(record), *others]), text)
 
 
-def _args(record: Slice | Instant) -> str:
-    return "".join(f", {key} {value}" for key, value in record.args.items())
+def _args(record: Slice | Instant) -> list[str]:
+    return [f"{key} {value}" for key, value in record.args.items()]
 
 
 # Reading from the middle

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from slipstream.observe.evaluation import evaluation_rows
-from slipstream.observe.report.html import card, cards, model_text, part, table, text
+from slipstream.observe.report.html import card, cards, model_text, part, table
 from slipstream.observe.report.learning import BLUE, ORANGE, numbers
 from slipstream.observe.report.run import Length, Run
 from slipstream.observe.samples import Sample
@@ -19,17 +17,8 @@ MAX_BINS = 12
 
 
 def words(run: Run) -> str:
-    pictures = [evaluation(run.evaluation), _samples(run.samples), cards(*_lengths(run))]
+    pictures = [_samples(run.samples), cards(*_lengths(run))]
     return part("text", "What does it say?", "Numbers can be fooled; read a few answers.", pictures)
-
-
-def evaluation(found: Mapping[str, Any] | None) -> str:
-    """What the stage `evaluate` measured before and after RL."""
-    if found is None:
-        return ""
-    rows = ([text(name), text(before), text(after)] for name, before, after in evaluation_rows(found))
-    note = f"{found['num_prompts']} held-out prompts at temperature {found['temperature']:g}, ± standard error."
-    return card("Gold, judge and drift", note, table(["", "before", "after"], rows), size="wide")
 
 
 def _samples(samples: Sequence[Sample]) -> str:
