@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from accounted import check_runs
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -35,3 +36,12 @@ def _is_lasting(thread: threading.Thread) -> bool:
     """By the class, or by what runs in it."""
     target = getattr(thread, "_target", None)
     return type(thread).__module__.startswith(_LASTING) or getattr(target, "__module__", "").startswith(_LASTING)
+
+
+@pytest.fixture(autouse=True)
+def _runs_are_accounted_for(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of every run that a test leaves behind."""
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    if folder is not None:
+        check_runs(folder)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accounted import check_runs
 from adversary import Adversary, Growth
 from chaos_config import RECIPE
 from lineage_audit import lines
@@ -57,6 +58,7 @@ def scratch() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
+        check_runs(Path(folder))
 
 
 @dataclass

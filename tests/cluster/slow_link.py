@@ -68,10 +68,10 @@ def measure(
         summary = run.end(timeout_s=600)
         carried = cable.carried(near)
     trainer = list(read_timeline(timeline_path(run.out, "trainer")))
-    trains = [record for record in trainer if isinstance(record, Slice) and record.state == "train"]
+    trains = [record for record in trainer if isinstance(record, Slice) and "step" in record.args]
     window = trains[0].start_ns / 1e9, trains[-1].end_ns / 1e9
     waits = account(trainer, *window)
-    generator = account(read_timeline(timeline_path(run.out, "generator-0")), *window)
+    generator = account(list(read_timeline(timeline_path(run.out, "generator-0"))), *window)
     length_s = window[1] - window[0]
     swaps = [event["event"] for event in run.events() if event["event"]["type"] == "Swapped"]
     payload_bytes = summary["weight_sync"]["bytes"] // max(1, summary["weight_sync"]["count"])

@@ -33,8 +33,14 @@ def audit(run_dir: Path) -> dict[str, Any]:
     steps_done = 0
     admitted_at: dict[int, int] = {}
     held: dict[int, int] = {}
+    tokens: dict[int, dict[int, int]] = {}  # of finished completions, by ordinal and sample
+    again = 0
+    wasted: Counter[str] = Counter()
     for line in events:
         event = line["event"]
+        if event["type"] == "CompletionFinished":
+            tokens.setdefault(event["ordinal"], {})[event["sample"]] = event["num_tokens"]
+            again += (admitted[event["ordinal"]] > 1) * (event["num_tokens"] - event["num_restored"])
         if event["type"] == "Swapped":
             held[event["replica"]] = event["version"]
         if event["type"] == "StepDone":
@@ -53,6 +59,7 @@ def audit(run_dir: Path) -> dict[str, Any]:
                 batch[command["step"]] = command["ordinals"]
             elif command["type"] == "Skip":
                 dropped.update(command["ordinals"])
+                wasted[command["cause"]] += sum(sum(tokens.get(o, {}).values()) for o in command["ordinals"])
     known = set(trained) | set(dropped)
     fates = {
         "admitted": len(admitted),
@@ -90,6 +97,12 @@ def audit(run_dir: Path) -> dict[str, Any]:
     for name in ("admitted", "trained", "pending"):
         assert fates[name] == prompts[name], f"{name}: {fates[name]} in the events, {prompts[name]} in the summary"
     assert fates["dropped"] == prompts["skipped"] + prompts["failed"]
+    told = summary["balance"]["wasted_tokens"]
+    for cause in ("no_signal", "failed", "stale"):
+        assert told[cause] == wasted[cause], f"{cause}: {wasted[cause]} tokens in the events, {told[cause]} told"
+    assert told["regenerated"] == prompts["regenerated_tokens"]
+    assert told["regenerated"] >= again  # after a resume ordinals count as admitted before, which no line here shows
+    assert told["left"] >= sum(sum(tokens.get(o, {}).values()) for o in set(admitted) - known)
     for process, states in summary["accounting"].items():
         assert abs(sum(states.values()) - summary["wall_s"]) < 1e-3, f"the seconds of {process} do not add up"
     return {"histogram": dict(sorted(histogram.items())), "fates": fates, "spanning": spanning, "steps": steps_done}

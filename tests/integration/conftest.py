@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounted import check_accounting
 from processes import descendants
 
 import slipstream
@@ -75,4 +76,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         slipstream.run("quickstart", overrides=overrides, out=out, display=False)
     finally:
         os.sched_setaffinity(0, cores)
+    check_accounting(out)
     return out

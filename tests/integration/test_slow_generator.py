@@ -62,6 +62,6 @@ def test_the_run_goes_on_and_tells_of_the_straggler(tiny, tmp_path):
     assert 0 < started[1] < 0.4 * started.total()  # the freest replica gets the next group
     summary = json.loads((result.out / "summary.json").read_text())
     waits = summary["accounting"]["trainer"]
-    assert waits["wait_straggler"] > waits["train"]
+    assert waits["wait_straggler"] > waits["forward_backward"]
     assert "straggler" in {alarm["name"] for alarm in summary["alarms"]}
     assert summary["staleness"]["max"] <= 2

@@ -148,6 +148,10 @@ class Controller:
     def run(self) -> Tally:
         """Launch, train, end. Raises ExecutorDied or SlipstreamError; whatever happens, no process survives it."""
         self.timeline.backdate("start_up", self.tally.started_s)
+        with self.timeline.span("overhead"):  # but for what is said below, until the timeline is closed
+            return self._run()
+
+    def _run(self) -> Tally:
         with self.timeline.span("start_up"):
             self.events.record(self.schedule.began(), [])
             if left := sweep():
@@ -155,7 +159,7 @@ class Controller:
             transport_dir = make_transport_dir()
             run_id, owner = transport_dir.name, claim(transport_dir)
         try:
-            with self._catch_interrupts(), self.timeline.span("overhead"):
+            with self._catch_interrupts():
                 with self.timeline.span("start_up"):
                     self.executors.launch(transport_dir, run_id, self.cluster)
                     if self.work.warm_start is not None:
@@ -218,7 +222,7 @@ class Controller:
             has_worked = self._take_events()
             has_worked |= self.executors.work()
             if not has_worked and not is_done():
-                self._sleep()
+                self.executors.sleep(self.timeline.idle)
                 self._check_deadline(what, started_s)
 
     def _take_events(self) -> bool:
@@ -228,10 +232,6 @@ class Controller:
             with self.timeline.span("schedule"):
                 self._handle(message)
         return has_worked
-
-    def _sleep(self) -> None:
-        with self.timeline.idle():
-            self.executors.sleep()
 
     def _check_deadline(self, what: str, started_s: float) -> None:
         silent_s = self.clock.now_s() - max(started_s, self.executors.heard_s)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +119,7 @@ class Executors:
         self._inline = [Host(node, ports[node.name], channels, self.run_dir, run_id=run_id) for node in inline]
         with self._spans.span("idle"):  # of the controller: what goes on meanwhile is in their own timelines
             for host in self._inline:
-                host.init(is_inline=True)
+                host.init()
 
     @property
     def missing(self) -> list[str]:
@@ -183,8 +184,8 @@ class Executors:
             self._lose(group, f"not there {self._start_deadline_s:g} s after it was started")
         return has_worked
 
-    def sleep(self) -> None:
-        """Until there may be an event or work; a second at most."""
+    def sleep(self, asleep: Callable[[], AbstractContextManager[None]]) -> None:
+        """Until there may be an event or work; a second at most. `asleep` is as in `core.channel.wait`."""
         if self._found:
             return
         inboxes = [*self._ports.inputs.values(), *(i for host in self._inline for i in host.ports.inputs.values())]
@@ -194,7 +195,7 @@ class Executors:
         now_s = self._clock.now_s()
         ends += [max(0.0, end_s - now_s) for _, end_s in self._suspects.values()]
         ends += [WAKE_EVERY_S, self._membership.wait_s(), self._restarts.wait_s()]
-        wait(inboxes, self._ports.outputs.values(), fds, min(ends))
+        wait(inboxes, self._ports.outputs.values(), fds, min(ends), asleep=asleep)
 
     def accuse_the_silent(self) -> bool:
         """The run does not go on: where that may be because a process says nothing, that one is lost; else False."""

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -89,6 +89,9 @@ class Host:
             device=node.device,
             within=CONTROLLER if node.host == "inline" else "",
         )
+        self.while_idle = ExitStack()
+        if node.host == "inline":  # while the others of its process work
+            self.while_idle.enter_context(self.timeline.idle())
         publisher: Publisher | None = None
         subscriber: Subscriber | None = None
         if has_weights(node.name, channels):
@@ -101,7 +104,6 @@ class Host:
             for inbox in ports.inputs.values():
                 inbox.await_word()
         self.counted_s = clock.now_s()
-        self.while_idle = ExitStack()
         self.ends = ExitStack()
         """Closed last in, first out, each whatever the others do: all that was opened, and only that."""
         self.ends.callback(self.timeline.close)
@@ -123,10 +125,8 @@ class Host:
             group=group,
         )
 
-    def init(self, *, is_inline: bool = False) -> None:
-        """Initialise the executor. While the others of its process work, an inline one is idle."""
-        if is_inline:
-            self.while_idle.enter_context(self.timeline.idle())
+    def init(self) -> None:
+        """Initialise the executor."""
         with self.timeline.span("start_up"):
             self.ends.callback(self.executor.close)
             self.executor.init(self.context)
@@ -144,14 +144,14 @@ class Host:
 
     def wait(self, extra_fds: list[int], timeout_s: float) -> None:
         """Sleep until a message, a descriptor or the executor's own deadline; at most `timeout_s`."""
-        with self.timeline.idle():
-            own = self.executor.wait_s()
-            wait(
-                self.ports.inputs.values(),
-                self.ports.outputs.values(),
-                [*extra_fds, *self.executor.wait_fds()],
-                timeout_s if own is None else min(own, timeout_s),
-            )
+        own = self.executor.wait_s()
+        wait(
+            self.ports.inputs.values(),
+            self.ports.outputs.values(),
+            [*extra_fds, *self.executor.wait_fds()],
+            timeout_s if own is None else min(own, timeout_s),
+            asleep=self.timeline.idle,
+        )
 
     def close(self) -> None:
         with self.while_idle, self.timeline.span("shut_down"):
@@ -244,12 +244,14 @@ def main(spec_path: str) -> int:
         group = _join(node, spec["rank"], transport_dir, timeout_s=spec["deadline_s"], incarnation=spec["incarnation"])
         host = Host(node, ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"], group=group)
         host.timeline.backdate("start_up", spec["started_s"])
-        host.init()
-        if spec["incarnation"] > 1:  # the first ones need not join; later ones do when nobody has to wait for them
-            ports.outputs["events"].put(Joined(executor=name, incarnation=spec["incarnation"]))
+        with host.timeline.span("start_up"):
+            host.init()
+            if spec["incarnation"] > 1:  # the first ones need not join; later ones do when nobody has to wait for them
+                ports.outputs["events"].put(Joined(executor=name, incarnation=spec["incarnation"]))
         return serve(host, PipeTether(sys.stdin.fileno()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-        return report(ports, name, error, num_ranks=spec["node"]["ranks"])
+        with nullcontext() if host is None else host.timeline.span("shut_down"):
+            return report(ports, name, error, num_ranks=spec["node"]["ranks"])
     finally:
         if host is not None:
             host.close()

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
         host.init()
         return serve(host, LeaseTether(ports, spec.lease_s, agent=agent))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-        return report(ports, name, error, num_ranks=node.ranks)
+        with nullcontext() if host is None else host.timeline.span("shut_down"):
+            return report(ports, name, error, num_ranks=node.ranks)
     finally:
         if host is not None:
             host.close()

@@ -199,11 +199,14 @@ def wait(
     senders: Iterable[Outbox] = (),
     extra_fds: Iterable[int] = (),
     timeout_s: float | None = None,
+    *,
+    asleep: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> bool:
     """Sleep until something can go on; False when `timeout_s` passed first.
 
     Unblocked by: a message at a receiver, room at a sender that was asked for it in vain, a readable descriptor, a
-    closed end. Meanwhile the senders read their acknowledgements and send again what a broken connection lost.
+    closed end. Meanwhile the senders read their acknowledgements and send again what a broken connection lost. Only the
+    sleep itself is inside of what `asleep` returns: what is done around it is work.
     """
     receivers, senders, extra_fds = list(receivers), list(senders), list(extra_fds)
     ends: list[Inbox | Outbox] = [*receivers, *senders]
@@ -225,7 +228,9 @@ def wait(
             remaining_s = None if deadline_s is None else deadline_s - _CLOCK.now_s()
             if remaining_s is not None and remaining_s <= 0 and timeout_s != 0:
                 return False
-            ready = poll([*(p for end in ends for p in end.pollables()), *extra_fds], remaining_s)
+            awaited = [*(p for end in ends for p in end.pollables()), *extra_fds]
+            with asleep():
+                ready = poll(awaited, remaining_s)
             if any(fd in ready for fd in extra_fds):
                 return True
             if timeout_s == 0:

@@ -1,0 +1,83 @@
+"""Every second of a run is accounted for: recomputed from its timelines, with the standard library only.
+
+`conftest.py` has each run checked that a test leaves in its `tmp_path`; tests with other folders ask for it themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+MOST_UNLABELLED = 0.01
+CLOCKS_APART_S = 0.02
+"""CPU seconds are counted by the system in ticks of up to 10 ms, and read a moment before the time is."""
+
+
+def is_waiting(state: str) -> bool:
+    return state == "idle" or state.startswith("wait_")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    whole = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
+    return [json.loads(line) for line in whole]
+
+
+def seconds(timeline: list[dict[str, Any]], start_ns: float, end_ns: float) -> Counter[str]:
+    """By state within the window; a line that the window cuts counts in proportion."""
+    found: Counter[str] = Counter()
+    for line in timeline:
+        if line["kind"] != "slice":
+            continue
+        length = line["end_ns"] - line["start_ns"]
+        inside = min(line["end_ns"], end_ns) - max(line["start_ns"], start_ns)
+        if inside <= 0:
+            continue
+        also = line.get("also", {})
+        own = length - line.get("gap_ns", 0) - sum(also.values())
+        for state, ns in (*also.items(), (line["state"], own)):
+            found[state] += ns * inside / length * 1e-9
+    return found
+
+
+def busy_s(timeline: list[dict[str, Any]], start_ns: float, end_ns: float) -> float:
+    return sum(value for state, value in seconds(timeline, start_ns, end_ns).items() if not is_waiting(state))
+
+
+def check_accounting(run_dir: Path) -> None:
+    """AssertionError where a process has more than 1 % of its time unlabelled, where its states are not those of its
+    timeline, or where it was less busy than its threads have computed."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    timelines = {path.stem: lines(path) for path in (run_dir / "timeline").glob("*.jsonl")}
+    assert set(timelines) == set(summary["accounting"])
+    controller = timelines["controller"]
+    start_ns = min(line["start_ns"] for line in controller if line["kind"] == "slice")
+    end_ns = start_ns + summary["wall_s"] * 1e9
+    for name, states in summary["accounting"].items():
+        where = f"{name} of {run_dir}"
+        told = seconds(timelines[name], start_ns, end_ns)
+        there_s = summary["wall_s"] - states.get("absent", 0.0) - states.get("lost", 0.0)
+        assert states["unlabelled"] <= MOST_UNLABELLED * there_s, f"{where}: {states['unlabelled']} s of {there_s} s"
+        for state in (set(states) | set(told)) - {"unlabelled", "absent", "lost"}:
+            assert abs(states.get(state, 0.0) - told[state]) < 1e-3, f"{where}: {state} {states}, but {told}"
+    starts = {name: [line for line in timeline if line["kind"] == "process"] for name, timeline in timelines.items()}
+    for name, timeline in timelines.items():
+        begin = starts[name][-1]
+        ends = [line for line in timeline if line["kind"] == "end" and line["time_ns"] >= begin["time_ns"]]
+        if not ends or begin.get("within"):
+            continue
+        here = [name, *(other for other, lives in starts.items() if lives[-1].get("within") == name)]
+        busy = sum(busy_s(timelines[one], begin["time_ns"], ends[-1]["time_ns"]) for one in here)
+        cpu, main, background = (ends[-1].get(f"{which}_ns", 0) * 1e-9 for which in ("cpu", "main", "background"))
+        threads = max(begin.get("threads", 1), begin.get("threads_alone", 1))
+        what = f"{name} of {run_dir}: busy {busy} s, CPU {cpu} s on {threads} threads, of which main {main} s"
+        assert main <= busy + CLOCKS_APART_S, what
+        assert (cpu - background) / threads <= busy + CLOCKS_APART_S, what
+
+
+def check_runs(folder: Path) -> None:
+    """The same for every run in `folder`, also for those that failed."""
+    for summary in folder.rglob("summary.json"):
+        if (summary.parent / "timeline").is_dir():
+            check_accounting(summary.parent)
