@@ -173,7 +173,8 @@ def test_more_replicas_than_completions() -> None:
 def test_slots_that_a_waiting_batch_cannot_fill_do_not_count() -> None:
     model = costs()
     wide = model.generation(generator(slots=1024), waits_for_longest=True)
-    assert wide.total == pytest.approx(model.generation(generator(slots=64), waits_for_longest=True).total)
+    enough = model.generation(generator(slots=64), waits_for_longest=True)
+    assert wide.parts == pytest.approx(enough.parts)
 
 
 # Training
@@ -382,8 +383,8 @@ def test_a_trainers_states_by_hand() -> None:
     assert both["moments"] == 2 * memory["moments"]
     assert both["reference"] == pytest.approx(memory["weights"])
     assert costs().train_memory(trainer(8, 1), served=None)["staging"] == 0
-    # gathered in bfloat16: embedding, head, and two of 32 layers of 218 M
-    assert memory["gathered"] == pytest.approx(2 * (2 * 128256 * 4096 + 2 * 218.1e6), rel=1e-3)
+    # gathered in bfloat16: embedding, head, and two of 32 layers of 218 M; the head once more in float32
+    assert memory["gathered"] == pytest.approx(2 * (2 * 128256 * 4096 + 2 * 218.1e6) + 4 * 128256 * 4096, rel=1e-3)
     alone = costs().train_memory(trainer(1, 1, precision="float32"))
     assert alone["gathered"] == 0
 

@@ -250,12 +250,15 @@ class CostModel:
         entry = tokens * model.hidden_size * element
         logits = min(layout.microbatch * workload.lengths.mean * model.vocab_size, LOGITS_AT_ONCE) * 4
         models = 2 if workload.critic else 1
+        # The root (embedding and head) from forward to backward; one layer that runs, and one that comes.
+        gathered = (2 * counts.layer + counts.root) * element if uses_fsdp else 0.0
+        if layout.head_precision != layout.precision:
+            gathered += counts.head_matrix * COMPUTED_BYTES[layout.head_precision]
         parts = {
             "weights": 4 * params / shards * models,
             "moments": 8 * params / shards * models,
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
-            # The root (embedding and head) from forward to backward; one layer that runs, and one that comes.
-            "gathered": (2 * counts.layer + counts.root) * element if uses_fsdp else 0.0,
+            "gathered": gathered,
             "activations": model.num_layers * entry + kept if layout.recompute else model.num_layers * kept,
             "logits": 3 * logits,  # as they are, their probabilities, their gradient
         }
@@ -336,7 +339,7 @@ class CostModel:
         return decode.times(steps) + self.prefill(layout, prompts=rollouts / self.workload.group_size)
 
     def _roofline(self, flops: float, nbytes: float, precision: Precision) -> float:
-        """Seconds of a product: neither bound alone, but both in quadrature, as measured near the ridge."""
+        """Seconds of a product: operations and bytes in quadrature, so that more rows always cost less each."""
         compute = flops / self.cluster.device.flops_of(precision) / self.efficiency.matmul
         return math.hypot(compute, self._move(nbytes))
 
