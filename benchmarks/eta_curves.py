@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from contenders.models import MODELS, SHAPES
 from contenders.models import Model as ShapedModel
 
@@ -421,7 +422,7 @@ def measure(name: str, arguments: argparse.Namespace, scratch: Path) -> Measured
             )
     return MeasuredModel(
         name=name,
-        shape=asdict(model.config),
+        shape=msgspec.json.decode(msgspec.json.encode(asdict(model.config))),
         num_params=num_params(model),
         prompt_tokens=lengths.prompt,
         completion_tokens=lengths.completion,

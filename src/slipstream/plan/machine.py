@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
@@ -80,7 +82,9 @@ class Curves:
         return self._seconds("trainer", cores, rows / self._rows) / self._rows
 
     def update_s(self, cores: int) -> float:
-        return interpolated([(curve.devices, curve.update_s) for curve in self._of("trainer")], cores)
+        """Of the optimizer; between numbers of cores a straight line."""
+        curves = self._of("trainer")
+        return float(np.interp(cores, [curve.devices for curve in curves], [curve.update_s for curve in curves]))
 
     def decoded_token_s(self, cores: int, rows: float) -> float:
         """Per token, with so many completions decoded at once; their prompts are in it."""

@@ -83,15 +83,15 @@ def rehearsed(found: Simulated, max_staleness: int, scorers_s: Mapping[str, floa
     are made, which is even, and not where they are taken, which a few long completions delay: with eight steps of 512
     groups the step time is that of fifty to 2%, with a tail of four means.
     """
-    step_s = found.step_s
+    step_s, trained = found.step_s, sum(step.batch.completion_tokens for step in found.timed)
     if found.trainer_idle_frac > NEVER_WAITS and found.generated_tokens:
-        step_s *= found.lags.total() / found.generated_tokens
+        step_s *= trained / found.generated_tokens
     busy_s = (1 - found.trainer_idle_frac) * found.step_s
     idle = {"trainer": max(0.0, 1 - busy_s / step_s), "generator": found.generator_idle_frac}
     return Rehearsed(
         max_staleness=max_staleness,
         step_s=step_s,
-        tokens_per_s=found.lags.total() / len(found.timed) / step_s,
+        tokens_per_s=trained / len(found.timed) / step_s,
         idle=idle | {name: max(0.0, 1 - seconds / step_s) for name, seconds in scorers_s.items()},
         staleness_mean=found.staleness_mean,
         staleness_max=found.staleness_max,

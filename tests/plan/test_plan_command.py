@@ -1,0 +1,228 @@
+"""`slipstream plan`: what it prints, what it writes, what it refuses; and that its recipes can be run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tomli_w
+from measured_kit import measured, quickstart_shape
+
+import slipstream
+from slipstream import cli
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.jobs.machines import lay_out
+from slipstream.models.config import TransformerConfig
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import initialise
+from slipstream.models.preflight import check_policy
+from slipstream.models.tokenizer import char_tokenizer
+from slipstream.models.transformer import Transformer
+from slipstream.plan.measured import write_measured
+
+SMALL = [
+    "--groups-per-step",
+    "32",
+    "--completions-per-group",
+    "4",
+    "--completion-tokens",
+    "200",
+    "--max-staleness",
+    "2",
+]
+EIGHT = ["plan", "llama-3.1-8b", "--gpus", "8", *SMALL, "--rows", "2"]
+
+
+def run_cli(*argv: str) -> int:
+    try:
+        return cli.main(argv)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+@pytest.fixture
+def eta(tmp_path):
+    """Curves of the quickstart's model, on which two cores are worth dividing."""
+    made = measured(quickstart_shape(), train_s=lambda cores, b: 0.01 * (1 + 4 / b) / cores**0.3)
+    write_measured(made, tmp_path / "eta.json")
+    return tmp_path / "eta.json"
+
+
+def test_what_is_printed_says_what_was_found_and_why(capsys):
+    assert run_cli(*EIGHT, "--price", "2") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for expected in (
+        "llama-3.1-8b, 8.03 B parameters, on 8 H100",
+        "32 prompts x 4 completions",
+        "assumed, as nobody said: prompts of 512",
+        "Best configurations under max_staleness k =",
+        "$/1000",
+        "Memory of the best, GB per GPU, of 73.6",
+        "keys and values",
+        "The best for each k",
+        "is the smallest bound within 2%",
+        "times as fast as the best synchronous configuration",
+        "Does not fit:",
+        "GB short",
+    ):
+        assert expected in told, expected
+
+
+def test_json_has_it_all_and_python_says_the_same(capsys):
+    assert run_cli(*EIGHT, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    found = slipstream.make_plan(
+        "llama-3.1-8b",
+        gpus=8,
+        groups_per_step=32,
+        completions_per_group=4,
+        completion_tokens=200.0,
+        max_staleness=2,
+        rows=2,
+    )
+    assert json.loads(json.dumps(found.to_dict())) == told
+    best = told["rows"][0]
+    assert best["step_s"] == found.plan.best.rehearsed.step_s
+    assert best["tokens_per_s"] > 0
+    assert set(best["idle"]) == set(best["executors"]) == {"trainer", "generator"}
+    assert sum(executor["devices"] for executor in best["executors"].values()) <= 8
+    for executor in best["executors"].values():
+        assert sum(executor["memory_bytes"].values()) <= told["devices"]["usable_bytes"]
+    assert best["staleness"]["max"] <= told["max_staleness"] <= 2
+    assert best["usd_per_1000_steps"] is None  # nobody named a price
+    assert told["synchronous"]["step_s"] > 0
+    assert told["recipe"]["max_staleness"] == told["max_staleness"]
+
+
+def test_a_price_is_that_of_the_whole_cluster():
+    found = slipstream.make_plan(
+        "llama-3.1-8b", gpus=8, price=3.0, groups_per_step=8, completion_tokens=100.0, max_staleness=1, rows=1
+    )
+    assert found.usd(36.0) == pytest.approx(1000 * 36 / 3600 * 8 * 3.0)
+
+
+def test_nothing_loads_torch():
+    """The answer comes at once: a plan is arithmetic."""
+    code = (
+        "import sys; from slipstream import cli; "
+        f"assert cli.main({[*EIGHT, '--max-staleness', '1', '--rows', '1', '--json']!r}) == 0; "
+        "sys.exit(3 if 'torch' in sys.modules or 'transformers' in sys.modules else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_a_recipe_for_gpus_resolves_and_has_jobs_on_just_those_gpus(tmp_path):
+    out = tmp_path / "planned.toml"
+    assert run_cli(*EIGHT, "--reference", "--out", str(out)) == 0
+    config = resolve(out)
+    assert (config.groups_per_step, config.completions_per_group, config.weight_update) == (32, 4, "in_flight")
+    assert config.trainer.device == config.generator.device == "cuda"
+    assert config.trainer.precision == "bfloat16"
+    assert config.kl.coef > 0
+    groups = {job.kind: job for job in lay_out(config).groups}
+    gpus = sum(job.machines.nodes * job.machines.gpus * (job.replicas or 1) for job in groups.values())
+    assert gpus <= 8
+    assert groups["generator"].replicas == config.generator.replicas
+    assert groups["trainer"].machines.ranks * groups["trainer"].machines.nodes == config.trainer.ranks
+    assert out.read_text(encoding="utf-8").startswith("# Planned for 8 H100")
+
+
+def test_a_recipe_for_a_checkpoint_passes_the_checks_before_a_run(tmp_path):
+    """A Hugging Face folder is planned for, and what comes out names it."""
+    shape = TransformerConfig(
+        family="llama",
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=4096,
+        tie_embeddings=True,
+    )
+    model = Transformer(shape)
+    initialise(model, 0)
+    save_model(model, tmp_path / "tiny", char_tokenizer())
+    argv = ["plan", str(tmp_path / "tiny"), "--gpus", "4", *SMALL, "--rows", "1", "--out", str(tmp_path / "tiny.toml")]
+    assert run_cli(*argv) == 0
+    config = resolve(tmp_path / "tiny.toml")
+    assert config.model.path == str(tmp_path / "tiny")
+    check_policy(config)
+
+
+def test_a_recipe_for_this_machine_is_its_own_with_the_plan_s_layout(eta, tmp_path, capsys):
+    out = tmp_path / "planned.toml"
+    assert run_cli("plan", "quickstart", "--measured", str(eta), "--max-staleness", "2", "--out", str(out)) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "cores of this machine" in told
+    config, quickstart = resolve(out), resolve("quickstart")
+    check_policy(config)
+    assert config.generator.device == config.trainer.device == "cpu"
+    changed = {"max_staleness", "generator", "trainer", "weight_update"}
+    assert {name for name in type(config).model_fields if getattr(config, name) != getattr(quickstart, name)} <= changed
+    same = {"generator": {"num_slots", "replicas"}, "trainer": {"microbatch_tokens"}}
+    for section, may_change in same.items():
+        ours, theirs = getattr(config, section).model_dump(), getattr(quickstart, section).model_dump()
+        assert {name for name in ours if ours[name] != theirs[name]} <= may_change
+    assert config.trainer.optimizer == quickstart.trainer.optimizer
+
+
+@pytest.mark.slow
+def test_a_recipe_for_this_machine_runs(eta, tmp_path):
+    out = tmp_path / "planned.toml"
+    assert run_cli("plan", "quickstart", "--measured", str(eta), "--max-staleness", "2", "--out", str(out)) == 0
+    overrides = {"steps": 4, "warm_start": {"steps": 2}, "eval": {"every": 0, "num_prompts": 8}}
+    result = slipstream.run(out, overrides=overrides, out=tmp_path / "run", display=False)
+    assert result.status == "done"
+    assert result.summary["staleness"]["max"] <= resolve(out).max_staleness
+    again = slipstream.make_plan(str(tmp_path / "run"), measured=eta, max_staleness=2)  # with the run's own lengths
+    assert again.assumed == ()
+    assert again.plan.workload.lengths.source.endswith("run")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("plan", "a model is needed"),
+        ("plan llama-3.1-9b --gpus 8", "did you mean 'llama-3.1-8b'?"),
+        ("plan llama-3.1-8b", "there is nothing to plan for"),
+        ("plan llama-3.1-8b --gpus 8 --gpu h101", "did you mean 'H100'?"),
+        ("plan llama-3.1-8b --gpus 0", "a cluster has devices"),
+        ("plan llama-3.1-8b --gpus many", "--gpus"),
+        ("plan llama-3.1-405b --gpus 8", "does not fit on 8 H100"),
+        ("plan llama-3.1-8b --gpus 8 --groups-per-step 0", "--groups-per-step must be a positive number"),
+        ("plan llama-3.1-8b --gpus 8 --p99-tokens 10", "lengths are out of order"),
+        ("plan llama-3.1-8b --gpus 8 --max-new-tokens 200000", "do not fit the model"),
+        ("plan llama-3.1-8b --gpus 8 --max-staleness 0", "some staleness"),
+        ("plan llama-3.1-8b --gpus 8 --precision int8", "do not compute in int8"),
+        ("plan llama-3.1-8b --gpus 8 --lengths nowhere", "has no rollouts.jsonl"),
+        ("plan llama-3.1-8b --gpus 8 --out nowhere/a.toml", "cannot be written there"),
+        ("plan llama-3.1-8b --gpus 8 --out a.json", "cannot be written there"),
+        ("plan quickstart --measured nowhere.json", "'nowhere.json' cannot be read"),
+        ("plan llama-3.1-8b --gpus 8 --cluster c.toml", "by a file or by flags"),
+    ],
+)
+def test_bad_input_is_2_and_explained(argv, told, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(*argv.split()) == 2
+    printed = capsys.readouterr()
+    assert told in " ".join(printed.err.split())
+    assert "Traceback" not in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_curves_of_a_cpu_are_for_its_cores_and_those_of_a_gpu_for_gpus(eta, tmp_path):
+    with pytest.raises(ConfigError, match="curves of a CPU say nothing of GPUs"):
+        slipstream.make_plan("quickstart", gpus=8, measured=eta)
+    with pytest.raises(ConfigError, match="does not have this model"):
+        slipstream.make_plan("llama-3.2-1b", measured=eta)
+    recipe = {"generator": {"device": "cuda"}, "prompts": {"tasks": [{"name": "chain_sum"}]}}
+    base = resolve("quickstart").model_dump(exclude_none=True)
+    base["generator"] |= recipe["generator"]
+    (tmp_path / "gpu.toml").write_text(tomli_w.dumps(base), encoding="utf-8")
+    with pytest.raises(ConfigError, match="recipe for GPUs"):
+        slipstream.make_plan(str(tmp_path / "gpu.toml"), measured=eta)
