@@ -307,7 +307,7 @@ def _balance(
             num_steps=num_steps,
             length_s=sum(next(iter(loop.values()), {}).values()),
             unit="threads" if all(on_cpu) else None if any(on_cpu) else "GPUs",
-            shares_units=dials.takes_turns and all(on_cpu),
+            shares_units=dials is not None and dials.takes_turns and all(on_cpu),
             dials=dials,
         )
     )
@@ -326,9 +326,9 @@ def _balance(
     )
 
 
-def _dials(config: RunConfig | None) -> Dials:
+def _dials(config: RunConfig | None) -> Dials | None:
     if config is None:
-        return Dials()
+        return None
     is_ours = config.schedule.policy == "oldest_first"
     return Dials(
         max_staleness=config.max_staleness,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -86,7 +86,7 @@ class Dials:
 class Loop:
     """`num_steps` steps in `length_s` seconds. `unit` is what the sides are measured in; None: in different ones.
 
-    `shares_units`: trainer and generators have the same ones, by turns.
+    `shares_units`: trainer and generators have the same ones, by turns. `dials`: None where nobody knows them.
     """
 
     sides: Mapping[str, Side]
@@ -94,7 +94,7 @@ class Loop:
     length_s: float
     unit: str | None = "threads"
     shares_units: bool = False
-    dials: Dials = field(default_factory=Dials)
+    dials: Dials | None = None
 
 
 class Interference(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,9 +160,10 @@ def judge(loop: Loop) -> Verdict:
     trainer, generator = loop.sides.get("trainer"), loop.sides.get("generator")
     if trainer is None or generator is None or loop.num_steps < 2:
         return Verdict(starves=None, bottleneck=None, sentence="Fewer than two steps were trained: too little to tell.")
-    starves, bottleneck = _diagnosis(trainer, generator, loop.dials)
+    takes_turns = loop.dials is not None and loop.dials.takes_turns
+    starves, bottleneck = _diagnosis(trainer, generator, takes_turns=takes_turns)
     split = _split(loop)
-    dial = _dial(loop, trainer, generator, bottleneck)
+    dial = None if loop.dials is None else _dial(loop, loop.dials, trainer, generator, bottleneck)
     clauses = [_opening(trainer, generator, bottleneck, loop.dials)]
     if split is not None and bottleneck in ("generation", "training"):
         clauses.append(_split_in_words(split))
@@ -171,7 +172,7 @@ def judge(loop: Loop) -> Verdict:
     return Verdict(starves=starves, bottleneck=bottleneck, sentence="; ".join(clauses) + ".", split=split, dial=dial)
 
 
-def _diagnosis(trainer: Side, generator: Side, dials: Dials) -> tuple[Starves, Bottleneck]:
+def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[Starves, Bottleneck]:
     idle, rival = trainer.idle, generator.idle
     waits = {what: trainer.share(f"wait_{what}") for what in ("generation", "rewards", "straggler")}
     longest = max(waits, key=waits.__getitem__)
@@ -179,14 +180,14 @@ def _diagnosis(trainer: Side, generator: Side, dials: Dials) -> tuple[Starves, B
         return "both" if rival >= SMALL else "trainer", "rewards"
     if idle < SMALL and rival < SMALL:
         return "neither", "none"
-    if dials.takes_turns or min(idle, rival) >= max(SMALL, max(idle, rival) / 2):
+    if takes_turns or min(idle, rival) >= max(SMALL, max(idle, rival) / 2):
         return "both", "turns"
     if longest == "straggler" and waits["straggler"] >= SMALL:
         return "trainer", "stragglers"
     return ("trainer", "generation") if idle > rival else ("generator", "training")
 
 
-def _opening(trainer: Side, generator: Side, bottleneck: Bottleneck, dials: Dials) -> str:
+def _opening(trainer: Side, generator: Side, bottleneck: Bottleneck, dials: Dials | None) -> str:
     idle, rival = f"{trainer.idle:.0%} of the time", f"{generator.idle:.0%}"
     match bottleneck:
         case "rewards":
@@ -197,8 +198,8 @@ def _opening(trainer: Side, generator: Side, bottleneck: Bottleneck, dials: Dial
         case "none":
             return f"Balanced: the trainer idles {idle}, generators {rival}"
         case "turns":
-            why = "max_staleness = 0" if dials.takes_turns else f"the bound of {dials.max_staleness} steps is tight"
-            return f"Trainer and generators take turns ({why}): the trainer idles {idle}, generators {rival}"
+            why = "" if dials is None else f" at max_staleness = {dials.max_staleness}"
+            return f"Trainer and generators take turns{why}: the trainer idles {idle}, generators {rival}"
         case "stragglers":
             wait = f"{trainer.share('wait_straggler'):.0%}"
             return f"Stragglers hold the trainer up: {wait} of the time a batch lies ready behind one old group"
@@ -251,8 +252,7 @@ def _split_in_words(split: Split) -> str:
     return f"{words}, so {whole} for steps of {split.step_s_whole:.2g} s instead of {split.step_s_now:.2g} s"
 
 
-def _dial(loop: Loop, trainer: Side, generator: Side, bottleneck: Bottleneck) -> Dial | None:
-    dials = loop.dials
+def _dial(loop: Loop, dials: Dials, trainer: Side, generator: Side, bottleneck: Bottleneck) -> Dial | None:
     match bottleneck:
         case "none":
             return None
@@ -265,7 +265,7 @@ def _dial(loop: Loop, trainer: Side, generator: Side, bottleneck: Bottleneck) ->
                 effect=f"max_staleness = {suggested} would let them overlap" + (" more" if dials.max_staleness else ""),
             )
         case "rewards":
-            return _more_scoring(loop, trainer)
+            return _more_scoring(loop, dials, trainer)
         case "stragglers":
             return _more_room(dials)
         case "generation":
@@ -274,9 +274,8 @@ def _dial(loop: Loop, trainer: Side, generator: Side, bottleneck: Bottleneck) ->
             return _more_samples(dials, generator)
 
 
-def _more_scoring(loop: Loop, trainer: Side) -> Dial:
+def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial:
     """Scoring has to be as much faster as the step would be without waiting for it."""
-    dials = loop.dials
     factor = 1 / max(1 - trainer.share("wait_rewards"), 0.05)
     models, functions = loop.sides.get("reward_models"), loop.sides.get("rewards")
     by_models = models is not None and (functions is None or models.share("score") > functions.share("score"))

@@ -1,0 +1,588 @@
+"""Accounting against runs whose every second is made up, and so known."""
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.background import background_cpu_s, start_thread
+from slipstream.core.clock import VirtualClock
+from slipstream.observe.accounting import RunAccounting, read_accounting
+from slipstream.observe.balance import Dials, Loop, Side, judge, whole_split
+from slipstream.observe.states import STATES, TRAINS, in_words, kind
+from slipstream.observe.timeline import TRAINED, ProcessEnd, Timeline, account, read_timeline, timeline_path
+
+START_S = 100.0
+SWAPPED = {"type": "Swapped", "replica": 0, "version": 0, "transfer_s": 0.0, "pause_s": 0.0, "probe_error": 0.0}
+
+
+class Process:
+    """Writes the timeline of a process that does one thing after the other, beginning at START_S."""
+
+    def __init__(self, run_dir: Path, name: str, *, at_s: float = START_S, **settings: Any) -> None:
+        self.clock = VirtualClock(at_s)
+        self.timeline = Timeline(name, timeline_path(run_dir, name), self.clock, **settings)
+
+    def does(self, state: str, seconds: float, *, count: int = 0, units: int = 0, **args: Any) -> None:
+        with self.timeline.span(state, **args):
+            self.clock.advance(seconds)
+            for piece in range(count):
+                self.timeline.did(units // count + (piece < units % count))
+
+    def trained(self, step: int) -> None:
+        self.timeline.instant(TRAINED, step=step)
+
+
+class Decisions:
+    """`events.jsonl`, written by hand."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path, self.lines = run_dir / "events.jsonl", []
+
+    def add(self, at_s: float, event: dict[str, Any], *commands: dict[str, Any]) -> None:
+        self.lines.append({"seq": len(self.lines), "time_s": START_S + at_s, "event": event, "commands": commands})
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+
+
+def start(ordinal: int) -> dict[str, Any]:
+    return {"type": "StartGroup", "ordinal": ordinal, "replica": 0}
+
+
+def finished(ordinal: int, sample: int, num_tokens: int, num_restored: int = 0) -> dict[str, Any]:
+    return {"type": "CompletionFinished", "ordinal": ordinal, "sample": sample, "replica": 0, "num_tokens": num_tokens,
+            "min_version": 0, "max_version": 0, "num_restored": num_restored}  # fmt: skip
+
+
+def done(step: int) -> dict[str, Any]:
+    return {"type": "StepDone", "step": step, "version": step + 1, "metrics": {}}
+
+
+def configure(run_dir: Path, text: str = "") -> None:
+    tasks = '[[prompts.tasks]]\nname = "chain_sum"\n'
+    (run_dir / "config.toml").write_text(f"{text}{tasks}")
+
+
+def make_run(
+    run_dir: Path,
+    trainer: Iterable[tuple[str, float]],
+    generator: Iterable[tuple[str, float]],
+    rewards: Iterable[tuple[str, float]] = (),
+    *,
+    num_steps: int = 10,
+    threads: tuple[int, int] = (1, 1),
+    config: str = "",
+    **settings: Any,
+) -> RunAccounting:
+    """A run of `num_steps` equal steps: what each process does in one of them, behind two seconds of start-up."""
+    configure(run_dir, config)
+    decisions = Decisions(run_dir)
+    decisions.add(2.0, SWAPPED, start(0))
+    names = ("trainer", "generator-0", "rewards")
+    for name, states, num_threads in zip(names, (trainer, generator, rewards), (*threads, 1), strict=True):
+        process = Process(run_dir, name, threads=num_threads, **settings)
+        process.does("start_up", 2.0)
+        for step in range(num_steps):
+            for state, seconds in states:
+                process.does(state, seconds, **({"step": step} if state in TRAINS else {}))
+            if name == "trainer":
+                process.trained(step)
+        process.does("shut_down", 0.5)
+        process.timeline.close()
+    return read_accounting(run_dir)
+
+
+# Verdicts
+
+
+def test_where_generation_is_the_bottleneck_the_trainer_starves(tmp_path: Path):
+    found = make_run(
+        tmp_path,
+        trainer=[("wait_generation", 0.7), ("collate", 0.05), ("forward_backward", 0.2), ("optimizer", 0.05)],
+        generator=[("decode", 0.97), ("wait_trainer", 0.03)],
+        threads=(2, 2),
+    )
+    assert found.loop == pytest.approx((2.0, 12.0))
+    assert found.idle == pytest.approx({"trainer": 0.7, "generator": 0.03, "rewards": 0.0})
+    balance = found.balance
+    assert (balance.starves, balance.bottleneck) == ("trainer", "generation")
+    # T_t = 0.3 s x 2 threads, T_g = 0.97 s x 2 threads: T_t / theta = T_g / (1 - theta)
+    theta = 0.6 / (0.6 + 1.94)
+    assert balance.split is not None
+    assert balance.split.balanced == pytest.approx({"trainer": 4 * theta, "generator": 4 * (1 - theta)})
+    assert (balance.split.now, balance.split.whole) == ({"trainer": 2, "generator": 2}, {"trainer": 1, "generator": 3})
+    assert balance.split.step_s_now == pytest.approx(1.0)
+    assert balance.split.step_s_balanced == pytest.approx((0.6 + 1.94) / 4)
+    assert balance.split.step_s_whole == pytest.approx(1.94 / 3)
+    # 0.25 s of each second are updates, 0.7 s are free: three more times fit into 0.7 / 0.25
+    assert balance.dial is not None
+    assert (balance.dial.field, balance.dial.now, balance.dial.suggested) == ("trainer.epochs", 1, 3)
+    assert balance.verdict == (
+        "Generation is the bottleneck: the trainer idles 70% of the time, generators 3%; in balance threads would be "
+        "trainer 0.9 and generator 3.1 (now 2 and 2), so 1 and 3 for steps of 0.65 s instead of 1 s; "
+        "trainer.epochs = 3 (T, updates per sample; now 1) would use the idle trainer."
+    )
+
+
+def test_where_training_is_the_bottleneck_generators_starve(tmp_path: Path):
+    found = make_run(
+        tmp_path,
+        trainer=[("forward_backward", 0.8), ("optimizer", 0.1), ("stage", 0.05), ("wait_generation", 0.05)],
+        generator=[("decode", 0.4), ("wait_trainer", 0.6)],
+        config="completions_per_group = 8\n",
+    )
+    balance = found.balance
+    assert (balance.starves, balance.bottleneck) == ("generator", "training")
+    assert balance.split is not None
+    assert balance.split.whole == balance.split.now == {"trainer": 1, "generator": 1}
+    assert "to which no whole split is nearer" in balance.verdict
+    assert balance.dial is not None
+    assert (balance.dial.field, balance.dial.suggested) == ("completions_per_group", 20)  # 8 in 0.4 s, 20 in 1 s
+    assert "best_and_worst" in balance.verdict
+
+
+def test_where_scoring_is_the_bottleneck_both_starve(tmp_path: Path):
+    found = make_run(
+        tmp_path,
+        trainer=[("wait_rewards", 0.55), ("wait_generation", 0.15), ("forward_backward", 0.3)],
+        generator=[("decode", 0.35), ("wait_trainer", 0.65)],
+        rewards=[("score", 0.98), ("wait_completions", 0.02)],
+        config="[rewards]\nnum_workers = 2\n",
+    )
+    balance = found.balance
+    assert (balance.starves, balance.bottleneck) == ("both", "rewards")
+    assert balance.dial is not None
+    # Without waiting for rewards a step takes 0.45 s: scoring has to be 1 / 0.45 times as fast.
+    assert (balance.dial.field, balance.dial.now, balance.dial.suggested) == ("rewards.num_workers", 2, 5)
+    assert balance.verdict.startswith("Scoring is the bottleneck: the trainer waits for rewards 55% of the time")
+
+
+def test_where_stragglers_hold_a_batch_up_the_window_is_the_dial(tmp_path: Path):
+    states = {
+        "trainer": [("wait_straggler", 0.5), ("wait_generation", 0.1), ("forward_backward", 0.4)],
+        "generator": [("decode", 0.98), ("wait_trainer", 0.02)],
+    }
+    (tmp_path / "narrow").mkdir()
+    dials = "max_staleness = 2\ngroups_per_step = 16\nreorder_window = 1\n"
+    balance = make_run(tmp_path / "narrow", **states, config=dials).balance
+    assert (balance.starves, balance.bottleneck) == ("trainer", "stragglers")
+    assert balance.dial is not None
+    assert (balance.dial.field, balance.dial.suggested) == ("reorder_window", (2 - 1 + 1) * 16 + 1)
+    (tmp_path / "wide").mkdir()
+    dials = "max_staleness = 2\ngroups_per_step = 16\nreorder_window = 33\n"
+    balance = make_run(tmp_path / "wide", **states, config=dials).balance
+    assert balance.dial is not None
+    assert (balance.dial.field, balance.dial.suggested) == ("max_staleness", 3)
+
+
+def test_a_balanced_run_needs_nothing(tmp_path: Path):
+    found = make_run(
+        tmp_path,
+        trainer=[("forward_backward", 0.93), ("wait_generation", 0.07)],
+        generator=[("decode", 0.95), ("wait_trainer", 0.05)],
+    )
+    assert (found.balance.starves, found.balance.bottleneck, found.balance.dial) == ("neither", "none", None)
+    assert found.balance.verdict == "Balanced: the trainer idles 7% of the time, generators 5%."
+
+
+def test_at_staleness_0_the_sides_take_turns_on_the_same_threads(tmp_path: Path):
+    found = make_run(
+        tmp_path,
+        trainer=[("wait_generation", 0.6), ("forward_backward", 0.4)],
+        generator=[("decode", 0.55), ("wait_trainer", 0.45)],
+        threads=(2, 2),
+        config='max_staleness = 0\nweight_update = "between_batches"\n',
+    )
+    assert (found.balance.starves, found.balance.bottleneck) == ("both", "turns")
+    assert found.balance.split is None, "neither would get more threads: each has all of them"
+    assert found.balance.dial is not None
+    assert (found.balance.dial.field, found.balance.dial.suggested) == ("max_staleness", 1)
+    assert found.balance.verdict == (
+        "Trainer and generators take turns at max_staleness = 0: the trainer idles 60% of the time, generators 45%; "
+        "max_staleness = 1 would let them overlap."
+    )
+
+
+def test_at_staleness_0_on_gpus_each_side_has_its_own(tmp_path: Path):
+    found = make_run(
+        tmp_path,
+        trainer=[("wait_generation", 0.6), ("forward_backward", 0.4)],
+        generator=[("decode", 0.55), ("wait_trainer", 0.45)],
+        config='max_staleness = 0\nweight_update = "between_batches"\n',
+        device="cuda",
+    )
+    assert found.balance.split is not None
+    assert (found.balance.split.unit, found.balance.split.now) == ("GPUs", {"trainer": 1, "generator": 1})
+
+
+def test_a_tight_bound_has_them_take_turns(tmp_path: Path):
+    found = make_run(
+        tmp_path,
+        trainer=[("wait_generation", 0.45), ("forward_backward", 0.55)],
+        generator=[("decode", 0.6), ("wait_trainer", 0.4)],
+        config='max_staleness = 1\nweight_update = "between_batches"\n',
+    )
+    assert (found.balance.starves, found.balance.bottleneck) == ("both", "turns")
+    assert found.balance.dial is not None
+    assert (found.balance.dial.field, found.balance.dial.now, found.balance.dial.suggested) == ("max_staleness", 1, 2)
+
+
+def test_one_step_is_too_little_to_tell(tmp_path: Path):
+    balance = make_run(tmp_path, trainer=[("forward_backward", 1.0)], generator=[("decode", 1.0)], num_steps=1).balance
+    assert (balance.starves, balance.bottleneck, balance.split, balance.dial) == (None, None, None, None)
+    assert "too little" in balance.verdict
+
+
+SECONDS = st.floats(0, 10)
+STATES_OF = {
+    "trainer": ["forward_backward", "optimizer", "wait_generation", "wait_rewards", "wait_straggler", "absent"],
+    "generator": ["decode", "prefill", "wait_trainer", "wait_prompt", "lost", "unlabelled"],
+    "rewards": ["score", "wait_completions"],
+    "reward_models": ["score", "wait_completions"],
+}
+
+
+@given(st.data())
+def test_every_loop_gets_one_sentence_and_a_split_of_what_there_is(data: st.DataObject):
+    sides = {}
+    for side, states in STATES_OF.items():
+        if side == "reward_models" and data.draw(st.booleans()):
+            continue
+        processes = {
+            f"{side}-{i}": {s: data.draw(SECONDS) for s in states} for i in range(data.draw(st.integers(1, 2)))
+        }
+        sides[side] = Side(processes, {name: data.draw(st.integers(1, 64)) for name in processes})
+    takes_turns = data.draw(st.none() | st.booleans())
+    dials = None if takes_turns is None else Dials(max_staleness=data.draw(st.integers(0, 9)), takes_turns=takes_turns)
+    verdict = judge(Loop(sides=sides, num_steps=data.draw(st.integers(0, 9)), length_s=10.0, dials=dials))
+    assert verdict.sentence.endswith(".")
+    assert verdict.sentence.count(". ") == verdict.sentence.count("\n") == 0
+    assert (verdict.starves is None) == (verdict.bottleneck is None)
+    if (split := verdict.split) is None:
+        return
+    assert sum(split.balanced.values()) == pytest.approx(sum(split.now.values()))
+    assert sum(split.whole.values()) == sum(split.now.values())
+    loads = [sides[name].work / units for name, units in split.balanced.items()]
+    assert loads == pytest.approx([loads[0]] * len(loads))  # T_t / theta = T_g / (1 - theta), for every side
+    assert split.step_s_balanced <= split.step_s_whole * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=4), st.integers(0, 8))
+def test_whole_units_are_split_as_well_as_can_be(work: list[float], more: int):
+    total = len(work) + more
+    named = {str(i): value for i, value in enumerate(work)}
+    found = whole_split(named, total)
+    ways = [way for way in itertools.product(range(1, total + 1), repeat=len(work)) if sum(way) == total]
+    best = min(max(value / units for value, units in zip(work, way, strict=True)) for way in ways)
+    assert sum(found.values()) == total
+    assert max(named[name] / units for name, units in found.items()) == pytest.approx(best)
+
+
+# Steps
+
+
+def test_windows_of_steps_are_disjoint_and_cover_the_loop(tmp_path: Path):
+    configure(tmp_path)
+    decisions = Decisions(tmp_path)
+    decisions.add(0.5, SWAPPED, start(0))
+    trainer, generator = Process(tmp_path, "trainer"), Process(tmp_path, "generator-0")
+    trainer.does("wait_generation", 1.0)
+    trainer.does("forward_backward", 0.5, step=0)
+    trainer.trained(0)
+    trainer.does("record", 0.25)
+    trainer.does("forward_backward", 1.0, step=1)
+    trainer.trained(1)
+    trainer.does("publish", 0.25, version=2)
+    generator.does("decode", 2.0)
+    generator.does("wait_trainer", 1.0)
+    for process in (trainer, generator):
+        process.timeline.close()
+    first, second = read_accounting(tmp_path).steps
+    assert (first.step, first.start_s, first.end_s) == pytest.approx((0, 0.5, 1.5))
+    assert (second.step, second.start_s, second.end_s) == pytest.approx((1, 1.5, 2.75))
+    assert first.states["trainer"] == pytest.approx({"wait_generation": 0.5, "forward_backward": 0.5, "unlabelled": 0})
+    assert second.states["trainer"] == pytest.approx({"record": 0.25, "forward_backward": 1.0, "unlabelled": 0})
+    assert second.states["generator-0"] == pytest.approx({"decode": 0.5, "wait_trainer": 0.75, "unlabelled": 0})
+
+
+def test_wasted_tokens_by_cause_and_step(tmp_path: Path):
+    configure(tmp_path)
+    decisions = Decisions(tmp_path)
+    decisions.add(0.0, {"type": "ScheduleBegan", "policy": "p", "config": {}, "snapshot": None})
+    decisions.add(0.1, SWAPPED, *map(start, range(6)))
+    for ordinal in range(5):
+        for sample in (0, 1):
+            decisions.add(0.2, finished(ordinal, sample, 10 * ordinal + 5))
+    decisions.add(0.3, SWAPPED, {"type": "Skip", "ordinals": [1], "cause": "no_signal"})  # 2 x 15
+    decisions.add(0.4, {"type": "ReplicaLost", "replica": 0}, start(0))  # 0 is sampled again
+    decisions.add(0.5, finished(0, 0, 5))
+    decisions.add(0.6, finished(0, 1, 5, num_restored=2), {"type": "TrainStep", "step": 0, "ordinals": [0]})
+    decisions.add(1.0, done(0), {"type": "Skip", "ordinals": [2], "cause": "stale"})  # 2 x 25, before step 1
+    decisions.add(1.2, SWAPPED, {"type": "Skip", "ordinals": [3], "cause": "failed"}, start(6))  # 2 x 35
+    decisions.add(2.0, done(1))  # 4 (2 x 45) and 5, 6 are left
+    trainer, generator = Process(tmp_path, "trainer"), Process(tmp_path, "generator-0")
+    for step, end_s in enumerate((0.999, 1.999)):
+        trainer.does("forward_backward", START_S + end_s - trainer.clock.now_s(), step=step)
+        trainer.trained(step)
+    generator.timeline.counter("tokens", re_prefilled_tokens=0)
+    generator.does("decode", 0.5, count=10, units=30)
+    generator.timeline.counter("tokens", re_prefilled_tokens=7)
+    # 8 + 10 tokens finished after the loss, since which it has sampled 8 + 11 and 100 before it
+    generator.timeline.close()
+    again = Process(tmp_path, "generator-0", at_s=START_S + 0.4)
+    again.does("decode", 0.5, count=4, units=19)
+    again.timeline.counter("tokens", re_prefilled_tokens=4)
+    for process in (trainer, again):
+        process.timeline.close()
+    found = read_accounting(tmp_path)
+    told = {"no_signal": 30, "failed": 70, "stale": 50, "regenerated": 8, "re_prefilled": 11}
+    assert found.balance.wasted_tokens == told | {"left": 90 + (19 - 8)}
+    assert [step.wasted_tokens for step in found.steps] == [
+        {"no_signal": 30, "regenerated": 8, "re_prefilled": 11},
+        {"stale": 50, "failed": 70},
+    ]
+
+
+def test_after_a_resume_what_was_admitted_before_is_regenerated(tmp_path: Path):
+    configure(tmp_path)
+    decisions = Decisions(tmp_path)
+    decisions.add(-9.0, {"type": "ScheduleBegan", "policy": "p", "config": {}, "snapshot": None})
+    decisions.add(-8.0, SWAPPED, start(0), start(1))
+    decisions.add(-7.0, finished(0, 0, 11))
+    decisions.add(0.0, {"type": "ScheduleBegan", "policy": "p", "config": {}, "snapshot": {"next_ordinal": 2}})
+    decisions.add(0.1, SWAPPED, start(0), start(1), start(2))
+    for ordinal, restored in ((0, 11), (1, 4), (2, 0)):  # 0 was saved whole, 1 in part
+        decisions.add(0.2, finished(ordinal, 0, 11, num_restored=restored))
+    Process(tmp_path, "trainer").timeline.close()
+    told = read_accounting(tmp_path).balance.wasted_tokens
+    assert (told["regenerated"], told["left"]) == (7, 33)
+
+
+# Interference
+
+
+def overlapped_run(run_dir: Path, *, decode: float, train: float, cycles: int = 30) -> RunAccounting:
+    """In each cycle the sides compute together, then generators alone, then the trainer alone.
+
+    Alone a microbatch takes 10 ms, and a decode step 1 ms with 8 rows and 3 ms with 64, of which cycles have one or the
+    other; together they take `train` and `decode` times as long.
+    """
+    configure(run_dir)
+    trainer, generator = Process(run_dir, "trainer"), Process(run_dir, "generator-0")
+    for cycle in range(cycles):
+        rows, step_s = ((8, 0.001), (64, 0.003))[cycle % 2]
+        together_s, alone_s = 0.1 * train, 0.06
+        for _ in range(10):
+            trainer.does("forward_backward", 0.01 * train, count=1, units=2048, step=cycle)
+        num_steps = int(together_s / (step_s * decode))
+        for _ in range(num_steps):
+            generator.does("decode", step_s * decode, count=1, units=rows)
+        generator.does("receive", together_s - num_steps * step_s * decode)
+        trainer.does("wait_generation", alone_s)
+        for _ in range(round(alone_s / step_s)):
+            generator.does("decode", step_s, count=1, units=rows)
+        generator.does("wait_trainer", 0.1)
+        for _ in range(10):
+            trainer.does("forward_backward", 0.01, count=1, units=2048, step=cycle)
+        trainer.trained(cycle)
+    for process in (trainer, generator):
+        process.timeline.close()
+    return read_accounting(run_dir)
+
+
+def test_interference_is_what_each_side_loses_while_the_other_computes(tmp_path: Path):
+    found = overlapped_run(tmp_path, decode=1.5, train=1.2).balance.interference
+    assert found.decode == pytest.approx(1.5, rel=0.03)
+    assert found.train == pytest.approx(1.2, rel=0.03)
+
+
+def test_without_interference_the_ratios_are_one(tmp_path: Path):
+    found = overlapped_run(tmp_path, decode=1.0, train=1.0).balance.interference
+    assert (found.decode, found.train) == pytest.approx((1.0, 1.0), rel=0.02)
+
+
+def test_too_little_of_either_tells_nothing(tmp_path: Path):
+    found = overlapped_run(tmp_path, decode=1.5, train=1.2, cycles=4).balance.interference
+    assert found.decode is None, "0.24 s alone"
+    (tmp_path / "uncounted").mkdir()
+    found = make_run(
+        tmp_path / "uncounted",
+        trainer=[("forward_backward", 1.0)],
+        generator=[("decode", 1.0)],
+    ).balance.interference
+    assert (found.decode, found.train) == (None, None), "no pieces were counted"
+
+
+# Processes
+
+
+def test_restarted_processes_are_absent_or_lost_and_idle_shares_are_of_the_time_between(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("restarted")  # no run for `accounted.py`
+    configure(tmp_path)
+    controller = Process(tmp_path, "controller")
+    controller.does("idle", 10.0)
+    controller.timeline.close()
+    killed = Process(tmp_path, "generator-0", at_s=START_S + 1.0)
+    killed.does("decode", 3.0)
+    killed.timeline.flush()
+    written = killed.timeline.path.read_bytes()  # type: ignore[union-attr]
+    killed.timeline.close()
+    timeline_path(tmp_path, "generator-0").write_bytes(written)
+    again = Process(tmp_path, "generator-0", at_s=START_S + 6.0)
+    again.does("wait_trainer", 2.0)
+    again.timeline.close()
+    (tmp_path / "summary.json").write_text('{"status": "done", "wall_s": 10.0}')
+    found = read_accounting(tmp_path)
+    generator = found.processes["generator-0"]
+    told = {"absent": 3.0, "decode": 3.0, "lost": 2.0, "wait_trainer": 2.0, "unlabelled": 0.0}
+    assert generator.states == pytest.approx(told)
+    assert generator.idle == pytest.approx(2.0 / 5.0)
+    assert generator.busy_s == 0.0, "its last process has only waited"
+    for process in found.processes.values():
+        assert sum(process.states.values()) == pytest.approx(found.wall_s)
+
+
+def test_a_run_that_goes_on_is_accounted_for_up_to_its_last_line(tmp_path: Path):
+    configure(tmp_path)
+    Decisions(tmp_path).add(0.0, SWAPPED, start(0))
+    trainer, generator = Process(tmp_path, "trainer"), Process(tmp_path, "generator-0")
+    for step in range(3):
+        trainer.does("forward_backward", 1.0, step=step)
+        trainer.trained(step)
+    generator.does("decode", 2.5)
+    for process in (trainer, generator):
+        process.timeline.flush()
+    found = read_accounting(tmp_path)
+    assert found.wall_s == pytest.approx(3.0)
+    assert found.processes["generator-0"].states == pytest.approx({"decode": 2.5, "unlabelled": 0.5})
+    assert found.processes["trainer"].cpu_s is None
+    for process in (trainer, generator):
+        process.timeline.close()
+
+
+def test_nothing_is_read_where_there_is_nothing(tmp_path: Path):
+    found = read_accounting(tmp_path)
+    assert (found.wall_s, found.loop, found.processes, found.steps) == (0.0, None, {}, [])
+
+
+def compute(cpu_s: float) -> None:
+    end_s = time.thread_time() + cpu_s
+    while time.thread_time() < end_s:
+        sum(range(1000))
+
+
+def test_cpu_seconds_are_those_of_the_process_of_its_main_thread_and_of_those_in_the_background(tmp_path: Path):
+    before_s = background_cpu_s()
+    timeline = Timeline("p", tmp_path / "p.jsonl", VirtualClock())
+    compute(0.05)
+    thread = start_thread(compute, name="beside", args=(0.1,))
+    while thread.is_alive() and background_cpu_s() - before_s < 0.02:
+        pass  # what has been used so far counts while it runs
+    thread.join()
+    other = threading.Thread(target=compute, args=(0.1,))  # of a team, say
+    other.start()
+    other.join()
+    timeline.close()
+    (end,) = [record for record in read_timeline(tmp_path / "p.jsonl") if isinstance(record, ProcessEnd)]
+    assert end.background_ns >= 0.1e9
+    assert end.main_ns >= 0.05e9
+    assert end.main_ns + end.background_ns + 0.1e9 <= end.cpu_ns + 0.02e9
+
+
+def test_what_executors_do_within_a_process_that_process_has_done(tmp_path: Path):
+    configure(tmp_path)
+    controller = Process(tmp_path, "controller", threads_alone=2)
+    inside = Process(tmp_path, "trainer", within="controller")
+    controller.does("schedule", 1.0)
+    inside.does("idle", 1.0)
+    controller.does("idle", 3.0)
+    inside.does("forward_backward", 3.0, step=0)
+    for process in (inside, controller):
+        process.timeline.close()
+    found = read_accounting(tmp_path).processes
+    assert found["controller"].busy_s == pytest.approx(4.0)
+    assert found["controller"].most_threads == 2
+    assert found["controller"].cpu_s is not None
+    assert (found["trainer"].within, found["trainer"].cpu_s) == ("controller", None)
+
+
+# States
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_every_state_is_explained(state: str):
+    assert in_words(state) == STATES[state].words
+    assert STATES[state].meaning
+    assert STATES[state].colour.startswith("#")
+    says_that_it_waits = state.startswith("wait_") or state == "idle"
+    assert (kind(state) == "wait") == says_that_it_waits
+
+
+def test_states_of_others_wait_if_they_say_so():
+    assert (kind("wait_tool"), kind("simulate"), kind("unlabelled")) == ("wait", "work", None)
+    assert (in_words("wait_tool"), in_words("run_tool")) == ("waits for tool", "run tool")
+
+
+STATE_NAMES = st.sampled_from(["decode", "receive", "send", "wait_trainer", "swap"])
+LENGTHS = st.just(0.0) | st.floats(1e-6, 0.002) | st.floats(1e-6, 0.3)
+TURNS = st.lists(st.tuples(STATE_NAMES, LENGTHS, st.integers(0, 2)), max_size=60)
+
+
+@settings(max_examples=40)
+@given(TURNS, st.lists(st.floats(0, 5), min_size=2, max_size=6))
+def test_short_turns_share_lines_and_lose_nothing(turns, bounds):
+    clock = VirtualClock(1.0)
+    timeline = Timeline("p", None, clock)
+    seconds: dict[str, float] = {"unlabelled": 0.0}
+    work: dict[str, list[int]] = {}
+    for state, length_s, pieces in turns:
+        with timeline.span(state):
+            clock.advance(length_s)
+            for piece in range(pieces if length_s else 0):
+                timeline.did(piece + 1)
+                work.setdefault(state, [0, 0])
+                work[state][0] += 1
+                work[state][1] += piece + 1
+        seconds[state] = seconds.get(state, 0.0) + length_s
+    whole = timeline.accounting(1.0, clock.now_s())
+    records = timeline._buffer
+    assert {s: whole.get(s, 0.0) for s in seconds} == pytest.approx(seconds, abs=1e-6)
+    assert set(whole) <= set(seconds)
+    told: dict[str, list[int]] = {}
+    for record in records:
+        if getattr(record, "count", 0):
+            told.setdefault(record.state, [0, 0])
+            told[record.state][0] += record.count
+            told[record.state][1] += record.units
+    assert told == work
+    ordered = sorted({1.0, clock.now_s(), *(1.0 + b for b in bounds if 1.0 + b < clock.now_s())})
+    parts = [account(records, a, b) for a, b in itertools.pairwise(ordered)]
+    for state, value in whole.items():
+        assert sum(part.get(state, 0.0) for part in parts) == pytest.approx(value, abs=1e-6)
+
+
+def test_a_loop_of_a_thousand_steps_a_second_writes_ten_lines_and_a_long_run_fewer(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("slipstream.observe.timeline.COARSER_AFTER", 50)
+    clock = VirtualClock()
+    timeline = Timeline("p", tmp_path / "p.jsonl", clock)
+    num_lines = []
+    for _ in range(4):
+        for _ in range(10_000):
+            for state, length_s in (("receive", 1e-4), ("decode", 8e-4), ("send", 1e-4)):
+                with timeline.span(state):
+                    clock.advance(length_s)
+                    if state == "decode":
+                        timeline.did(64)
+        timeline.flush()
+        num_lines.append(sum(1 for _ in read_timeline(tmp_path / "p.jsonl")))
+    timeline.close()
+    per_10_s = [after - before for before, after in itertools.pairwise([0, *num_lines])]
+    assert per_10_s[0] <= 110
+    assert per_10_s[3] <= per_10_s[0] / 2
+    assert account(list(read_timeline(tmp_path / "p.jsonl")), 0.0, 40.0)["decode"] == pytest.approx(32.0, abs=1e-3)
