@@ -33,6 +33,11 @@ from slipstream.observe.summary import write_summary
 PARTS = ["overview", "learning", "off-policy", "time", "text", "setup"]
 
 
+@pytest.fixture(autouse=True)
+def _runs_are_accounted_for() -> None:
+    """The runs here are made up, and some of them contradict themselves."""
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return make_run_dir(tmp_path)
@@ -123,7 +128,7 @@ def test_every_part_is_there_and_every_picture_has_a_title_a_reading_and_numbers
     empty = [p.text for p in root.iter("p") if p.get("class") == "empty"]
     assert empty == ["Not known: there are no decisions of this run."]
     assert all(details[0].tag == "summary" for details in root.iter("details"))
-    assert len([table for table in root.iter("table") if table.get("class") == "numbers"]) >= 10
+    assert len([table for table in root.iter("table") if table.get("class") == "numbers"]) >= 13
 
 
 def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
@@ -526,9 +531,9 @@ def test_of_a_long_run_the_times_are_those_that_its_processes_reported(
     root = body(write_report(run_dir))
     bars = [rect[0].text for rect in card(root, "While it trained").iter("rect") if len(rect)]
     assert bars == [
+        "generator: decode 11.4 s, 100%",  # in the order of the loop
         "trainer: forward-backward 7.6 s, 67%",
         "trainer: waits for generation 3.8 s, 33%",
-        "generator: decode 11.4 s, 100%",
     ]
     whole = [rect[0].text or "" for rect in card(root, "The whole run").iter("rect") if len(rect)]
     assert "trainer: forward-backward 8 s, 64%" in whole  # of summary.json, like the verdict

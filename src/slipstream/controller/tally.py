@@ -72,9 +72,10 @@ class Tally:
     # Fed by the controller
 
     def started(self, now_s: float) -> None:
-        """The first command, an admission or (after a resume) a step, begins the RL phase."""
+        """The first command, an admission or (after a resume) a step, begins the RL phase, and the rates of it."""
         if self.rl_started_s is None:
             self.rl_started_s = self.last_step_s = now_s
+            self.generated = [(now_s, self.generated_tokens)]
 
     def swapped(self, message: Swapped) -> None:
         self.versions[message.replica] = message.version

@@ -19,7 +19,7 @@ NUM_HUES = 7  # hues are the colours .c0 to .c6 of the style sheet; from the eig
 ACROSS = 1000.0  # units of a plot's width within its lines
 
 Point = tuple[float, float]
-_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_UNITS = ((1e9, 1e8, "G"), (1e6, 1e5, "M"), (1e3, 1e3, "k"))  # with the least gap between ticks told in them
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -97,11 +97,10 @@ class Scale:
         """`tick` in the unit of its neighbours, with as many digits as tell them apart: 0.25, 30%, 1,500, 20k, 3M."""
         gap = 0.0 if self.is_log else min((b - a for a, b in pairwise(self.ticks)), default=0.0)
         factor, sign = (100.0, "%") if self.is_share else (1.0, "")
-        largest = max(map(abs, self.ticks), default=0.0)
-        if not self.is_share and largest >= 1e4:
-            factor, sign = next(
-                (1.0 / unit, name) for unit, name in _UNITS if largest >= unit and (gap >= unit / 100 or unit == 1.0)
-            )
+        if not self.is_share:
+            largest = max(map(abs, self.ticks), default=0.0)
+            unit, sign = next(((u, name) for u, least, name in _UNITS if largest >= u and gap >= least), (1.0, ""))
+            factor = 1.0 / unit
         return tick_name(tick * factor, gap * factor) + (sign if tick or self.is_share else "")
 
 

@@ -262,7 +262,10 @@ def gantt(
     marker = [("an event, such as a swap of weights", "triangle", "")] if any(row.marks for row in rows) else []
     about = f"{len(rows)} processes over {number(length_s)} seconds: " + ", ".join(row.name for row in rows)
     drawn = plot(parts, title=title, about=about, height=height, left=14, right=14)
-    return state_legend(seen, marker) + f'<div class="gantt" tabindex="0">{drawn}</div>'
+    return (
+        state_legend(seen, marker)
+        + f'<div class="gantt" role="region" aria-label="{escape(title)}" tabindex="0">{drawn}</div>'
+    )
 
 
 # The pieces

@@ -80,7 +80,8 @@ def table(
     names = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
     top = f"<thead><tr>{names}</tr></thead>" if any(head) else ""
     kind = f"{kind} stacks" if stacks else kind
-    return f'<div class="scroll" tabindex="0"><table class="{kind}">{top}<tbody>{"".join(lines)}</tbody></table></div>'
+    inside = f'<table class="{kind}">{top}<tbody>{"".join(lines)}</tbody></table>'
+    return f'<div class="scroll" role="region" aria-label="table" tabindex="0">{inside}</div>'
 
 
 def facts(values: Mapping[str, object]) -> str:

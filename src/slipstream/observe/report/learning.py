@@ -8,7 +8,8 @@ from itertools import count
 from slipstream.core.config import AlarmName
 from slipstream.observe.report.html import card, cards, folded, part, table, text
 from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, rescaled
-from slipstream.observe.svg import Axis, Band, Series, line_chart, line_legend, number, thin
+from slipstream.observe.svg import MAX_POINTS, Axis, Band, Series, line_chart, line_legend, number, thin
+from slipstream.observe.svg_blocks import Column, merged, percent_name
 
 PARTS = "reward_parts/"
 BLUE, GREEN, ORANGE, PURPLE = 0, 2, 1, 3
@@ -19,6 +20,8 @@ def learning(run: Run) -> str:
     history = run.history
     window = history.window()
     smooth = f" The thick line is the mean of {window} neighbouring steps." if window > 1 else ""
+    if len(history.steps) > MAX_POINTS:
+        smooth += " The band around a line is the range of single steps."
     pictures = [
         _clocks(run, smooth),
         cards(_terms(run), _signal(run), _lengths(run), _entropy(run), _gradient(run), *_critic(run)),
@@ -159,3 +162,14 @@ def numbers(series: Sequence[Series], label: str) -> str:
         [text(number(x)), *(number(rows[x][s.name]) if s.name in rows[x] else "" for s in series)] for x in sorted(rows)
     )
     return folded("Numbers", table([label, *(one.name for one in series)], body, kind="numbers"))
+
+
+def column_numbers(columns: Sequence[Column], rows: Sequence[str], label: str) -> str:
+    """The columns of a heat map as a table of shares, added up to a few."""
+    body = []
+    for column in merged(columns, TABLE_ROWS):
+        whole = sum(column.counts.values())
+        if whole > 0.0:
+            shares = (percent_name(column.counts.get(row, 0.0) / whole) for row in rows)
+            body.append([f"{number(column.start)} – {number(column.end)}", *shares])
+    return folded("Numbers", table([label, *rows], body, kind="numbers"))

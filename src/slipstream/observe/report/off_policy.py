@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from slipstream.observe.report.html import card, cards, part
-from slipstream.observe.report.learning import BLUE, GREEN, ORANGE, alarm_bands, chart_card
+from slipstream.observe.report.learning import BLUE, GREEN, ORANGE, alarm_bands, chart_card, column_numbers
 from slipstream.observe.report.run import RATIOS, STALENESS, Run
 from slipstream.observe.svg import Axis, Series
 from slipstream.observe.svg_blocks import Column, heat_map, percent_name
@@ -48,7 +48,7 @@ def _staleness(run: Run) -> str:
         f"How many training steps old a token was when it was trained on; 0 is fresh. {told} "
         f"Fresh: {percent_name(share)}."
     )
-    return card("Age of the trained tokens", note, chart)
+    return card("Age of the trained tokens", note, chart, details=column_numbers(columns, rows, "step"))
 
 
 def _ratios(run: Run) -> str:
@@ -79,7 +79,7 @@ def _ratios(run: Run) -> str:
         "How much likelier the trained policy finds a token than the policy that sampled it. 1 is no difference; "
         "what is far from it is clipped or weighs too much."
     )
-    return card("Importance ratios", note, chart)
+    return card("Importance ratios", note, chart, details=column_numbers(columns, rows, "step"))
 
 
 def ratio_row(low: float, high: float) -> str:

@@ -182,7 +182,8 @@ def advice(run: Run) -> list[str]:
         found.append(
             "Open timeline.json in ui.perfetto.dev to see who waits for whom, with arrows for groups and weights."
         )
-    found.append("Put it beside another run: slipstream report THIS OTHER")
+    found.append(f"Go through it in the browser, rollouts token by token: slipstream watch {run.path}")
+    found.append(f"Put it beside another run: slipstream report {run.path} OTHER")
     return found[:MAX_ADVICE]
 
 

@@ -18,7 +18,7 @@ from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.balance import Balance
 from slipstream.observe.states import side_of
 from slipstream.observe.summary import Summary
-from slipstream.observe.timeline import TIME_PREFIX, process_files
+from slipstream.observe.timeline import TIME_PREFIX, process_files, process_order
 
 EXACT_BYTES = 1 << 27
 MAX_PROCESSES = 12  # of more, those of a side are added up
@@ -65,11 +65,10 @@ def read_times(run_dir: Path, steps: Sequence[Mapping[str, Any]], summary: Summa
     files = [run_dir / "events.jsonl", *process_files(run_dir)]
     if sum(path.stat().st_size for path in files if path.exists()) <= EXACT_BYTES:
         return _exact(read_accounting(run_dir))
-    whole = summary.accounting if summary is not None else {}
-    balance = summary.balance if summary is not None else None
-    return Times(
-        by_side(whole), _reported(steps), balance, summary.wall_s if summary is not None else 0.0, is_exact=False
-    )
+    spans = _reported(steps)
+    if summary is None:
+        return Times({}, spans, None, 0.0, is_exact=False)
+    return Times(by_side(summary.accounting), spans, summary.balance, summary.wall_s, is_exact=False)
 
 
 def _exact(accounting: RunAccounting) -> Times:
@@ -86,10 +85,11 @@ def _reported(steps: Sequence[Mapping[str, Any]]) -> list[Span]:
     for before, line in pairwise(steps):
         seconds: dict[str, dict[str, float]] = {}
         for name, value in line.items():
-            if name.startswith(TIME_PREFIX):
+            if name.startswith(TIME_PREFIX) and value is not None:
                 side, _, state = name.removeprefix(TIME_PREFIX).rpartition("/")
                 seconds.setdefault(side, {})[state] = value
-        spans.append(Span(before["wall_s"] - began_s, line["wall_s"] - began_s, seconds))
+        in_order = {side: seconds[side] for side in sorted(seconds, key=process_order)}
+        spans.append(Span(before["wall_s"] - began_s, line["wall_s"] - began_s, in_order))
     return spans
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.observe.report.html import card, cards, model_text, part, table
-from slipstream.observe.report.learning import BLUE, ORANGE, numbers
+from slipstream.observe.report.learning import BLUE, ORANGE, column_numbers, numbers
 from slipstream.observe.report.run import Length, Run
 from slipstream.observe.samples import Sample
 from slipstream.observe.svg import Axis, Series, line_chart
@@ -104,13 +104,14 @@ def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> 
         for i in range((last - first) // pitch + 1)
     ]
     used = [i for i, name in enumerate(names) if any(column.counts.get(name) for column in columns)]
+    shown = names[used[0] : used[-1] + 1]
     chart = heat_map(
         columns,
-        names[used[0] : used[-1] + 1],
+        shown,
         title="Lengths of the trained completions by step",
         x=Axis("step"),
         label="tokens",
         left=46 if width == 1 else 76,
     )
     note = "What the batch of a step was made of. Rows that darken at the top are completions running into the limit."
-    return card("Lengths over time", note, chart)
+    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"))
