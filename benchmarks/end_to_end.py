@@ -140,7 +140,7 @@ def states_per_step(run_dir: Path, first: int, last: int) -> dict[str, dict[str,
     trained = [
         record
         for record in read_timeline(timeline_path(run_dir, "trainer"))
-        if isinstance(record, Slice) and record.state == "train"
+        if isinstance(record, Slice) and "step" in record.args
     ]
     end_s = {record.args["step"]: record.end_ns / 1e9 for record in trained}
     return {

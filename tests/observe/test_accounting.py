@@ -18,6 +18,7 @@ from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.balance import Dials, Loop, Side, judge, whole_split
 from slipstream.observe.states import STATES, TRAINS, in_words, kind
 from slipstream.observe.timeline import TRAINED, ProcessEnd, Timeline, account, read_timeline, timeline_path
+from slipstream.observe.waste import WASTE
 
 START_S = 100.0
 SWAPPED = {"type": "Swapped", "replica": 0, "version": 0, "transfer_s": 0.0, "pause_s": 0.0, "probe_error": 0.0}
@@ -586,3 +587,19 @@ def test_a_loop_of_a_thousand_steps_a_second_writes_ten_lines_and_a_long_run_few
     assert per_10_s[0] <= 110
     assert per_10_s[3] <= per_10_s[0] / 2
     assert account(list(read_timeline(tmp_path / "p.jsonl")), 0.0, 40.0)["decode"] == pytest.approx(32.0, abs=1e-3)
+
+
+# Documents
+
+
+def table(name: str) -> list[list[str]]:
+    """The rows of a table in docs/observability.md, the states' and causes' code marks taken off."""
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    _, _, *lines = page.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0].splitlines()
+    return [[cell.strip().strip("`") for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_the_page_explains_every_state_and_cause():
+    words = {"work": "works", "wait": "waits", "gone": "is not there", None: "?"}
+    assert table("states") == [[name, words[kind(name)], state.meaning] for name, state in STATES.items()]
+    assert table("waste") == [[name, meaning] for name, meaning in WASTE.items()]

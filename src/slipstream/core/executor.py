@@ -159,10 +159,12 @@ class WeightsSubscriber(Protocol):
         *,
         is_threaded: bool,
         probes_prepared: bool = False,
+        spans: Spans | None = None,
     ) -> None:
         """Commits go to `parameters`; `probe` recomputes the probe text's logprobs with them, `tolerance` in nats.
 
         `probes_prepared`: with the weights prepared last, so that staging checks them; else with the live ones.
+        `spans` hears of staging that `poll` does itself.
         """
         ...
 

@@ -117,6 +117,7 @@ class Generator(Executor):
             config.generator.max_probe_error,
             is_threaded=config.host == "process",
             probes_prepared=self.backend.probes_prepared,
+            spans=context.spans,
         )
         self.prompts: dict[int, tuple[Prompt, int]] = {}  # ordinal -> prompt, completions still to come
         self.unsettled = Unsettled(context.outputs["completions"]) if self.together.is_leader else None
@@ -171,11 +172,10 @@ class Generator(Executor):
         spans = self.context.spans
         with spans.span("receive"):
             has_news = self.together.receive()
-        if self._is_stopped:
-            return has_news
-        with spans.span("stage"):  # beside this thread, unless the host is inline
+            if self._is_stopped:
+                return has_news
             has_news = self.weights.poll() or has_news
-        if self.unsettled is not None:
+        if self.unsettled is not None and self.unsettled.num_unsent:
             with spans.span("send"):
                 has_news = self.unsettled.send() or has_news
         agreed = self._agree()

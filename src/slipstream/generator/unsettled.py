@@ -32,6 +32,11 @@ class Unsettled:
         """Completions."""
         return sum(map(len, self._kept.values()))
 
+    @property
+    def num_unsent(self) -> int:
+        """Of these, how many have found no room yet, or nobody."""
+        return len(self._unsent)
+
     def add(self, completion: Completion) -> None:
         """Keep it, and send it at once if nothing is in the way (M2)."""
         self._kept.setdefault(_key(completion), []).append(completion)

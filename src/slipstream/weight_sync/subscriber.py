@@ -13,7 +13,7 @@ import torch
 from slipstream.core.background import start_thread
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.executor import FlatWeights, Receiver, Sender, Swap
+from slipstream.core.executor import FlatWeights, NoSpans, Receiver, Sender, Spans, Swap
 from slipstream.core.links import WakeUp
 from slipstream.core.types import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.weight_sync.links import LinkReader, Links, VersionGoneError
@@ -121,10 +121,12 @@ class Subscriber:
         *,
         is_threaded: bool,
         probes_prepared: bool = False,
+        spans: Spans | None = None,
     ) -> None:
         """Commits go to `parameters`; `probe` recomputes the probe text's logprobs with them, `tolerance` in nats.
 
-        `is_threaded` stages in a background thread; else `poll` does, for a host that must be deterministic.
+        `is_threaded` stages in a background thread; else `poll` does, for a host that must be deterministic, and tells
+        `spans`.
         `probes_prepared`: `probe` computes with what `prepare` was given last, so that staging does it, beside
         decoding; else with what is live, so that `commit` does it, and undoes the exchange when it fails.
         """
@@ -132,6 +134,7 @@ class Subscriber:
             raise WeightSyncError("this subscriber is open already")
         self._parameters, self._probe, self._tolerance, self._is_threaded = parameters, probe, tolerance, is_threaded
         self._probes_prepared = probes_prepared
+        self._spans = NoSpans() if spans is None else spans
         self._shadow = torch.empty_like(parameters.flat, requires_grad=False, pin_memory=parameters.flat.is_pinned())
         if self._links is None:
             rotation = self._replica * self._world + self._rank
@@ -278,7 +281,8 @@ class Subscriber:
             torch.get_num_threads()  # binds this thread to its number, which the other one's would replace else
             self._thread = start_thread(self._stage_aside, args=(self._staging,), name="weight-staging")
         else:
-            self._stage(self._staging)
+            with self._spans.span("stage"):
+                self._stage(self._staging)
             self._finish()
         return True
 
