@@ -9,9 +9,10 @@ from slipstream.controller.placement import place
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.plan.architectures import ARCHITECTURES
+from slipstream.plan.curves import Curves, interpolated, measured_model
 from slipstream.plan.layouts import AsynchronousPlan, Workload
 from slipstream.plan.lengths import Lengths
-from slipstream.plan.machine import Curves, Machine, interpolated, measured_model, plan_for_machine
+from slipstream.plan.machine import Machine, plan_for_machine
 from slipstream.plan.measured import Together
 
 ROW_S = TOKEN_S = 0.001  # on one core; half on two
@@ -26,7 +27,7 @@ def machine(*, workload=WORKLOAD, cores=2, memory_bytes=16e9, **curves):
         config=config,
         shape=quickstart_shape(),
         workload=workload,
-        curves=Curves(measured(quickstart_shape(), **curves).models[0]),
+        times=Curves(measured(quickstart_shape(), **curves).models[0]),
         cores=cores,
         memory_bytes=memory_bytes,
     )

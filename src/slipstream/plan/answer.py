@@ -14,9 +14,10 @@ from slipstream.observe.hardware import memory_bytes
 from slipstream.plan.calibrated import CalibratedCostModel
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import counts_of
+from slipstream.plan.curves import Curves, measured_model
 from slipstream.plan.hardware import Cluster
 from slipstream.plan.layouts import Parts, Workload
-from slipstream.plan.machine import Curves, Machine, measured_model, plan_for_machine
+from slipstream.plan.machine import Machine, Times, plan_for_machine
 from slipstream.plan.measured import Measured, read_measured
 from slipstream.plan.planner import Plan, Row, plan_for_cluster
 from slipstream.plan.question import (
@@ -32,6 +33,7 @@ from slipstream.plan.question import (
 )
 from slipstream.plan.reasons import misfit_line
 from slipstream.plan.recipe import base_tables, layout_tables, recipe_of, write_recipe
+from slipstream.plan.run_times import times_of_runs
 from slipstream.plan.search import Found, executors
 
 STEPS_OF_COST = 1000
@@ -82,7 +84,7 @@ class Answer:
     def where(self) -> str:
         """What was planned for, in words."""
         if self.cluster is None:
-            return f"{self.num_devices} cores of this machine"
+            return f"{self.num_devices} core{'s' * (self.num_devices > 1)} of this machine"
         return f"{self.cluster.num_devices} {self.cluster.device.name}, {self.cluster.device.devices_per_node} a node"
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,10 +165,12 @@ def answer(question: Question) -> Answer:
     subject = subject_of(question.model)
     cluster = cluster_of(question)
     measured = None if question.measured is None else read_measured(question.measured)
-    if cluster is None and (measured is None or measured.device != "cpu"):
+    is_of_cores = measured.device == "cpu" if measured is not None else subject.run is not None
+    if cluster is None and not is_of_cores:
         raise ConfigError(
             "there is nothing to plan for",
-            allowed="--gpus N (and --gpu NAME), --cluster FILE.toml, or --measured FILE of this machine's cores",
+            allowed="--gpus N (and --gpu NAME), --cluster FILE.toml; for a machine's cores --measured FILE, or a run's "
+            "folder as the model",
             hint="`python benchmarks/eta_curves.py --json eta.json` measures this machine",
         )
     bound = MOST_STALENESS if question.max_staleness is None else question.max_staleness
@@ -180,7 +184,6 @@ def answer(question: Question) -> Answer:
     longest = max_new_tokens(question, subject, workload.lengths)
     base = base_tables(subject, workload, longest, reward_model=question.reward_model)
     if cluster is None:
-        assert measured is not None, "checked before"
         machine = _machine(subject, measured, base, workload)
         plan = plan_for_machine(machine, max_staleness=bound, num_rows=question.rows)
         usable, count = machine.usable_bytes, machine.cores
@@ -203,12 +206,13 @@ def answer(question: Question) -> Answer:
     return found
 
 
-def _machine(subject: Subject, measured: Measured, base: Mapping[str, Any], workload: Workload) -> Machine:
+def _machine(subject: Subject, measured: Measured | None, base: Mapping[str, Any], workload: Workload) -> Machine:
+    """The cores of the run that was named, or of this machine with measured curves."""
     config = resolve(base)
     on_gpu = [f"{name}.device" for name in ("trainer", "generator") if vars(config)[name].device != "cpu"]
     if on_gpu:
         raise ConfigError(
-            "a recipe for GPUs cannot be planned with curves of a CPU",
+            "a recipe for GPUs cannot be planned on a CPU",
             got=", ".join(on_gpu),
             allowed="--gpus N, or a recipe for the CPU",
         )
@@ -217,12 +221,19 @@ def _machine(subject: Subject, measured: Measured, base: Mapping[str, Any], work
             "the curves are those of the native engine in float32",
             got=f"generator.engine = '{config.generator.engine}', precision = '{config.generator.precision}'",
         )
+    times: Times
+    if measured is not None:
+        times, cores = Curves(measured_model(measured, subject.shape)), num_cores()
+    else:
+        assert subject.run is not None, "`answer` has seen to that"
+        times = times_of_runs([subject.run])
+        cores = times.calibration.cores
     return Machine(
         config=config,
         shape=subject.shape,
         workload=workload,
-        curves=Curves(measured_model(measured, subject.shape)),
-        cores=num_cores(),
+        times=times,
+        cores=cores,
         memory_bytes=memory_bytes(),
     )
 

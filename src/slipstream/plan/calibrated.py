@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.cost_model import CostModel
+from slipstream.plan.curves import Curves
 from slipstream.plan.hardware import Cluster
 from slipstream.plan.layouts import GeneratorLayout, Parts, TrainerLayout, Workload
-from slipstream.plan.machine import Curves
 from slipstream.plan.measured import MeasuredModel
 
 COMMUNICATION = ("tensor_parallel", "data_parallel")

@@ -1,120 +1,73 @@
-"""The best way to run a recipe on the cores of one machine, from what its trainer and engine were measured to take.
+"""The best way to run a recipe on the cores of one machine.
 
 `controller/placement.py` divides the cores: by the number of replicas, which is what there is to choose, with decode
-slots and microbatch. Curves that were measured on other numbers of cores, batches or lengths are interpolated: between
-points as a power of the batch, between lengths by the token. Both sides slow each other while they work at the same
-time (`Measured.together`), which the simulator's cores have, too.
+slots and microbatch. How long everything takes there says what was measured: curves of trainer and engine
+(`curves.py`), or a finished run (`run_times.py`), which knows what happens between them, too. Both sides slow each
+other while they work at the same time, as the simulator's cores do.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import Protocol
 
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import merge, resolve
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.counts import counts_of
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, StepTime, TrainerLayout, Workload
-from slipstream.plan.measured import Curve, Measured, MeasuredModel, Point, Side, Together
 from slipstream.plan.planner import Plan, Row, bounds_up_to, ranked, recommended
 from slipstream.plan.reasons import limits, staleness
-from slipstream.plan.rehearsal import Rehearsed, rehearsed, run_schedule
+from slipstream.plan.recipe import layout_tables
+from slipstream.plan.rehearsal import SEED, Rehearsed, rehearsed, run_schedule
 from slipstream.plan.search import Found
-from slipstream.plan.simulated_run import Batch, Costs, Setup
+from slipstream.plan.simulated_run import Costs, Setup
+from slipstream.plan.simulated_run import Workload as SimulatedWorkload
 
 USABLE_MEMORY = 0.8
 """Of a machine: the rest is the system's, and what processes hold besides their tensors."""
 ROW_MULTIPLE = 8
-_SHAPE = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
 
 
-def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The power law through the two neighbours of `at`, beyond the ends the value there; points ascend, positive."""
-    places = [place for place, _ in points]
-    after = bisect.bisect_left(places, at)
-    if after == 0:
-        return points[0][1]
-    if after == len(points):
-        return points[-1][1]
-    (x0, y0), (x1, y1) = points[after - 1], points[after]
-    share = math.log(at / x0) / math.log(x1 / x0)
-    return float(y0 * (y1 / y0) ** share)
+class Times(Protocol):
+    """How long both sides take on a machine's cores, each alone there."""
 
+    def train(self, layout: TrainerLayout, workload: Workload) -> Parts:
+        """Seconds of a training step."""
+        ...
 
-def measured_model(measured: Measured, shape: TransformerConfig) -> MeasuredModel:
-    """The curves of the model with this shape. ConfigError where it was not measured."""
-    wanted = {name: vars(shape)[name] for name in _SHAPE}
-    for model in measured.models:
-        if {name: model.shape.get(name) for name in _SHAPE} == wanted:
-            return model
-    raise ConfigError(
-        "the file of measured curves does not have this model",
-        got=", ".join(f"{name} {value}" for name, value in wanted.items()),
-        allowed=", ".join(
-            f"{model.name} ({', '.join(f'{name} {model.shape.get(name)}' for name in _SHAPE[:5])})"
-            for model in measured.models
-        ),
-        hint="`python benchmarks/eta_curves.py --json FILE` measures the quickstart's, and --models others",
-    )
-
-
-class Curves:
-    """Seconds per token of both sides of one measured model, on any number of cores and for any batch."""
-
-    def __init__(self, model: MeasuredModel) -> None:
-        self.model = model
-        self._rows = model.prompt_tokens + model.completion_tokens - 1  # that the trainer reads of a sample
-
-    @property
-    def mean_context(self) -> float:
-        """Tokens that a completion saw in the mean while it was measured."""
-        return self.model.prompt_tokens + self.model.completion_tokens / 2
-
-    def trained_row_s(self, cores: int, rows: float) -> float:
-        """Forward and backward pass per row, in a microbatch of so many rows."""
-        return self._seconds("trainer", cores, rows / self._rows) / self._rows
-
-    def update_s(self, cores: int) -> float:
-        """Of the optimizer; between numbers of cores a straight line."""
-        curves = self._of("trainer")
-        return float(np.interp(cores, [curve.devices for curve in curves], [curve.update_s for curve in curves]))
-
-    def decoded_token_s(self, cores: int, rows: float) -> float:
-        """Per token, with so many completions decoded at once; their prompts are in it."""
-        return self._seconds("generator", cores, rows) / self.model.completion_tokens
+    def generate(self, layout: GeneratorLayout, workload: Workload) -> Parts:
+        """Seconds in which the replicas generate a step's completions with all slots taken."""
+        ...
 
     def together(self, trainer_cores: int, generator_cores: int) -> tuple[float, float]:
-        """By what factor trainer and generators take longer beside each other; of the nearest division measured."""
-        if not self.model.together:
-            return 1.0, 1.0
+        """By what factor trainer and generators take longer beside each other."""
+        ...
 
-        def distance(one: Together) -> float:
-            trainer, generator = one.trainer_devices / trainer_cores, one.generator_devices / generator_cores
-            return abs(math.log(trainer)) + abs(math.log(generator))
+    def beside(self, plan: AsynchronousPlan) -> dict[str, float]:
+        """The speed of each kind of work with all cores busy, of its speed alone: what `event_loop.Cores` takes."""
+        ...
 
-        nearest = min(self.model.together, key=distance)
-        return max(1.0, nearest.trainer), max(1.0, nearest.generator)
+    def row_multiple(self, config: RunConfig) -> int:
+        """Rows that a decode step is filled up to."""
+        ...
 
-    def _seconds(self, side: Side, cores: int, batch: float) -> float:
-        at_batch = [(curve.devices, interpolated(_pairs(curve.points), batch)) for curve in self._of(side)]
-        return interpolated(at_batch, cores)
+    def guessed(self, plan: AsynchronousPlan) -> str | None:
+        """What was never seen of the cores that `plan` takes, in words."""
+        ...
 
-    def _of(self, side: Side) -> list[Curve]:
-        curves = sorted((curve for curve in self.model.curves if curve.side == side), key=lambda curve: curve.devices)
-        if not curves:
-            raise ConfigError(f"no curve of the {side} was measured for {self.model.name}")
-        return curves
+    def costs(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Costs:
+        """What the simulator is to take for every piece of work."""
+        ...
 
-
-def _pairs(points: Sequence[Point]) -> list[tuple[float, float]]:
-    return [(point.batch, point.seconds) for point in points]
+    def work(self, workload: Workload, seed: int) -> SimulatedWorkload | None:
+        """What is sampled; None: completions drawn from the lengths of `workload`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +77,7 @@ class Machine:
     config: RunConfig
     shape: TransformerConfig
     workload: Workload
-    curves: Curves
+    times: Times
     cores: int
     memory_bytes: float
 
@@ -137,8 +90,7 @@ class Machine:
         for replicas in range(1, self.cores + 1):
             threads = place(self._placed(replicas, max_staleness), self.cores)
             trainer, generator = threads["trainer"].together, threads["generator"].together
-            busy = trainer + replicas * generator if max_staleness else max(trainer, replicas * generator)
-            if busy > self.cores:
+            if replicas > 1 and self._busy(trainer, replicas * generator, max_staleness) > self.cores:
                 continue
             for slots, rollouts in itertools.product(self._slots(replicas, max_staleness), self._microbatches()):
                 plan = AsynchronousPlan(
@@ -190,28 +142,28 @@ class Machine:
         plan, bound = found.plan, found.max_staleness
         assert isinstance(plan, AsynchronousPlan)
         trainer, generator = plan.trainer, plan.generator
-        slower = self.curves.together(trainer.devices, generator.devices)
-        update_s = self._update_s(trainer)
-        row_s = self._row_s(trainer)
-
-        def train(batch: Batch) -> dict[str, float]:
-            rows = batch.prompt_tokens + batch.completion_tokens
-            return {"forward_backward": self.workload.epochs * rows * row_s, "optimizer": update_s}
-
-        def decode(replica: int, rows: int, context: float) -> float:  # noqa: ARG001
-            return rows * self.curves.decoded_token_s(generator.tensor_parallel, rows)
-
+        config = self.planned(plan, bound)
         setup = Setup(
             replicas=generator.replicas,
             slots=generator.slots,
-            weight_update=self.config.weight_update if bound else "between_batches",
+            row_multiple=self.times.row_multiple(config),
+            weight_update=config.weight_update,
+            segment_tokens=config.generator.segment_tokens,
+            prefill_tokens=config.generator.prefill_tokens,
+            prefill_chunk=config.generator.prefill_chunk,
             cores=self.cores,
             trainer_threads=trainer.devices,
             generator_threads=generator.tensor_parallel,
-            beside={"train": 1 / slower[0], "decode": 1 / slower[1]},
+            beside=self.times.beside(plan),
         )
-        simulated = run_schedule(setup, Costs(decode=decode, train=train), self.workload, bound)
+        costs = self.times.costs(config, plan, self.workload)
+        simulated = run_schedule(setup, costs, self.workload, bound, self.times.work(self.workload, SEED))
         return rehearsed(simulated, bound)
+
+    def planned(self, plan: AsynchronousPlan, max_staleness: int) -> RunConfig:
+        """The recipe with the plan's layout."""
+        layout = layout_tables(plan, self.workload, max_staleness, device="cpu")
+        return resolve(merge(self.config.model_dump(), layout))
 
     def _placed(self, replicas: int, max_staleness: int) -> RunConfig:
         generator = self.config.generator.model_copy(update={"replicas": replicas})
@@ -226,28 +178,21 @@ class Machine:
         all_of_it = math.ceil(self.workload.rollouts / self.workload.minibatches)
         return [2**power for power in range(all_of_it.bit_length()) if 2**power < all_of_it] + [all_of_it]
 
-    def _row_s(self, layout: TrainerLayout) -> float:
-        return self.curves.trained_row_s(layout.devices, layout.microbatch * self.workload.trained_tokens)
-
-    def _update_s(self, layout: TrainerLayout) -> float:
-        return self.workload.epochs * self.workload.minibatches * self.curves.update_s(layout.devices)
+    @staticmethod
+    def _busy(trainer: int, generators: int, max_staleness: int) -> int:
+        """Threads that want a core at the same time."""
+        return trainer + generators if max_staleness else max(trainer, generators)
 
     def _found(self, plan: AsynchronousPlan, memory: dict[str, Parts], max_staleness: int) -> Found:
         workload, trainer, generator = self.workload, plan.trainer, plan.generator
-        slower = (1.0, 1.0)
-        if max_staleness:
-            slower = self.curves.together(trainer.devices, generator.devices)
-        rows = workload.rollouts * workload.trained_tokens * workload.epochs
-        token_s = slower[1] * self.curves.decoded_token_s(generator.tensor_parallel, generator.slots)
+        slower = self.times.together(trainer.devices, generator.devices) if max_staleness else (1.0, 1.0)
+        turns = max(1.0, self._busy(trainer.devices, generator.devices, max_staleness) / self.cores)
         sides = {
-            "trainer": Parts(
-                {
-                    "forward_backward": slower[0] * rows * self._row_s(trainer),
-                    "optimizer": slower[0] * self._update_s(trainer),
-                }
-            ),
-            "generator": Parts({"decode": workload.rollouts * workload.lengths.mean * token_s / generator.replicas}),
+            "trainer": self.times.train(trainer, workload).times(slower[0] * turns),
+            "generator": self.times.generate(generator, workload).times(slower[1] * turns),
         }
+        tokens = workload.rollouts * workload.lengths.mean
+        token_s = sides["generator"].total * generator.replicas * generator.slots / tokens
         together = [side.total for side in sides.values()]
         seconds = max(together) if max_staleness else sum(together)
         return Found(
@@ -281,6 +226,7 @@ def plan_for_machine(machine: Machine, *, max_staleness: int = 8, num_rows: int 
         *limits(rows[0].found),
         staleness(steps_s, bound),
         f"{gain:.2f} times as fast as taking turns on all {machine.cores} cores (k = 0).",
+        machine.times.guessed(rows[0].plan),
     ]
     return Plan(
         workload=machine.workload,
@@ -288,7 +234,7 @@ def plan_for_machine(machine: Machine, *, max_staleness: int = 8, num_rows: int 
         by_staleness=tuple(best.values()),
         synchronous=synchronous,
         misfits=(),
-        why=tuple(why),
+        why=tuple(line for line in why if line is not None),
     )
 
 

@@ -16,6 +16,7 @@ from slipstream.controller.policies import make_policy
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Workload
 from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Setup, Simulated
+from slipstream.plan.simulated_run import Workload as SimulatedWorkload
 from slipstream.plan.simulator import simulate
 
 STEPS = 8
@@ -58,8 +59,10 @@ def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int) -> Re
     return rehearsed(found, max_staleness, others)
 
 
-def run_schedule(setup: Setup, costs: Costs, workload: Workload, max_staleness: int) -> Simulated:
-    """A window of steady steps of a run with this layout and these times."""
+def run_schedule(
+    setup: Setup, costs: Costs, workload: Workload, max_staleness: int, work: SimulatedWorkload | None = None
+) -> Simulated:
+    """A window of steady steps of a run with this layout and these times, of `work` or of lengths as `workload`'s."""
     first = max_staleness + 2  # what was admitted under version 0 is trained by then
     group = workload.group_size
     config = ScheduleConfig(
@@ -70,8 +73,9 @@ def run_schedule(setup: Setup, costs: Costs, workload: Workload, max_staleness: 
         steps=first + STEPS + max_staleness + 2,
         capacity=max(setup.slots, group) + group,
     )
-    drawn = workload.lengths.drawn(SEED, config.steps * config.groups_per_step, group)
-    work = MadeUp(lengths=drawn.__getitem__, prompt_tokens=round(workload.lengths.prompt_mean))
+    if work is None:
+        drawn = workload.lengths.drawn(SEED, config.steps * config.groups_per_step, group)
+        work = MadeUp(lengths=drawn.__getitem__, prompt_tokens=round(workload.lengths.prompt_mean))
     window = (first, first + STEPS)
     return simulate(make_policy("oldest_first", config), setup, work, costs, seed=SEED, window=window)
 
