@@ -69,6 +69,7 @@ from slipstream.observe.health import Watchman, in_a_line
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
+from slipstream.observe.trackers import Trackers
 from slipstream.observe.vitals import Vitals
 from slipstream.observe.waste import Decided
 
@@ -98,6 +99,7 @@ class Controller:
         clock: Clock | None = None,
         cluster: Cluster | None = None,
         partials: Mapping[int, tuple[Partial, ...]] | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         self.config = config
         self.pipeline = pipeline
@@ -116,7 +118,9 @@ class Controller:
         )
         self.ledger = Ledger(run_dir / "ledger.jsonl")
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
-        self.metrics = MetricsWriter(run_dir / "metrics.jsonl")
+        self.trackers = trackers
+        sinks = [] if trackers is None else [trackers.metrics]
+        self.metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=sinks)
         self.vitals = Vitals(config.samples_per_group, config.max_staleness)
         self.decided = Decided(schedule.next_ordinal)
         self.watchman = Watchman(config.health, run_dir)
@@ -394,6 +398,8 @@ class Controller:
         self.observer.stepped({"step": message.step, "version": message.version, "wall_s": wall_s} | metrics)
         for alarm in self.watchman.watch({"step": message.step} | metrics):
             self.observer.note(in_a_line(alarm))
+            if self.trackers is not None:
+                self.trackers.alarm(alarm)
 
     def _after_step(self) -> None:
         done, config = self.schedule.steps_done, self.config

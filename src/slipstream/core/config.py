@@ -44,6 +44,8 @@ from slipstream.core.sections import (
     Section,
     SftConfig,
     TaskConfig,
+    TrackerName,
+    TrackersConfig,
     TrainerConfig,
     VLLMConfig,
     WarmStartConfig,
@@ -80,6 +82,8 @@ __all__ = [
     "SftConfig",
     "Stage",
     "TaskConfig",
+    "TrackerName",
+    "TrackersConfig",
     "TrainerConfig",
     "VLLMConfig",
     "WarmStartConfig",
@@ -170,6 +174,7 @@ class RunConfig(Section):
     )
     judge: JudgeConfig = Field(default_factory=JudgeConfig, description="Judge of pairs, for labels and win rates.")
     health: HealthConfig = Field(default_factory=HealthConfig, description="Alarms.")
+    trackers: TrackersConfig = Field(default_factory=TrackersConfig, description="Other people's dashboards.")
     observe: ObserveConfig = Field(default_factory=ObserveConfig, description="Files for people to look at.")
 
     @property

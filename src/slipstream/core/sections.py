@@ -774,3 +774,35 @@ class HealthConfig(Section):
                 hint="leave health.alarms on, or stop_on empty",
             )
         return self
+
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
+class TrackersConfig(Section):
+    """Where metrics go besides metrics.jsonl (`observe/trackers.py`)."""
+
+    names: list[TrackerName] = Field(
+        default_factory=list,
+        description="Trackers that get every line of metrics.jsonl, every alarm, the configuration and the summary: "
+        "tensorboard (RUN/tensorboard), wandb (RUN/wandb and its server), trackio (its database on this machine).",
+    )
+    project: str = Field("slipstream", description="Project at wandb and trackio.")
+    entity: str | None = Field(None, description="User or team at wandb; null: the default of its key.")
+    run_name: str | None = Field(None, description="Name of the run there; null: that of its folder.")
+    group: str | None = Field(None, description="Group of runs at wandb and trackio.")
+    tags: list[str] = Field(default_factory=list, description="Tags of the run.")
+    offline: bool = Field(
+        False, description="Send nothing: wandb keeps all in RUN/wandb for `wandb sync`, trackio on this machine."
+    )
+    deadline_s: PositiveFloat = Field(
+        60.0, description="Longest wait for all trackers together at the end of the run, in seconds."
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if len(set(self.names)) < len(self.names):
+            raise ConfigError(
+                "a tracker is named twice", got=f"trackers.names = {self.names}", allowed="each name once"
+            )
+        return self

@@ -13,7 +13,7 @@ Well-known names (display and report draw them; anything else is kept and listed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,18 @@ Metrics = dict[str, Any]
 class MetricsWriter:
     """Appends flat lines of numbers and strings; each is on its way to the disk when `write` returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, sinks: Sequence[Callable[[Metrics], None]] = ()) -> None:
         self._writer = JsonlWriter(path)
+        self._sinks = sinks
 
     def write(self, *, step: int, version: int, wall_s: float, metrics: Mapping[str, Any]) -> None:
-        """One line. Nested mappings are flattened with `/`; nan and inf, which JSON cannot say, become null."""
-        self._writer.write({"step": step, "version": version, "wall_s": wall_s} | flatten(metrics))
+        """One line, to the file and to all sinks. Nested mappings are flattened with `/`; nan and inf, which JSON
+        cannot say, become null.
+        """
+        line = {"step": step, "version": version, "wall_s": wall_s} | flatten(metrics)
+        self._writer.write(line)
+        for sink in self._sinks:
+            sink(line)
 
     def sync(self) -> None:
         """Return once every line is on the disk."""

@@ -20,6 +20,7 @@ from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import read_summary, write_summary
+from slipstream.observe.trackers import check_trackers
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.stages.child import run_in_child
@@ -41,6 +42,7 @@ STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str,
 
 def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[str] = ()) -> None:
     """Raise ConfigError for what any stage would stumble over, before the first of them starts."""
+    check_trackers(config.trackers)
     if "rl" in config.stages:
         check(config, has_own_reward=has_own_reward, remote=remote)
     else:

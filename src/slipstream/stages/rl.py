@@ -29,9 +29,10 @@ from slipstream.core.types import Partial
 from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.hardware import describe
-from slipstream.observe.metrics import read_metrics
+from slipstream.observe.metrics import flatten, read_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import Summary, read_summary, write_summary
+from slipstream.observe.trackers import Trackers, open_trackers
 from slipstream.prompts import PromptSet
 from slipstream.rewards.checks import check_answers
 from slipstream.stages.progress import watch
@@ -108,32 +109,34 @@ def _attempt(
     observer: Observer = ConsoleObserver(config, run_dir) if given.display else SilentObserver()
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
-    pipeline = (
-        default_pipeline(with_paths, reward=given.reward, resume=checkpoint, remote=given.remote)
-        if given.pipeline is None
-        else given.pipeline(with_paths)
-    )
-    schedule = schedule_for(with_paths, None if cut is None else cut.schedule)
-    controller = Controller(
-        with_paths,
-        pipeline,
-        schedule,
-        work,
-        run_dir=run_dir,
-        tally=tally,
-        observer=observer,
-        cluster=given.cluster,
-        partials=None if resumed is None else _admissible(config, resumed),
-    )
-    tally.status = "failed"  # until the controller says otherwise
-    try:
-        controller.run()
-    except BaseException:
-        with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
-            _conclude(tally, run_dir, observer)
-        raise
-    told: dict[str, Any] = msgspec.to_builtins(_conclude(tally, run_dir, observer), str_keys=True)
-    return told
+    first_step = 0 if cut is None else cut.schedule.steps_done
+    with open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers:
+        pipeline = (
+            default_pipeline(with_paths, reward=given.reward, resume=checkpoint, remote=given.remote)
+            if given.pipeline is None
+            else given.pipeline(with_paths)
+        )
+        controller = Controller(
+            with_paths,
+            pipeline,
+            schedule_for(with_paths, None if cut is None else cut.schedule),
+            work,
+            run_dir=run_dir,
+            tally=tally,
+            observer=observer,
+            cluster=given.cluster,
+            partials=None if resumed is None else _admissible(config, resumed),
+            trackers=trackers,
+        )
+        tally.status = "failed"  # until the controller says otherwise
+        try:
+            controller.run()
+        except BaseException:
+            with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
+                _conclude(tally, run_dir, observer, trackers)
+            raise
+        told: dict[str, Any] = msgspec.to_builtins(_conclude(tally, run_dir, observer, trackers), str_keys=True)
+        return told
 
 
 def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial, ...]]:
@@ -158,13 +161,14 @@ def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial,
     }
 
 
-def _conclude(tally: Tally, run_dir: Path, observer: Observer) -> Summary:
+def _conclude(tally: Tally, run_dir: Path, observer: Observer, trackers: Trackers) -> Summary:
     """Summary, samples, timeline and report of what there was. The summary comes last: it says that a run is done."""
     summary = tally.summary(run_dir)
     samples = write_samples(tally, run_dir)
     merge_timelines(run_dir)
     write_summary(summary, run_dir / "summary.json")
     write_report(run_dir, describe())
+    trackers.end(summary.status, flatten(msgspec.to_builtins(summary, str_keys=True)))
     observer.finished(samples, summary)
     return summary
 
