@@ -34,13 +34,14 @@ class Loop:
     seed: int = 0
     lost_at_s: float | None = None  # after the start: replica 1 is lost then, and comes back two seconds later
     hostile: str | None = None  # what one completion in eight says, its prompt and its failure
-    now_s: float = RAW_START_S
+    start_s: float = RAW_START_S
     lines: list[dict[str, Any]] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     spans: dict[str, list[Any]] = field(default_factory=dict)  # process -> `Span`s, which may overlap
 
     def __post_init__(self) -> None:
+        self.now_s = self.start_s
         self.random = random.Random(self.seed)
         self.numbers = itertools.count()
         self.queue: list[tuple[float, int, str, tuple[Any, ...]]] = []
@@ -173,7 +174,7 @@ class Loop:
                 {
                     "step": step,
                     "version": self.version,
-                    "wall_s": self.now_s - RAW_START_S,
+                    "wall_s": self.now_s - self.start_s,
                     "reward": sum(rewards) / len(rewards),
                     "staleness_mean": sum(lags) / len(lags),
                     "staleness_max": max(lags),
@@ -186,7 +187,7 @@ class Loop:
             )
         )
         if step % 5 == 0:
-            wall_s = self.now_s - RAW_START_S
+            wall_s = self.now_s - self.start_s
             evaluation = {"step": step, "version": step, "wall_s": wall_s, "eval_accuracy": 0.3 + 0.05 * step}
             self.metrics.append((self.now_s, evaluation))
         for replica in self.versions:
@@ -329,13 +330,13 @@ class Loop:
     def write(self, run_dir: Path, *, until_s: float | None = None) -> Path:
         """The files as they are `until_s` seconds after the start; all of them, and a summary, with None."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        cut_s = None if until_s is None else RAW_START_S + until_s
+        cut_s = None if until_s is None else self.start_s + until_s
         (run_dir / "config.toml").write_text(CONFIG.format(steps=self.steps, groups=self.groups, size=self.size))
         for name, lines in self.files().items():
             (run_dir / name).write_bytes(b"".join(line for time_s, line in lines if cut_s is None or time_s <= cut_s))
         self.write_timelines(run_dir, cut_s)
         if cut_s is None:
-            summary = {"status": "done", "steps": self.version, "wall_s": self.now_s - RAW_START_S}
+            summary = {"status": "done", "steps": self.version, "wall_s": self.now_s - self.start_s}
             (run_dir / "summary.json").write_text(json.dumps(summary | {"balance": {"verdict": VERDICT}}))
         return run_dir
 
@@ -344,7 +345,7 @@ class Loop:
         names = ["controller", "rewards", "trainer", *(f"generator-{replica}" for replica in range(self.replicas))]
         for name in names:
             timeline_path(run_dir, name).unlink(missing_ok=True)
-            clock = VirtualClock(RAW_START_S - 0.01)
+            clock = VirtualClock(self.start_s - 0.01)
             timeline = Timeline(name, timeline_path(run_dir, name), clock)
             timeline.set_idle_state(idle.get(name, "wait_trainer"))
             for start_s, end_s, state, args in _joined(self.spans.get(name, [])):

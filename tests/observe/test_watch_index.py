@@ -25,7 +25,7 @@ from slipstream.observe.watch.answers import ANSWERS, BadRequest
 from slipstream.observe.watch.buckets import Buckets, Curve
 from slipstream.observe.watch.events import EventIndex
 from slipstream.observe.watch.index import RunIndex
-from slipstream.observe.watch.loop import PHASES, Decision, decode_decision, loop_at
+from slipstream.observe.watch.loop import PHASES, Decision, Done, decode_decision, loop_at
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
 from slipstream.observe.watch.tail import Tail
 from slipstream.observe.watch.timelines import TimelineIndex
@@ -187,8 +187,12 @@ def test_a_passage_is_the_fold_of_all_events(run_dir: Path, monkeypatch: pytest.
             else:
                 del groups[move.group.ordinal]
         assert groups == loop_at(lines, end_s).groups
-        truth = [(at_s, d.event.replica) for d, at_s in lines if start_s < at_s <= end_s and "Swapped" in str(d.event)]
-        assert [(swap.time_s, swap.replica) for swap in found.swaps] == truth
+        versions = dict(found.loop.versions)
+        for swap in found.swaps:
+            versions[swap.replica] = swap.version
+        assert {r: v for r, v in versions.items() if v >= 0} == loop_at(lines, end_s).versions
+        steps = [(at_s, d.event.version) for d, at_s in lines if isinstance(d.event, Done) and start_s < at_s <= end_s]
+        assert found.steps == steps
         assert found.end_s == end_s
 
 
@@ -325,6 +329,8 @@ def test_a_resume_while_somebody_watches(made: Loop, folder: Path) -> None:
     (run_dir / "timeline").rmdir()
     caught_up(index)
     resumed(made, run_dir, reboot=False)
+    while index.advance():
+        assert index.end_s <= caught_up(RunIndex(run_dir)).end_s + 1e-6, "nothing is left of what was known"
     caught_up(index)
     assert index.revision > 0
     mine, fresh = answer(index, "run"), answer(caught_up(RunIndex(run_dir)), "run")

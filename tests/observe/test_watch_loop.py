@@ -31,6 +31,12 @@ from slipstream.observe.watch import loop as watched
 from slipstream.observe.watch.loop import Decision, decode_decision, loop_at
 
 
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For runs that never happened: nobody accounts for their seconds."""
+    return tmp_path_factory.mktemp("made_up")
+
+
 def decisions(path: Path) -> list[Decision]:
     found = [decode_decision(line) for line in path.read_bytes().splitlines()]
     assert None not in found, "every line that a run writes can be read"
@@ -228,17 +234,17 @@ def by_the_rollouts(groups: dict[int, list[dict[str, Any]]], steps: dict[int, tu
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_state_at_any_time_is_what_the_rollouts_times_say(tmp_path: Path, seed: int) -> None:
+def test_the_state_at_any_time_is_what_the_rollouts_times_say(folder: Path, seed: int) -> None:
     made = Loop(seed=seed, staleness=seed, steps=8).run()
-    made.write(tmp_path)
+    made.write(folder)
     groups: dict[int, list[dict[str, Any]]] = {}
-    for line in (tmp_path / "rollouts.jsonl").read_text().splitlines():
+    for line in (folder / "rollouts.jsonl").read_text().splitlines():
         rollout = json.loads(line)
         groups.setdefault(rollout["ordinal"], []).append(rollout)
     ends = {line["event"]["step"]: line["time_s"] for line in made.lines if line["event"]["type"] == "StepDone"}
     begins = {int(args["step"]): start_s for start_s, _, state, args in made.spans["trainer"] if state[0] == "f"}
     steps = {step: (begins[step], ends[step]) for step in ends}
-    lines = [(decision, decision.time_s) for decision in decisions(tmp_path / "events.jsonl")]
+    lines = [(decision, decision.time_s) for decision in decisions(folder / "events.jsonl")]
     # What was on its way when the last step was done has no line among the rollouts.
     pending = {group.ordinal for group in loop_at(lines, float("inf")).groups.values()}
     rng = random.Random(seed)
@@ -253,10 +259,10 @@ def test_the_state_at_any_time_is_what_the_rollouts_times_say(tmp_path: Path, se
     assert min(seen[phase] for phase in ("sampling", "scoring", "ready", "training")) > 10, "the test sees all phases"
 
 
-def test_what_a_lost_replica_had_is_sampled_again(tmp_path: Path) -> None:
+def test_what_a_lost_replica_had_is_sampled_again(folder: Path) -> None:
     made = Loop(seed=2, lost_at_s=4.0).run()
-    made.write(tmp_path)
-    lines = [(decision, decision.time_s) for decision in decisions(tmp_path / "events.jsonl")]
+    made.write(folder)
+    lines = [(decision, decision.time_s) for decision in decisions(folder / "events.jsonl")]
     lost_s = next(line["time_s"] for line in made.lines if line["event"]["type"] == "ReplicaLost")
     before, after = loop_at(lines, lost_s - 1e-6), loop_at(lines, lost_s)
     had = {o for o, g in before.groups.items() if g.replica == 1 and g.phase in ("sampling", "scoring")}

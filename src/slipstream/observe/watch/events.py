@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.observe.watch.buckets import Buckets
 from slipstream.observe.watch.lines import LineIndex
-from slipstream.observe.watch.loop import PHASES, Began, Decision, Done, Loop, Move, Swapped, Train, decode_decision
+from slipstream.observe.watch.loop import PHASES, Began, Decision, Done, Loop, Move, Train, decode_decision
 from slipstream.observe.watch.tail import lines_from
 
 FIRST_SPACING = 512  # lines between two marks, as long as there are few
@@ -38,12 +38,11 @@ class Stretch:
 
 
 class Swap(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """From `time_s` on `replica` samples from `version`; before that it stood still for `pause_s`."""
+    """From `time_s` on `replica` samples from `version`, or from none (-1): it was lost, or the run begins again."""
 
     time_s: float
     replica: int
     version: int
-    pause_s: float | None
 
 
 class _Mark(msgspec.Struct, frozen=True):
@@ -167,14 +166,14 @@ class EventIndex(LineIndex):
             last_s = time_s
             if time_s > start_s and loop is base:
                 loop = _decoded(msgspec.msgpack.encode(base))
+            held = dict(loop.versions)
             moves = loop.take(decision, time_s)
             if time_s > start_s:
                 found.moves += moves
-                match decision.event:
-                    case Swapped(replica=replica, version=version, pause_s=pause_s):
-                        found.swaps.append(Swap(time_s, replica, version, pause_s))
-                    case Done(version=version):
-                        found.steps.append((time_s, version))
+                changed = {**dict.fromkeys(held, -1), **loop.versions}
+                found.swaps += [Swap(time_s, r, version) for r, version in changed.items() if held.get(r) != version]
+                if isinstance(decision.event, Done):
+                    found.steps.append((time_s, decision.event.version))
         else:
             if budget == MAX_REPLAYED_BYTES:
                 found.end_s = max(start_s, last_s)

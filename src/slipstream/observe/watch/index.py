@@ -111,7 +111,7 @@ class RunIndex:
     def advance(self) -> bool:
         """Read at most one piece of each file; whether there was news."""
         self._find_timelines()
-        told_s = self._told_s()
+        told_s, revision = self._told_s(), self.revision
         has_news = False
         for index in self.indexes:
             offset = index.tail.offset
@@ -119,7 +119,7 @@ class RunIndex:
             self.revision += index.tail.offset < offset
             if grew and self.is_caught_up:
                 self.grew_s = time.time()
-        self.end_s = self._end_s(told_s)
+        self.end_s = self._end_s(told_s if self.revision == revision else 0.0)
         if self.summary_file.advance():
             has_news, self.summary = True, _json(self.summary_file.data)
         if self.config_file.advance():

@@ -49,7 +49,6 @@ class Began(msgspec.Struct, frozen=True, tag="ScheduleBegan"):
 class Swapped(msgspec.Struct, frozen=True, tag="Swapped"):
     replica: int
     version: int
-    pause_s: float | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag="CompletionFinished"):

@@ -2,7 +2,7 @@
 //
 //   group  ordinal, phase, since, replica, finished, version, step, reward
 //   move   time, then a group's, then its fate (null while it is in the loop)
-//   swap   time, replica, version          step  time, version the trainer came to
+//   swap   time, replica, version (-1: lost)   step  time, version the trainer came to
 //   bar    start, end, state, share of that time, args, other states and their shares
 //   point  step, mean, least, greatest
 

@@ -42,7 +42,8 @@ export class Passage {
     }
     for (; this.place.swaps < swaps.length && swaps[this.place.swaps][0] <= time; this.place.swaps++) {
       const [, replica, version] = swaps[this.place.swaps];
-      this.versions.set(replica, Math.max(version, this.versions.get(replica) ?? 0));
+      if (version < 0) this.versions.delete(replica);
+      else this.versions.set(replica, version);
     }
     for (; this.place.steps < steps.length && steps[this.place.steps][0] <= time; this.place.steps++) {
       this.version = steps[this.place.steps][1];

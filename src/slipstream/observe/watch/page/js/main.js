@@ -19,6 +19,7 @@ const IDLE_MS = 100; // between frames while nothing moves
 const REFRESH_MS = 4000; // curves and the outline of a run that goes on
 const PLAY = 'M4 2.5v11L13.5 8z';
 const PAUSE = 'M3.5 3h3v10h-3zM9.5 3h3v10h-3z';
+const JUMP_S = 3; // from this distance on dots do not fly to where they belong, they are there
 const OVER = ['done', 'failed', 'interrupted'];
 
 const state = { info: null, pulse: null, passage: null, isLinked: true, error: '', wasJump: true };
@@ -44,8 +45,10 @@ let refreshedAt = 0;
 // Time
 
 function seek(time, isLive = false) {
+  const before = playhead.time;
   if (isLive) playhead.goLive();
   else playhead.seek(time);
+  state.wasJump ||= Math.abs(playhead.time - before) > JUMP_S;
   remember();
   showButtons();
   load();
@@ -68,7 +71,7 @@ function followLink() {
 /** Where step `step` begins, or the end of the last one. */
 async function goToStep(step) {
   const found = await get('step', { step: Math.max(0, step) });
-  if (found.start_s !== null) seek(found.start_s);
+  if (found.start_s !== null) seek(found.start_s + 1e-3); // times are rounded
   else if (found.steps) seek(playhead.end);
 }
 
@@ -171,12 +174,10 @@ function onPulse(pulse) {
   state.pulse = pulse;
   state.error = '';
   if (before !== null && pulse.revision !== before.revision) {
-    playhead.end = 0; // a resume has cut the run: it ends earlier than it did
     lanes.forget();
     state.wasJump = true;
   }
-  playhead.extend(pulse.end_s);
-  playhead.time = Math.min(playhead.time, playhead.end);
+  playhead.reach(pulse.end_s);
   const isOver = OVER.includes(pulse.life);
   if (isOver && playhead.isLive && playhead.time >= playhead.end - 3) playhead.isLive = false;
   const hasBegun = pulse.life !== 'waiting';
@@ -236,8 +237,9 @@ function frame(now) {
   const { passage } = state;
   const limit = passage && !playhead.isLive && passage.covers(playhead.time) ? passage.to : Infinity;
   const wasPlaying = playhead.isPlaying;
-  const hasMoved = playhead.tick(seconds, limit);
-  if (passage && passage.covers(playhead.time) && (hasMoved || state.wasJump || passage !== frame.shown)) {
+  playhead.tick(seconds, limit);
+  const isBehind = passage !== frame.shown || passage?.time !== playhead.time;
+  if (passage && passage.covers(playhead.time) && (isBehind || state.wasJump)) {
     const isJump = state.wasJump || playhead.time < passage.time || seconds * playhead.speed > 2;
     const hasChanged = passage.goTo(playhead.time) || isJump || passage !== frame.shown;
     state.wasJump = false;
@@ -248,7 +250,7 @@ function frame(now) {
   }
   const isMoving = stage.frame(prefersStill() ? 10 : seconds);
   scrubber.show(playhead, passage?.version ?? 0);
-  if (hasMoved || lanes.window !== frame.lanes) {
+  if (lanes.time !== playhead.time || lanes.window !== frame.lanes) {
     frame.lanes = lanes.window;
     frame.mixes = lanes.show(playhead.time);
   }
@@ -332,7 +334,7 @@ matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
 
 async function begin() {
   await loadInfo();
-  playhead.extend(state.info.end_s);
+  playhead.reach(state.info.end_s);
   addEventListener('hashchange', followLink);
   if (followLink()) {
     showButtons();

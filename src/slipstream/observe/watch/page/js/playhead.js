@@ -14,14 +14,15 @@ export class Playhead {
     this.isLive = false;
   }
 
-  /** The run is known up to `end`. */
-  extend(end) {
-    this.end = Math.max(this.end, end);
+  /** The run is known up to `end`: further than before, unless a resume has cut it. */
+  reach(end) {
+    this.end = end;
+    this.time = Math.min(this.time, Math.max(this.begin, end));
   }
 
-  /** `seconds` have passed for the viewer; returns whether time has moved. `limit`: no further than what is loaded. */
+  /** `seconds` have passed for the viewer. `limit`: no further than what is loaded. */
   tick(seconds, limit = Infinity) {
-    if (!this.isPlaying) return false;
+    if (!this.isPlaying) return;
     const before = this.time;
     if (this.isLive) {
       const behind = this.end - BEHIND_S - this.time;
@@ -32,7 +33,6 @@ export class Playhead {
       this.time = Math.max(before, Math.min(this.time + seconds * this.speed, limit, this.end));
       if (this.time >= this.end) this.isPlaying = false;
     }
-    return this.time !== before;
   }
 
   seek(time) {
