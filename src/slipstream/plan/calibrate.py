@@ -11,6 +11,8 @@ Runs that calibrate together are of one model on one machine; they may differ in
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +38,18 @@ STEP_STATES = ("forward_backward", "optimizer", "collate", "reference", "proxima
 """Of the trainer: what a training step consists of."""
 MEASURES = ("reference", "proximal", "values")
 """Of these, the passes that only read."""
+PASSES = DECODES | {"prefill", "re_prefill"}
+"""Of a generator: what runs the model for training."""
+CLOSE_NS = 1000
+"""What is closer is at the same time."""
 TURN = ("receive", "stage", "overhead")
 """Of a generator: what every turn of its loop takes besides."""
-MANY_AT_ONCE = 4
-"""Completions that finish together, from which the rewards' pace can be told."""
+SCORE_RANGE_S, SCORE_TRIALS = (1e-5, 10.0), 61
+"""Seconds of scoring a completion that are tried: ten of each power of ten."""
+MAX_SCORED = 4000
+"""Completions that are looked at for it."""
+FEWEST = 4
+"""Factors that make a distribution."""
 MAX_JITTER = 512
 """Factors of each kind that are kept."""
 JITTER_QUANTILES = (0.005, 0.995)
@@ -160,7 +170,9 @@ def _fit_decode(machines: Sequence[Machine]) -> Fit:
         steps = np.array([one.count for one in slices], dtype=np.float64)
         live = np.array([one.units for one in slices], dtype=np.float64) / np.maximum(steps, 1)
         multiple = row_multiple(machine.run.config)
-        rows = np.ceil(live / multiple) * multiple * steps + _prefilled_beside(machine.run, name, slices, multiple)
+        beside = _prefilled_beside(machine, name, multiple)
+        prefilled = np.array([beside.get(one.start_ns, 0.0) for one in slices])
+        rows = np.ceil(live / multiple) * multiple * steps + prefilled
         middles = np.array([(one.start_ns + one.end_ns) / 2e9 for one in slices])
         columns = [steps, rows, _context(machine.run, name, middles) * steps]
         return Pieces.of(machine, name, slices, columns[: len(terms)])
@@ -172,21 +184,21 @@ def _replica(process: str) -> int:
     return int(process.partition("-")[2].partition("@")[0])
 
 
-def _prefilled_beside(run: Run, process: str, slices: Sequence[Slice], multiple: int) -> np.ndarray:
-    """float64 [N]: prompt tokens that each slice has prefilled beside decoding: those of groups that start after it."""
+def _prefilled_beside(machine: Machine, process: str, multiple: int) -> dict[int, float]:
+    """Start of a slice -> prompt tokens that it has prefilled beside decoding: a group starts with the step after."""
     first: dict[int, tuple[float, int]] = {}
-    for line in run.rollouts:
+    for line in machine.run.rollouts:
         if line.replica == _replica(process) and line.started_s < first.get(line.ordinal, (np.inf, 0))[0]:
             first[line.ordinal] = line.started_s, len(line.prompt)
-    ends = np.array([one.end_ns for one in slices], dtype=np.float64)
-    tokens = np.zeros(len(slices))
+    passes = [one for one in machine.slices[process] if one.state in PASSES and one.count]
+    starts = [one.start_ns for one in passes]
+    tokens: dict[int, float] = defaultdict(float)
     for started_s, num_chars in first.values():
-        # In the slice that contains the start a step before it has prefilled; else the last one before has.
-        index = int(np.searchsorted(ends, started_s * 1e9))
-        if index < len(slices) and slices[index].start_ns > started_s * 1e9:
-            index -= 1
-        if 0 <= index < len(slices):
-            tokens[index] += -(-num_chars // multiple) * multiple
+        index = bisect.bisect_right(starts, round(started_s * 1e9) + CLOSE_NS) - 1
+        if index >= 0 and started_s * 1e9 < starts[index] + passes[index].state_ns / passes[index].count / 2:
+            index -= 1  # it starts with the first step of that slice
+        if index >= 0 and passes[index].state in DECODES:
+            tokens[starts[index]] += -(-num_chars // multiple) * multiple
     return tokens
 
 
@@ -337,14 +349,10 @@ def _latencies(machine: Machine, *, send_s: float, receive_s: float) -> dict[str
     for rollout in run.rollouts:
         together[rollout.replica, rollout.finished_s].append(rollout)
         groups[rollout.ordinal].append(rollout)
-    to_controller, to_first_score, pace = [], [], []
+    to_controller = []
     for (_, finished_s), members in together.items():
         if heard := [told[one.ordinal, one.sample] for one in members if (one.ordinal, one.sample) in told]:
             to_controller.append(max(heard) - finished_s - len(members) * send_s)
-        scores = sorted(one.scored_s for one in members)
-        to_first_score.append(scores[0] - finished_s - send_s)
-        if len(scores) >= MANY_AT_ONCE:
-            pace.append((scores[-1] - scores[0]) / (len(scores) - 1))
     from_rewards = []
     for ordinal, time_s in scored.items():
         if ordinal in groups and _is_idle(machine, trainer, last_s := max(r.scored_s for r in groups[ordinal]), time_s):
@@ -359,15 +367,40 @@ def _latencies(machine: Machine, *, send_s: float, receive_s: float) -> dict[str
         for ordinal, (time_s, replica) in admitted.items()
         if (name := f"generator-{replica}") in machine.slices and _waits(machine, name, time_s)
     ]
-    pace_s, (heard_s, _) = _usual(pace)[0], _usual(to_controller)
+    to_rewards_s, score_s = scoring(run)
     return {
-        "score": (pace_s * run.config.rewards.num_workers, float(len(pace))),
-        "to_rewards": _usual(to_first_score, less=pace_s),
-        "from_rewards": _usual(from_rewards, less=receive_s + heard_s),
+        "score": (score_s, float(len(run.rollouts))),
+        "to_rewards": (to_rewards_s, float(len(run.rollouts))),
+        "from_rewards": _usual(from_rewards, less=receive_s + _usual(to_controller)[0]),
         "to_controller": _usual(to_controller),
         "to_trainer": _usual(to_trainer),
         "to_generator": _usual(to_generator or to_controller),
     }
+
+
+def scoring(run: Run) -> tuple[float, float]:
+    """Seconds on the way to the rewards, and of one worker for one completion: such that a queue before so many workers
+    ends when the recorded scores came, in the mean over completions."""
+    lines = sorted(run.rollouts, key=lambda line: (line.finished_s, line.ordinal, line.sample))[:MAX_SCORED]
+    if not lines:
+        return 0.0, 0.0
+    finished, scored = np.array([(line.finished_s, line.scored_s) for line in lines]).T
+    best = (np.inf, 0.0, 0.0)
+    for score_s in np.geomspace(*SCORE_RANGE_S, SCORE_TRIALS):
+        late = scored - _queued(finished, float(score_s), run.config.rewards.num_workers)
+        on_the_way = max(0.0, float(np.median(late)))
+        best = min(best, (float(np.abs(late - on_the_way).mean()), on_the_way, float(score_s)))
+    return best[1], best[2]
+
+
+def _queued(arrived_s: np.ndarray, score_s: float, workers: int) -> np.ndarray:
+    """When each of those who arrive in this order is done, by the first worker that is free."""
+    free = [-np.inf] * workers
+    done = np.empty(len(arrived_s))
+    for index, at in enumerate(arrived_s.tolist()):
+        done[index] = end = max(at, heapq.heappop(free)) + score_s
+        heapq.heappush(free, end)
+    return done
 
 
 def _usual(seconds: Sequence[float], *, less: float = 0.0) -> Told:
@@ -391,9 +424,7 @@ def _waits(machine: Machine, name: str, time_s: float) -> bool:
 def _next_work(machine: Machine, name: str, time_s: float) -> float:
     """When `name` began to prefill or decode after that moment, in which it waited."""
     begins = (
-        one.start_ns * 1e-9
-        for one in machine.slices[name]
-        if one.start_ns >= time_s * 1e9 and one.state in (*DECODES, "prefill", "re_prefill")
+        one.start_ns * 1e-9 for one in machine.slices[name] if one.start_ns >= time_s * 1e9 and one.state in PASSES
     )
     return next(begins, time_s)
 
@@ -403,7 +434,7 @@ def _next_work(machine: Machine, name: str, time_s: float) -> float:
 
 def _jitter(factors: Sequence[float]) -> tuple[float, ...]:
     """Some of `factors`, in their order, of mean 1."""
-    if len(factors) < MANY_AT_ONCE:
+    if len(factors) < FEWEST:
         return ()
     low, high = np.quantile(factors, JITTER_QUANTILES)
     kept = np.clip(np.asarray(factors), max(low, LEAST_JITTER), high)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.controller.placement import place
 from slipstream.observe.states import kind, side_of
 from slipstream.observe.timeline import ProcessStart, Slice
 from slipstream.plan.event_loop import BACKGROUND_SHARE
@@ -38,6 +37,8 @@ PRIORS = {"beside": Prior(0.65, 0.4), "threads": Prior(1.0, 0.3), "fixed": Prior
 piece's time that does not depend on its tokens."""
 ROUNDS = 3
 """Of least squares, each weighed by what the one before expects."""
+COMPUTING = frozenset({"trainer", "generator", "reward_models", "reference"})
+"""Sides that run models. What the others do is part of what these take: it is there in every run."""
 INDEPENDENT = 200
 """Pieces at most that count as so many observations: neighbours in time have the same troubles."""
 
@@ -61,14 +62,13 @@ class Machine:
 
     def __init__(self, run: Run, cores: int) -> None:
         self.run, self.cores = run, cores
-        placed = place(run.config, cores)
         start_s, end_s = run.loop_s
         self._window = round(start_s * 1e9), round(end_s * 1e9)
         self.slices = {
             name: [one for one in records if isinstance(one, Slice) and self._has(one)]
             for name, records in run.timelines.items()
         }
-        self.threads = {name: placed[side_of(name)].together for name in run.timelines if side_of(name) in placed}
+        self.threads = {name: started(run, name).threads for name in run.timelines if side_of(name) in COMPUTING}
         self.busy = {name: _work_curve(self.slices[name]) for name in self.threads}
 
     def _has(self, one: Slice) -> bool:
@@ -133,8 +133,12 @@ class Machine:
 
 def cores_of(run: Run) -> int:
     """Of the trainer's machine: alone, it takes all of them (`controller/placement.py`)."""
-    starts = [record for record in run.timelines["trainer"] if isinstance(record, ProcessStart)]
-    return starts[-1].threads * run.config.trainer.ranks
+    return started(run, "trainer").threads_alone * run.config.trainer.ranks
+
+
+def started(run: Run, process: str) -> ProcessStart:
+    """How `process` was started, the last time."""
+    return [record for record in run.timelines[process] if isinstance(record, ProcessStart)][-1]
 
 
 def seconds_in(one: Slice, states: Sequence[str]) -> float:
@@ -238,14 +242,15 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
     assert best is not None
     _, beside, speeds, costs = best
     work = table.work(cores, beside, speeds)
-    ratio = work / np.maximum(table.counts @ costs, 1e-12)
+    expected = np.maximum(table.counts @ costs, 1e-12)
+    ratio = work / expected
     residuals = 1 + (ratio - 1) * np.sqrt(table.counts[:, 0])  # those of many pieces on end average out
     return Fit(
         terms=dict(zip(terms, costs.tolist(), strict=True)),
         speeds=speeds,
         beside=beside,
         num_pieces=len(work),
-        error=float(np.sqrt(np.average((ratio - 1) ** 2, weights=work))),
+        error=float(np.sqrt(np.average((ratio - 1) ** 2, weights=expected))),
         residuals=tuple(residuals.tolist()),
     )
 
@@ -275,24 +280,25 @@ def _solve(counts: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, float]:
     """
     share, error = PRIORS["fixed"]
     typical = float(work.mean())
-    believed = np.zeros(counts.shape[1])
-    believed[0] = float(counts[:, 0].mean()) / (error * np.sqrt(typical))
+    believed = float(counts[:, 0].mean()) / (error * np.sqrt(typical))
     costs, expected = np.zeros(counts.shape[1]), typical * counts[:, 0] / float(counts[:, 0].mean())
     for _ in range(ROUNDS):
-        weight = 1 / np.sqrt(np.maximum(expected, 0.01 * typical))
-        design = np.vstack([counts * weight[:, None], believed])
-        costs = _not_negative(design, np.append(work * weight, share * np.sqrt(typical) / error))
+        scaled = counts / np.maximum(expected, 0.01 * typical)[:, None]
+        matrix, target = counts.T @ scaled, scaled.T @ work
+        matrix[0, 0] += believed**2
+        target[0] += believed * share * np.sqrt(typical) / error
+        costs = _not_negative(matrix, target)
         expected = counts @ costs
     noise = float(np.mean((expected - work) ** 2 / np.maximum(expected, 0.01 * typical))) / typical
     return costs, min(len(work), INDEPENDENT) * float(np.log(noise + 1e-6))
 
 
-def _not_negative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Least squares with no cost below zero: those that would be are left out."""
-    used = list(range(design.shape[1]))
-    costs = np.zeros(design.shape[1])
+def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The solution of normal equations with no cost below zero: those that would be are left out."""
+    used = list(range(len(target)))
+    costs = np.zeros(len(target))
     while used:
-        found = np.linalg.lstsq(design[:, used], target, rcond=None)[0]
+        found = np.linalg.lstsq(matrix[np.ix_(used, used)], target[used], rcond=None)[0]
         if found.min() >= 0:
             costs[used] = found
             break

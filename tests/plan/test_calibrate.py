@@ -1,0 +1,323 @@
+"""Calibration from a run's files, held against the costs that the run was really made with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from recorded_simulation import WrittenRun
+
+from slipstream.controller.policies import schedule_for
+from slipstream.controller.replay import replay
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.plan import fits
+from slipstream.plan.calibrate import calibrate, scoring
+from slipstream.plan.fits import Pieces, fit
+from slipstream.plan.recorded import RecordedWorkload, groups_of, measured, read_run
+from slipstream.plan.simulated_run import Batch, Costs, GroupWork
+from slipstream.plan.simulator import simulate
+from slipstream.plan.what_if import predict, setup_of, what_if
+
+STEP_S, ROW_S = 0.004, 0.0002
+MICROBATCH_S, TOKEN_S = 0.03, 0.0004
+COLLATE_S, OPTIMIZER_S = 0.001, 0.01
+BESIDE = {"train": 0.7, "decode": 0.8}
+CORES = 2
+
+
+def true_costs() -> Costs:
+    def train(batch: Batch) -> dict[str, float]:
+        rows = batch.prompt_tokens + batch.completion_tokens - batch.completions
+        return {
+            "forward_backward": 2 * MICROBATCH_S + rows * TOKEN_S,
+            "optimizer": 2 * OPTIMIZER_S,
+            "collate": batch.completions * COLLATE_S,
+        }
+
+    return Costs(
+        decode=lambda _, rows, __: STEP_S + ROW_S * rows,
+        prefill=lambda _, tokens, is_alone: ROW_S * tokens + STEP_S * is_alone,
+        train=train,
+        send_s=0.0003,
+        publish_s=0.02,
+        receive_s=0.0004,
+        record_s=0.0001,
+        score_s=0.002,
+        to_controller_s=0.003,
+        to_generator_s=0.004,
+        to_trainer_s=0.005,
+        to_rewards_s=0.006,
+    )
+
+
+class Words:
+    """Groups whose lengths grow with the step; one in six is without signal."""
+
+    def group(self, ordinal, step):
+        rng = np.random.default_rng(ordinal)
+        lengths = rng.integers(4, 12 + step // 2, self.samples)
+        return GroupWork(int(rng.integers(4, 9)), tuple(lengths.tolist()), ordinal % 6 != 1)
+
+    def held_out(self, version):
+        return ()
+
+    def __init__(self, samples: int = 4) -> None:
+        self.samples = samples
+
+
+def config(**changes) -> RunConfig:
+    """Never run: a run's dials, as far as they are simulated."""
+    dials = {
+        "steps": 40,
+        "groups_per_step": 12,
+        "completions_per_group": 4,
+        "max_staleness": 1,
+        "eval": {"num_prompts": 1},
+        "generator": {"num_slots": 24},
+        "trainer": {"minibatches": 2, "checkpoint_every": 0},
+        "warm_start": {"steps": 0},
+    }
+    return resolve(resolve("quickstart", dials).model_dump(), changes)
+
+
+def truth(of: RunConfig):
+    """What the true costs make of a configuration."""
+
+    class True_:
+        cores, train, decode = CORES, fits.Fit({}, {1: 1.0}, BESIDE["train"], 0, 0.0, ()), None
+
+    True_.decode = replace(True_.train, beside=BESIDE["decode"])
+    return replace(setup_of(of, True_), evaluates_first=0, workers=0)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "recorded"
+    found = WrittenRun(config(), truth(config()), Words(), true_costs(), folder, (MICROBATCH_S, TOKEN_S)).write()
+    return folder, found
+
+
+@pytest.fixture(scope="module")
+def told(recorded):
+    return calibrate([read_run(recorded[0])])
+
+
+def test_what_was_measured_is_what_happened(recorded):
+    folder, found = recorded
+    outcome = measured(read_run(folder))
+    assert outcome.steps == 40
+    assert outcome.step_s == pytest.approx(found.timed[-1].done_s / 40, rel=0.01)  # less the last word on its way
+    assert outcome.staleness == dict(sorted(found.lags.items()))
+    assert outcome.staleness_mean == pytest.approx(found.staleness_mean)
+    assert outcome.idle["trainer"] == pytest.approx(found.trainer_idle_frac, abs=0.01)
+    assert outcome.idle["generator"] == pytest.approx(found.generator_idle_frac, abs=0.01)
+    assert outcome.generated_tokens_per_s == pytest.approx(found.generated_tokens_per_s, rel=0.03)
+
+
+def test_the_true_costs_are_found(told):
+    assert told.cores == CORES
+    assert told.train.beside == pytest.approx(BESIDE["train"], abs=0.03)
+    assert told.decode.beside == pytest.approx(BESIDE["decode"], abs=0.03)
+    assert told.train.terms == pytest.approx({"microbatches": MICROBATCH_S, "tokens": TOKEN_S}, rel=0.05)
+    assert told.decode.seconds(1, steps=1, rows=24) == pytest.approx(STEP_S + 24 * ROW_S, rel=0.03)
+    assert told.decode.seconds(1, steps=1, rows=8) == pytest.approx(STEP_S + 8 * ROW_S, rel=0.1)
+    true = true_costs()
+    for name in ("send", "record", "publish"):
+        assert told.seconds[name] == pytest.approx(vars(true)[f"{name}_s"], rel=0.05), name
+    assert told.seconds["optimizer"] == pytest.approx(OPTIMIZER_S, rel=0.05)
+    assert told.seconds["collate"] == pytest.approx(COLLATE_S, rel=0.05)
+    assert told.seconds["receive"] == pytest.approx(true.receive_s, rel=0.1)
+    assert told.seconds["to_controller"] == pytest.approx(true.to_controller_s, rel=0.05)
+    assert told.seconds["to_trainer"] == pytest.approx(true.to_trainer_s, rel=0.1)
+    assert told.seconds["to_rewards"] == pytest.approx(true.to_rewards_s + true.score_s, rel=0.1)
+
+
+CHANGES = {
+    "k = 3": {"max_staleness": 3},
+    "in turns": {"max_staleness": 0, "weight_update": "between_batches"},
+    "two replicas": {"generator": {"replicas": 2}},
+    "a small batch": {"groups_per_step": 6},
+    "more samples": {"completions_per_group": 8},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_run_is_predicted_from_the_files_of_one(told, name):
+    """The truth is a simulation with the true costs, and with lengths of its own."""
+    changed = config(**CHANGES[name])
+    samples = changed.completions_per_group
+    costs = true_costs()
+    if changed.max_staleness == 0:  # with both cores to itself, a process of two threads is as fast as two beside
+        costs = with_two_threads(costs)
+    real = simulate(schedule_for(changed), truth(changed), Words(samples), costs, seed=1)
+    predicted = predict(told, changed, seeds=1)
+    assert predicted.step_s == pytest.approx(real.step_s, rel=0.06)
+    assert predicted.idle["trainer"] == pytest.approx(real.trainer_idle_frac, abs=0.04)
+    assert predicted.idle["generator"] == pytest.approx(real.generator_idle_frac, abs=0.04)
+    assert predicted.staleness_mean == pytest.approx(real.staleness_mean, rel=0.08, abs=0.01)
+
+
+def with_two_threads(costs: Costs) -> Costs:
+    """What two threads make of forward-backward and decoding where `BESIDE` is all that slows them."""
+
+    def train(batch: Batch) -> dict[str, float]:
+        states = dict(costs.train(batch))
+        return states | {"forward_backward": states["forward_backward"] / (2 * BESIDE["train"])}
+
+    return replace(
+        costs,
+        decode=lambda *what: costs.decode(*what) / (2 * BESIDE["decode"]),
+        prefill=lambda *what: costs.prefill(*what) / (2 * BESIDE["decode"]),
+        train=train,
+    )
+
+
+def test_what_if_tells_three_outcomes(recorded, tmp_path):
+    folder, found = recorded
+    result = what_if(folder, {"max_staleness": 3, "generator.replicas": 2}, seeds=1, events=tmp_path / "events.jsonl")
+    assert result.overrides == {"max_staleness": 3, "generator": {"replicas": 2}}
+    assert result.as_it_was.step_s == pytest.approx(found.step_s, rel=0.04)
+    assert result.as_it_was.staleness_mean == pytest.approx(found.staleness_mean, rel=0.05)
+    assert result.changed.staleness_max > result.as_it_was.staleness_max
+    assert result.to_dict()["changed"]["step_s"] == result.changed.step_s
+    replayed = replay(tmp_path / "events.jsonl")
+    assert replayed.is_sound
+    assert replayed.num_steps == 40
+    same = what_if(folder, seeds=1)
+    assert not same.is_changed
+    assert same.changed == same.as_it_was == result.as_it_was, "the same seeds, the same completions"
+
+
+def test_a_slower_reward_is_a_dial(recorded):
+    """Each of 48 completions a step takes its one worker 50 ms."""
+    result = what_if(recorded[0], reward_s=0.05, seeds=1)
+    assert result.changed.step_s == pytest.approx(48 * 6 / 5 * 0.05, rel=0.1), "one in six is scored for nothing"
+    assert result.changed.idle["trainer"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        ({"model.num_layers": 4}, "model.num_layers"),
+        ({"generator": {"max_new_tokens": 5}}, "generator.max_new_tokens"),
+        ({"reorder_window": 1000}, "reorder_window"),
+        ({"max_stalness": 1}, "max_stalness"),
+    ],
+)
+def test_what_no_file_tells_is_refused(recorded, overrides, what):
+    with pytest.raises(ConfigError, match=what):
+        what_if(recorded[0], overrides, seeds=1)
+
+
+def test_what_is_no_run_is_refused(tmp_path, recorded):
+    with pytest.raises(ConfigError, match=r"no config\.toml"):
+        what_if(tmp_path)
+    with pytest.raises(ConfigError, match="no such preset"):
+        what_if(recorded[0], preset="fast")
+    with pytest.raises(ConfigError, match="seeds"):
+        what_if(recorded[0], seeds=0)
+
+
+@pytest.mark.parametrize(("workers", "score_s"), [(1, 0.004), (4, 0.02), (2, 0.0005)])
+def test_scoring_is_told_from_the_way_to_it(recorded, workers, score_s):
+    """Batches of finished completions, a queue before the workers, and 5 ms on the way, with some noise."""
+    rng = np.random.default_rng(0)
+    run = read_run(recorded[0])
+    free, lines, at = [0.0] * workers, [], 0.0
+    for number in range(600):
+        at += 0.05 * (number % 8 == 0)
+        begin = max(at + 0.005, min(free))
+        free[free.index(min(free))] = begin + score_s
+        scored_s = begin + score_s + rng.exponential(1e-4)
+        lines.append(msgspec.structs.replace(run.rollouts[0], ordinal=number, finished_s=at, scored_s=scored_s))
+    changed = run.config.model_copy(update={"rewards": run.config.rewards.model_copy(update={"num_workers": workers})})
+    on_the_way, found = scoring(replace(run, config=changed, rollouts=lines))
+    assert found == pytest.approx(score_s, rel=0.15)
+    assert on_the_way == pytest.approx(0.005, abs=0.0015)
+
+
+# Lengths
+
+
+def test_the_same_dials_ask_for_the_same_groups(recorded):
+    run = read_run(recorded[0])
+    work = RecordedWorkload([run], groups_per_step=12, samples=4, num_held_out=0)
+    for ordinal in (0, 1, 50, 200):
+        true = Words().group(ordinal, 0)
+        told = work.group(ordinal, 99)
+        assert len(told.lengths) == 4
+        assert told.has_signal == true.has_signal
+        assert told.prompt_tokens == true.prompt_tokens
+
+
+def test_other_dials_draw_groups_of_the_same_time(recorded):
+    """Lengths grow with the step; with twice the samples a group has its own, and they are of that time."""
+    work = RecordedWorkload([read_run(recorded[0])], groups_per_step=6, samples=8, num_held_out=300)
+    early, late = ([work.group(o, step).lengths for o in range(150)] for step in (2, 37))
+    assert all(len(lengths) == 8 for lengths in early)
+    recorded = {group.ordinal: group for group in groups_of(read_run(recorded[0]))}
+    for found, steps in ((early, range(5)), (late, range(35, 40))):
+        of_then = [n for group in recorded.values() if group.step in steps for n in group.lengths]
+        assert np.mean(found) == pytest.approx(np.mean(of_then), rel=0.05)
+    assert np.mean(late) > 1.5 * np.mean(early)
+    assert work.group(3, 5) == work.group(3, 5)
+    held_out = [group.lengths[0] for group in work.held_out(37)]
+    assert len(held_out) == 300
+    assert np.mean(held_out) == pytest.approx(np.mean(late), rel=0.1)
+
+
+# Fits
+
+
+class FakeMachine:
+    """Spans of time with given rates."""
+
+    cores = 2
+
+    def __init__(self, overlap: np.ndarray, threads: int) -> None:
+        self.overlap, self.threads = overlap, {"x": threads}
+
+    def rates(self, process, start_ns, end_ns):
+        if self.threads["x"] == 2:
+            return np.stack([0 * self.overlap, 1 - self.overlap + self.overlap * 2 / 3], axis=1)
+        return np.stack([1 - self.overlap, self.overlap], axis=1)
+
+
+def pieces(seed: int, beside: float, threads: int, speed: float, noise: float, overlap=None) -> Pieces:
+    rng = np.random.default_rng(seed)
+    count = 400
+    overlap = rng.random(count) if overlap is None else np.full(count, overlap)
+    counts = np.stack([np.ones(count), rng.integers(1, 9, count) * 8.0], axis=1)
+    machine = FakeMachine(overlap, threads)
+    work = counts @ np.array([0.004, 0.0003]) / speed * rng.gamma(1 / noise**2, noise**2, count)
+    rate = machine.rates("x", None, None) @ np.array([1.0, beside])
+    own = 1.0 if threads == 1 else beside
+    return Pieces(machine, "x", np.zeros(count), np.ones(count), work / (rate / own), counts)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.5])
+def test_a_fit_finds_costs_and_interference_in_noise(noise):
+    found = fit(("steps", "rows"), [pieces(seed, 0.6, 1, 1.0, noise) for seed in range(4)])
+    assert found.beside == pytest.approx(0.6, abs=0.02 + 0.1 * noise)
+    expected = 0.004 + 0.0003 * 36
+    assert found.seconds(1, steps=1, rows=36) == pytest.approx(expected, rel=0.02 + 0.06 * noise), "no bias by noise"
+    assert found.error == pytest.approx(noise, rel=0.15)
+
+
+def test_a_fit_over_runs_finds_the_speed_of_threads():
+    found = fit(("steps", "rows"), [pieces(0, 0.6, 1, 1.0, 0.1), pieces(1, 0.6, 2, 1.3, 0.1, overlap=0.0)])
+    assert found.speed(2) / found.speed(1) == pytest.approx(1.3, rel=0.05)
+    assert found.beside == pytest.approx(0.6, abs=0.03)
+
+
+def test_what_the_pieces_do_not_tell_is_as_usual():
+    """Always overlapped: r is what it is on such machines, and the costs follow from it."""
+    found = fit(("steps", "rows"), [pieces(0, 0.6, 1, 1.0, 0.05, overlap=1.0)])
+    assert found.beside == pytest.approx(fits.PRIORS["beside"].value, abs=0.1)
+    overlapped = found.seconds(1, steps=1, rows=36) / found.beside
+    assert overlapped == pytest.approx((0.004 + 0.0003 * 36) / 0.6, rel=0.03)
+    assert found.speed(2) == pytest.approx(2 * found.beside), "unseen: as two processes"
