@@ -238,3 +238,22 @@ def test_where_the_paper_s_assumptions_hold_the_optimum_is_the_theory_s(train_s,
     assert layouts["trainer"].devices / 4000 == pytest.approx(best.theta, abs=0.04)
     assert found.plan.generator.tensor_parallel == best.generator.degree
     assert found.plan.trainer.tensor_parallel == best.trainer.degree
+
+
+@pytest.mark.parametrize(("bound", "slots"), [(1, 8), (3, 8), (4, 16), (100, 16)])
+def test_slots_that_the_bound_leaves_empty_are_not_counted_on(bound, slots):
+    """Four replicas, eight rollouts a step: (k + 1) 8 / 4 completions each, in whole multiples of eight."""
+
+    class Greedy(TableCosts):
+        def drawn(self, *key):
+            return 16.0 / key[1].slots if key[0] == "generate" else 1.0
+
+        def train_memory(self, layout, *, served="bfloat16"):
+            return Parts({"all": 1.0 if layout.devices == 2 else 100.0})
+
+        def generator_memory(self, layout, *, shadow=True):
+            return Parts({"all": 1.0 if layout.replicas == 4 else 100.0})
+
+    space = replace(SPACE, devices=(2, 4), generator_parallel=(1,), synchronous_devices=())
+    found = next(iter(Search(Greedy(seed=0, num_devices=6), space).asynchronous(bound).values()))
+    assert found.plan.generator.slots == slots

@@ -68,8 +68,8 @@ def _configurations(answer: Answer) -> Table:
     scorers = [name for name in executors(plan.best.plan) if name not in _SIDES]
     table = _table()
     for name in ("", "trainer", "generators", *map(_title, scorers)):
-        table.add_column(name)
-    for name in ("step s", "tokens/s", "idle %", "stale", "GB"):
+        table.add_column(name, no_wrap=True)
+    for name in ("step s", "tok/s", "idle %", "stale", "GB"):
         table.add_column(name, justify="right", no_wrap=True)
     if answer.usd(1.0) is not None:
         table.add_column(f"$/{STEPS_OF_COST}", justify="right", no_wrap=True)
@@ -97,12 +97,11 @@ def _configurations(answer: Answer) -> Table:
 
 
 def _legend(answer: Answer) -> str:
-    memory = "GB in all of each side" if answer.cluster is None else f"GB per {answer.unit}"
+    memory = "GB in all" if answer.cluster is None else f"GB per {answer.unit}"
     return (
-        f"trainer: {answer.unit}s, m sharing each layer, b rollouts in a microbatch, r: activations recomputed; "
-        f"generators: {answer.unit}s, replicas x m {answer.unit}s each, b completions at once; idle and {memory}: in "
-        "the order of the executors; stale: mean/largest, in steps; sync: taking turns on the same "
-        f"{answer.unit}s, the memory while it trains/generates"
+        f"{answer.unit}s of each executor: m of them share a layer; b rollouts in a microbatch, completions decoded at "
+        f"once; r: recomputes activations. tok/s: trained; idle and {memory}, by executor; stale: mean/largest, in "
+        f"steps; sync: in turns on the same {answer.unit}s, GB while it trains/generates."
     )
 
 
@@ -110,7 +109,7 @@ _SIDES = ("trainer", "generator")
 
 
 def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0))
+    return Table(box=None, padding=(0, 1, 0, 0))
 
 
 def _numbers(step_s: float, tokens_per_s: float, idle: Mapping[str, float]) -> list[str]:
@@ -120,7 +119,11 @@ def _numbers(step_s: float, tokens_per_s: float, idle: Mapping[str, float]) -> l
 def _costs(answer: Answer, found: Found, step_s: float) -> list[str]:
     usd = answer.usd(step_s)
     held = "/".join(gigabytes(parts.total, 2) for parts in found.memory.values())
-    return [held, *([f"{usd:,.0f}"] if usd is not None else [])]
+    return [held, *([_dollars(usd)] if usd is not None else [])]
+
+
+def _dollars(usd: float) -> str:
+    return f"{usd / 1000:,.0f}k" if usd >= 100_000 else f"{usd:,.0f}"
 
 
 def _layout(layout: TrainerLayout | GeneratorLayout | ScorerLayout) -> str:
@@ -128,7 +131,7 @@ def _layout(layout: TrainerLayout | GeneratorLayout | ScorerLayout) -> str:
         case TrainerLayout():
             return f"{layout.devices}: m{layout.tensor_parallel} b{layout.microbatch:g}" + " r" * layout.recompute
         case GeneratorLayout():
-            instances = f"{layout.replicas} x m{layout.tensor_parallel}"
+            instances = f"{layout.replicas}xm{layout.tensor_parallel}"
             return f"{layout.devices}: {instances} b{layout.slots} {_SHORT.get(layout.precision, layout.precision)}"
         case ScorerLayout():
             return f"{layout.devices}: x m1"
@@ -157,7 +160,7 @@ def _gigabytes(held: Parts, cause: str) -> str:
 
 def _bounds(answer: Answer) -> Table:
     table = _table()
-    for name in ("k", "step s", "tokens/s", "idle %", "stale"):
+    for name in ("k", "step s", "tok/s", "idle %", "stale"):
         table.add_column(name, justify="right")
     for row in answer.plan.by_staleness:
         rehearsed = row.rehearsed
