@@ -41,6 +41,14 @@ class Rehearsed:
 
 def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int) -> Rehearsed:
     """The steps of `plan` in the middle of a run."""
+    setup, costs = simulated_plan(model, plan)
+    found = run_schedule(setup, costs, model.workload, max_staleness)
+    others = {name: side.total for name, side in model.asynchronous(plan).sides.items() if name in SCORERS}
+    return rehearsed(found, max_staleness, others)
+
+
+def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[Setup, Costs]:
+    """The layout of `plan`, and what the cost model says that everything takes, in the simulator's words."""
     sync = model.weight_sync(plan.trainer, plan.generator)
     scoring_s, workers, behind_s = _scoring(model, plan)
     costs = Costs(
@@ -53,10 +61,7 @@ def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int) -> Re
         score_s=scoring_s,
         from_rewards_s=behind_s,
     )
-    setup = Setup(replicas=plan.generator.replicas, slots=plan.generator.slots, workers=workers)
-    found = run_schedule(setup, costs, model.workload, max_staleness)
-    others = {name: side.total for name, side in model.asynchronous(plan).sides.items() if name in SCORERS}
-    return rehearsed(found, max_staleness, others)
+    return Setup(replicas=plan.generator.replicas, slots=plan.generator.slots, workers=workers), costs
 
 
 def run_schedule(

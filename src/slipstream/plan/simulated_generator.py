@@ -313,12 +313,16 @@ class Replica:
         planned: Stretch | None = None
         while self.has_news and planned is None:
             self.has_news = False
-            self.engine.waiting.extend(self.inbox)
-            self.inbox.clear()
+            if self.inbox:
+                self.engine.waiting.extend(self.inbox)
+                self.inbox.clear()
             ahead: dict[str, float] = {}
-            self._poll_weights()
-            self._swap(ahead)
-            self._evaluate(ahead)
+            if self.staged is not None or self.offered is not None:
+                self._poll_weights()
+            if self.pending is not None or self.is_draining:
+                self._swap(ahead)
+            if self.evaluations:
+                self._evaluate(ahead)
             planned = self.engine.plan()
             if planned is not None:
                 ahead |= planned.ahead

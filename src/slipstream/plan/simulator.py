@@ -34,7 +34,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.controller.machine import Event, SchedulingPolicy
+from slipstream.controller.machine import Command, Event, SchedulingPolicy
 from slipstream.core.errors import ScheduleError
 from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGroup, StepDone, Swapped, TrainStep
 from slipstream.observe.recorder import EventRecorder
@@ -408,19 +408,23 @@ class Simulation:
             self._free_s = max(self._free_s, self.loop.time_s) + self.costs.decide_s
             if isinstance(event, StepDone):
                 self._after_step(event.version)
-            admitted: dict[int, list[tuple[int, GroupWork]]] = {}
-            for command in commands:
-                match command:
-                    case StartGroup():
-                        admitted.setdefault(command.replica, []).append(self._start(command))
-                    case TrainStep():
-                        self._send(self.costs.to_trainer_s, partial(self.trainer.obey, command))
-                    case Skip():
-                        self._skip(command)
-            for replica, groups in admitted.items():  # what is ready together travels together
-                self._send(self.costs.to_generator_s, partial(self.replicas[replica].admit, groups))
+            if commands:
+                self._carry_out(commands)
             self._tell_reason()
         self._is_deciding = False
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        admitted: dict[int, list[tuple[int, GroupWork]]] = {}
+        for command in commands:
+            match command:
+                case StartGroup():
+                    admitted.setdefault(command.replica, []).append(self._start(command))
+                case TrainStep():
+                    self._send(self.costs.to_trainer_s, partial(self.trainer.obey, command))
+                case Skip():
+                    self._skip(command)
+        for replica, groups in admitted.items():  # what is ready together travels together
+            self._send(self.costs.to_generator_s, partial(self.replicas[replica].admit, groups))
 
     def _tell_reason(self) -> None:
         reason = self.policy.waits_for()

@@ -78,10 +78,10 @@ def what_if(
         raise ConfigError("events are written to a new file", got=events)
     paths = [Path(run)] if isinstance(run, str | Path) else [Path(one) for one in run]
     runs = [read_run(path) for path in paths]
-    calibration = calibrate(runs)
     config = as_simulated(runs[0])
     tables = merge(PRESETS[preset] if preset is not None else {}, _nested(overrides or {}))
     changed = changed_config(config, tables)
+    calibration = calibrate(runs)
     return WhatIf(
         run=paths[0],
         overrides=tables,
