@@ -88,7 +88,7 @@ def test_a_finished_run_is_there_and_its_dots_lie_where_its_groups_are(visit: Vi
     settled(page, "document.querySelector('.dot')")
     assert page.title() == "made – Slipstream"
     assert text(page, "#life") == "done"
-    assert text(page, "#verdict") == VERDICT
+    assert text(page, "#verdict") == f"The whole run: {VERDICT}"
     assert "chain sum" not in text(page, "#facts")
     assert "4 prompts × 4 completions" in text(page, "#facts")
     assert text(page, "#headline div:nth-child(1) .note") == "of 20"

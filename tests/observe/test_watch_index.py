@@ -596,7 +596,7 @@ def test_while_a_run_goes_on_the_verdict_is_accountings(made: Loop, folder: Path
     first = verdict.sentence
     assert first
     verdict.sentence = "marked"
-    verdict.update(index, now_s=110.0)
+    verdict.update(index, now_s=102.0)
     assert verdict.sentence == "marked", "not more than now and then"
     verdict.update(index, now_s=1000.0)
     assert verdict.sentence == first

@@ -17,7 +17,7 @@ from slipstream.observe.watch.tail import lines_from
 FIRST_SPACING = 512  # lines between two marks, as long as there are few
 MAX_MARKS = 512
 MAX_MARK_BYTES = 32_000_000
-MAX_REPLAYED_BYTES = 16_000_000
+MAX_REPLAYED_BYTES = 8_000_000
 """Of `events.jsonl`, for one answer."""
 
 

@@ -44,7 +44,8 @@ REQUEST_DEADLINE_S = 10.0  # for a request to arrive, an answer to be taken, and
 POLL_EVERY_S = 1.0
 SHUT_DOWN_S = 0.2
 HEARTBEAT_S = 5.0  # a live client is told something at least so often, which is how one that left is noticed
-BREATH_S = 0.002  # between two pieces, so that answers get their turn
+TURN_S = 0.03  # of reading, while answers wait ...
+BREATH_S = 0.002  # ... and between two of them
 NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 
 HEADERS = {
@@ -139,7 +140,9 @@ class Watch:
         told_s = 0.0
         while not self._stop.is_set():
             with self.lock:
-                has_news = self.index.advance()
+                turn_s = time.monotonic() + TURN_S
+                while (has_news := self.index.advance()) and time.monotonic() < turn_s:
+                    pass
             now_s = time.monotonic()
             if not has_news or now_s - told_s >= POLL_EVERY_S:
                 told_s = now_s

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-PIECE_BYTES = 1 << 18
+PIECE_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 26
 _ANCHOR_BYTES = 64
 

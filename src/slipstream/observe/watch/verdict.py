@@ -15,6 +15,7 @@ from slipstream.observe.timeline import process_files
 from slipstream.observe.watch.index import RunIndex
 
 MIN_INTERVAL_S = 20.0
+EARLY_INTERVAL_S = 5.0  # up to step 10: then the sentence changes most
 MAX_SHARE = 0.02
 """Of one core, for accounting while a run goes on."""
 MAX_BYTES = 40_000_000
@@ -42,7 +43,8 @@ class Verdict:
                 self.sentence = read_accounting(self.run_dir).balance.verdict or None
             except (SlipstreamError, OSError):  # files that are being replaced, or are damaged
                 self.sentence = before
-            self._due_s = now_s + max(MIN_INTERVAL_S, (time.thread_time() - started_s) / MAX_SHARE)
+            least_s = MIN_INTERVAL_S if index.events.loop.version > 10 else EARLY_INTERVAL_S
+            self._due_s = now_s + max(least_s, (time.thread_time() - started_s) / MAX_SHARE)
             self._is_final = is_over
         return self.sentence != before
 

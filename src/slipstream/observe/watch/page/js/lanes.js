@@ -7,6 +7,7 @@ export const ZOOMS = [5, 20, 60, 300];
 const PAST = 0.72; // of a lane lies before the slider's time
 const RECENT_S = 10;
 const WAITS = 0.3; // of the last second: a side that waits so much is told of
+export const COMPUTING = new Set(['generator', 'trainer']); // sides whose waiting is missed work
 const AWAITED = {
   wait_generation: 'generator',
   wait_straggler: 'generator',
@@ -134,7 +135,7 @@ export class Lanes {
     const found = new Map();
     for (const [name, bars] of Object.entries(this.lanes)) {
       const side = sideOf.get(name);
-      if (side !== 'generator' && side !== 'trainer') continue;
+      if (!COMPUTING.has(side)) continue;
       const seconds = secondsBy(bars, time - 1, time);
       const total = [...seconds.values()].reduce((sum, one) => sum + one, 0);
       for (const [state, spent] of seconds) {

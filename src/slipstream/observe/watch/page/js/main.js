@@ -6,7 +6,7 @@ import { Curves } from './curves.js';
 import { byId, el, prefersStill, say } from './dom.js';
 import { clock, number, percent } from './format.js';
 import { listen } from './keys.js';
-import { drawMix, Lanes } from './lanes.js';
+import { COMPUTING, drawMix, Lanes } from './lanes.js';
 import { Passage } from './loop_state.js';
 import { Playhead, SPEEDS } from './playhead.js';
 import { Rollouts } from './rollouts.js';
@@ -196,9 +196,10 @@ function onPulse(pulse) {
 }
 
 /** Who starves, once there are steps to tell it by. */
-function showVerdict({ verdict, version }) {
+function showVerdict({ verdict, version, life }) {
   byId('verdict').hidden = !verdict || version < 2;
-  if (verdict) say(byId('verdict'), verdict);
+  say(byId('verdict').firstElementChild, OVER.includes(life) ? 'The whole run: ' : 'So far: ');
+  say(byId('verdict').lastElementChild, verdict ?? '');
 }
 
 function showLife() {
@@ -278,7 +279,8 @@ function showSlowly(passage) {
     if (!box) continue;
     const word = box.querySelector('.state');
     say(word, lanes.words(now));
-    word.classList.toggle('is-wait', lanes.states[now]?.kind === 'wait');
+    // Rewards have nothing to do most of the time, and nobody waits for that: only who computes is missed.
+    word.classList.toggle('is-wait', lanes.states[now]?.kind === 'wait' && COMPUTING.has(sideOf.get(name)));
     drawMix(box.querySelector('.mix'), seconds, (one) => lanes.colour(one));
   }
 }
