@@ -181,6 +181,13 @@ def test_names_are_escaped_and_as_short_as_they_can_be(make: Make, tmp_path: Pat
     places = [Path("/r/a/one"), Path("/r/b/one"), Path("/r/b/two")]
     assert list(short_names(places).values()) == ["a/one", "b/one", "b/two"]
     assert list(short_names(places[1:]).values()) == ["one", "two"]
+    long = "quickstart-with-a-very-long-name"
+    assert list(short_names([Path(f"/r/{long}-1"), Path(f"/r/{long}-2")]).values()) == [
+        "quickstart…long-name-1",
+        "quickstart…long-name-2",
+    ]
+    middles = [Path(f"/r/{long}{middle}{long}") for middle in "12"]
+    assert list(short_names(middles).values()) == [f"{long}1{long}", f"{long}2{long}"]
 
 
 def test_a_run_that_goes_on_and_one_without_steps_are_compared_too(make: Make, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_every_part_is_there_and_every_picture_has_a_title_a_reading_and_numbers
 def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
     page = read(write_report(run_dir, describe()))
     for expected in (
-        "41.2% → 93.4%",
+        "41.2 → 93.4%",
         "Held-out accuracy went from 41.2% to 93.4% (500 prompts, greedy) in 20 steps.",
         "4,890 trained tokens a second (5,210 sampled)",
         "0.78 steps old is a trained token (most 2, bound 2)",
@@ -158,7 +158,7 @@ def test_a_run_that_goes_on_one_that_was_killed_and_one_that_failed_say_so(run_d
     assert "The run failed" in page.text
     assert "slipstream run --resume" in page.text
     (run_dir / "summary.json").unlink()
-    assert "The run goes on; its newest line was 0 s old" in read(write_report(run_dir)).text
+    assert re.search(r"The run goes on; its newest line was \d+ s old", read(write_report(run_dir)).text)
     old_s = time.time() - 3600
     os.utime(run_dir / "metrics.jsonl", (old_s, old_s))
     page = read(write_report(run_dir))
@@ -464,7 +464,7 @@ def test_what_the_evaluation_found_has_a_part_of_its_own(run_dir: Path) -> None:
     ]
     rows = [["".join(cell.itertext()) for cell in row] for row in card(root, "Gold, judge and drift").iter("tr")]
     assert ["gold win rate against references", "0.250 ± 0.025", "0.500 ± 0.050"] in rows
-    assert "25% → 50%" in "".join(root.itertext())
+    assert "25.0 → 50.0%" in "".join(root.itertext())
 
 
 def test_stages_before_rl_have_their_curves_and_held_out_numbers(run_dir: Path) -> None:

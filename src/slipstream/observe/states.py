@@ -70,7 +70,9 @@ STATES: dict[str, State] = {
     "wait_generation": State("waits for generation", WAIT_COLOUR, "no batch of scored groups yet", "wait"),
     "wait_rewards": State("waits for rewards", "#e9a178", "the oldest group is sampled and not scored", "wait"),
     "wait_straggler": State("waits for a straggler", "#d1495b", "a batch lies ready behind one old group", "wait"),
-    "wait_nothing": State("waits for nothing", "#d6d9dd", "its part of the run is done, or a command is on its way", "wait"),
+    "wait_nothing": State(
+        "waits for nothing", "#d6d9dd", "its part of the run is done, or a command is on its way", "wait"
+    ),
     "wait_trainer": State("waits for the trainer", WAIT_COLOUR, "the staleness bound admits no further group", "wait"),
     "wait_prompt": State("waits for a prompt", "#f0b27a", "the bound would admit a group; none has come", "wait"),
     "wait_completions": State("waits for completions", WAIT_COLOUR, "nothing to score", "wait"),

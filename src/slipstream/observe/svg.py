@@ -14,6 +14,7 @@ from html import escape
 from itertools import accumulate, pairwise
 
 MAX_POINTS = 300  # of a line; a longer one becomes means of equal runs of neighbours, in a band of their extremes
+FEW_DOTS = 8  # of a line; more are small, or there would be nothing but dots
 MAX_STRIPS = 80  # of tooltips across a plot
 NUM_HUES = 7  # hues are the colours .c0 to .c6 of the style sheet; from the eighth on they come again, dashed
 ACROSS = 1000.0  # units of a plot's width within its lines
@@ -159,8 +160,10 @@ def line_chart(
             lines.append(f'<polyline class="faint {one.kind}" points="{path(map(place, stroke.faint))}"/>')
         lines.append(f'<polyline class="line {one.kind}" points="{path(map(place, stroke.line))}"/>')
         if one.has_dots or len(stroke.line) == 1:
+            look = 'class="dot' if len(stroke.line) <= FEW_DOTS else 'class="dot small'
+            radius = 3.5 if len(stroke.line) <= FEW_DOTS else 2.2
             dots += [
-                f'<circle class="dot {one.kind}" cx="{percent(px)}" cy="{py:.1f}" r="3.5"/>'
+                f'<circle {look} {one.kind}" cx="{percent(px)}" cy="{py:.1f}" r="{radius}"/>'
                 for px, py in map(place, stroke.line)
             ]
     levels = [height * (1.0 - up.at(value)) for value in limits.values()]
@@ -373,6 +376,11 @@ def number(value: float) -> str:
     if value == round(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def shortened(name: str, most: int) -> str:
+    """`name` without its middle where it has more than `most` letters."""
+    return name if len(name) <= most else f"{name[: most - most // 2 - 1]}…{name[len(name) - most // 2 :]}"
 
 
 # Lines

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 
 from slipstream.observe.states import colour, in_words, kind, shares
@@ -23,14 +23,16 @@ from slipstream.observe.svg import (
     percent,
     plot,
     scale_of,
+    shortened,
     strip,
     x_axis,
 )
 
 MAX_COLUMNS = MAX_STRIPS
-LETTER = 6.6  # pixels of a letter on a bar
-NARROW = 330.0  # pixels of a bar on a phone: what is written on it must fit there
+LETTER = 7.2  # pixels of a letter on a bar
+NARROW = 325.0  # pixels of a bar on a phone: what is written on it must fit there
 GANTT_WIDTH = 680.0  # pixels: the narrowest Gantt chart (`.gantt` in the style sheet scrolls)
+MAX_NAME = 36  # letters over a bar
 CELLS = 1600  # of a Gantt row: shorter stretches of time are drawn as whatever takes most of such a cell
 SHADES = 20
 LEGEND_SHARE = 0.01
@@ -195,7 +197,8 @@ def state_bars(
             found.sort(key=lambda item: place[item[0]])
         length = sum(seconds.values()) / longest_s if is_scaled else 1.0
         total = f" {number(sum(seconds.values()))} s" if is_scaled else ""
-        parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(name)}<tspan class="soft">{total}</tspan></text>')
+        shown = escape(shortened(name, MAX_NAME))
+        parts.append(f'<text class="name" x="0" y="{y + 13}">{shown}<tspan class="soft">{total}</tspan></text>')
         at = 0.0
         for state, share in found:
             if share >= LEGEND_SHARE:
@@ -203,10 +206,9 @@ def state_bars(
             width = share * length
             tip = f"{name}: {in_words(state)} {number(seconds[state])} s, {percent_name(share)}"
             parts.append(block(at, y + 19, width, bar, state, tip))
-            for words in (f"{in_words(state)} {share:.0%}", f"{share:.0%}"):
-                if len(words) * LETTER + 6 <= width * NARROW:
-                    parts.append(on_bar(at + width / 2, y + 19 + bar / 2 + 4, words, state))
-                    break
+            texts = (f"{in_words(state)} {share:.0%}", f"{share:.0%}")
+            fitting = (words for words in texts if has_room(words, width * NARROW))
+            parts += [on_bar(at + width / 2, y + 19 + bar / 2 + 4, words, state) for words in islice(fitting, 1)]
             at += width
         y += pitch
         told.append(
@@ -243,15 +245,18 @@ def gantt(
     seen: dict[str, None] = {}
     for i, row in enumerate(rows):
         y = i * pitch
-        parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(row.name)}</text>')
+        parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(shortened(row.name, MAX_NAME))}</text>')
         shown = cells(row.bars, start_s, end_s)
         widest = {one.text: one for one in sorted(shown, key=lambda one: one.end_s - one.start_s)}
         for one in shown:
             seen[one.state] = None
             at, width = (one.start_s - start_s) / length_s, (one.end_s - one.start_s) / length_s
             parts.append(block(at, y + 18, width, bar, one.state, one.tip))
-            if one.text and one is widest[one.text] and len(one.text) * LETTER + 6 <= width * GANTT_WIDTH:
-                parts.append(on_bar(at + width / 2, y + 18 + bar / 2 + 4, one.text, one.state))
+            if one.text and one is widest[one.text]:
+                fitting = (words for words in (one.text, one.text.split()[-1]) if has_room(words, width * GANTT_WIDTH))
+                parts += [
+                    on_bar(at + width / 2, y + 18 + bar / 2 + 4, words, one.state) for words in islice(fitting, 1)
+                ]
         for seconds, text in row.marks:
             place = percent((seconds - start_s) / length_s)
             parts.append(
@@ -332,6 +337,10 @@ def block(place: float, y: float, width: float, height: float, state: str, tip: 
     pale = ' class="pale"' if _is_pale(state) else ""
     hatch = f'<rect class="hatch" {where}/>' if kind(state) == "wait" and width > HATCHED and not pale else ""
     return f'<rect {where} fill="{colour(state)}"{pale}><title>{escape(tip)}</title></rect>{hatch}'
+
+
+def has_room(words: str, pixels: float) -> bool:
+    return len(words) * LETTER + 6.0 <= pixels
 
 
 def on_bar(place: float, y: float, text: str, state: str) -> str:

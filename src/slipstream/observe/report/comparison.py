@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
-from slipstream.observe.display import duration
 from slipstream.observe.report.gains import Evaluated, gains_of_several
 from slipstream.observe.report.html import card, cards, document, items, part, table, text
-from slipstream.observe.report.learning import numbers
-from slipstream.observe.report.overview import idle_of, mean_staleness, status_of
-from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, read_run, rescaled
+from slipstream.observe.report.learning import numbers, three_clocks
+from slipstream.observe.report.outcomes import faster, outcome_table
+from slipstream.observe.report.overview import status_of
+from slipstream.observe.report.run import Clock, Run, read_run
 from slipstream.observe.report.setup import as_saved, flat, meaning, shown
-from slipstream.observe.svg import Axis, Point, Series, empty, line_chart, line_legend, number, smoothed
-from slipstream.observe.svg_blocks import percent_name, state_bars
+from slipstream.observe.svg import Axis, Series, empty, line_chart, shortened, smoothed
+from slipstream.observe.svg_blocks import state_bars
 
 MAX_RUNS = 14  # as many as lines can be told apart: seven colours, each whole and dashed
+MAX_NAME = 22  # letters: what has room over a bar on a phone, beside the process and the seconds
 COMPARISON_FILE = "comparison.html"
 NOT_COMPARED = ("recipe",)  # fields that say nothing about how a run went
 MENU = {
@@ -62,11 +62,13 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> Pa
 
 
 def short_names(places: Sequence[Path]) -> dict[Path, str]:
-    """Folder -> as little of the end of its path as tells it from the others."""
+    """Folder -> as little of the end of its path as tells it from the others; long ones without their middle."""
     depth = 1
     while len({place.parts[-depth:] for place in places}) < len(places):
         depth += 1
-    return {place: "/".join(place.parts[-depth:]) for place in places}
+    names = {place: "/".join(place.parts[-depth:]) for place in places}
+    cut = {place: shortened(name, MAX_NAME) for place, name in names.items()}
+    return cut if len(set(cut.values())) == len(places) else names
 
 
 def comparison_page(runs: Sequence[Compared]) -> str:
@@ -88,7 +90,7 @@ def comparison_page(runs: Sequence[Compared]) -> str:
 
 
 def _overview(runs: Sequence[Compared]) -> str:
-    told = [*_faster(runs)]
+    told = faster({one.name: one.run for one in runs})
     if len({one.run.recipe for one in runs}) > 1:
         told.append("The recipes differ, so rewards need not mean the same.")
     for one in runs:
@@ -97,7 +99,7 @@ def _overview(runs: Sequence[Compared]) -> str:
     lead = "Every run has one colour on this page."
     summary = card("What happened", "", items(told, kind="plain"), size="wide") if told else ""
     note = "The best of each line is bold, where one is better than another."
-    outcomes = card("Outcomes", note, _outcomes(runs), size="wide")
+    outcomes = card("Outcomes", note, outcome_table({one.name: one.run for one in runs}), size="wide")
     return part("overview", "In short", lead, [_names(runs), summary, outcomes])
 
 
@@ -117,127 +119,6 @@ def _dial(run: Run) -> str:
     if staleness is None:
         return ""
     return "synchronous" if staleness == 0 else f"staleness ≤ {staleness}, {str(update).replace('_', ' ')}"
-
-
-def _reward(run: Run, clock: Clock) -> list[Point]:
-    return smoothed(run.history.points("reward", clock), run.history.window())
-
-
-def common_reward(runs: Sequence[Run]) -> float | None:
-    """The highest smoothed reward that every one of them reached; None where their rewards are not the same thing."""
-    if any(run.recipe != runs[0].recipe or run.config.get("rewards") != runs[0].config.get("rewards") for run in runs):
-        return None
-    reached = [max((value for _, value in _reward(run, "step")), default=None) for run in runs]
-    return None if any(value is None for value in reached) else min(value for value in reached if value is not None)
-
-
-def time_to(run: Run, reward: float) -> float | None:
-    """Seconds since RL began at which the smoothed reward first was `reward`."""
-    return next((seconds for seconds, value in _reward(run, "time") if value >= reward), None)
-
-
-def _faster(runs: Sequence[Compared]) -> list[str]:
-    """Which run was first at a reward that all reached."""
-    target = common_reward([one.run for one in runs])
-    if target is None:
-        return []
-    times = {one.name: time_to(one.run, target) for one in runs}
-    found = sorted((seconds, name) for name, seconds in times.items() if seconds is not None)
-    first_s, first = found[0]
-    others = "".join(f", {name} {_span(s)} ({s / max(first_s, 1e-9):.2f} times as long)" for s, name in found[1:])
-    return [f"RL until a smoothed reward of {target:.3f}, which all reached: {first} {_span(first_s)}{others}."]
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A line of the table of outcomes; `best` picks the better of values, None where none is better."""
-
-    name: str
-    value: Callable[[Run], float | None]
-    words: Callable[[float], str]
-    best: Callable[..., float] | None = None
-
-
-def _accuracy(moment: str) -> Callable[[Run], float | None]:
-    def value(run: Run) -> float | None:
-        found = None if run.summary is None else getattr(run.summary.eval, moment)
-        return None if found is None else found.accuracy
-
-    return value
-
-
-def _wasted(run: Run) -> float | None:
-    trained = sum(run.history.clocks["tokens"][-1:])
-    return sum(run.wasted.values()) / trained if trained and run.times.balance is not None else None
-
-
-def _mean_ess(run: Run) -> float | None:
-    values = [value for _, value in run.history.points("ess")]
-    return fmean(values) if values else None
-
-
-def _outcomes(runs: Sequence[Compared]) -> str:
-    target = common_reward([one.run for one in runs])
-    lines = [
-        Outcome("held-out accuracy before, greedy", _accuracy("before"), "{:.1%}".format),
-        Outcome("held-out accuracy after, greedy", _accuracy("after"), "{:.1%}".format, max),
-        Outcome("steps", lambda run: float(len(run.history.steps)), number),
-        Outcome("whole run", lambda run: run.times.wall_s or None, _span),
-        Outcome("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, min),
-        Outcome(
-            f"RL until reward {number(target or 0.0)}",
-            lambda run: None if target is None else time_to(run, target),
-            _span,
-            min,
-        ),
-        Outcome(
-            "sampled tokens/s",
-            lambda run: run.summary.throughput.generated_tokens_per_s if run.summary else None,
-            number,
-        ),
-        Outcome(
-            "trained tokens/s",
-            lambda run: run.summary.throughput.trained_tokens_per_s if run.summary else None,
-            number,
-            max,
-        ),
-        Outcome(
-            "age of a trained token, mean",
-            lambda run: mean_staleness(run) if run.staleness else None,
-            "{:.2f} steps".format,
-        ),
-        Outcome(
-            "age of a trained token, most",
-            lambda run: float(max(run.staleness)) if run.staleness else None,
-            "{:.0f} steps".format,
-        ),
-        Outcome("effective sample size, mean", _mean_ess, percent_name),
-        Outcome("trainer waits", lambda run: idle_of(run, "trainer"), percent_name, min),
-        Outcome("generators wait", lambda run: idle_of(run, "generator"), percent_name, min),
-        Outcome("wasted tokens, of those trained on", _wasted, percent_name, min),
-        Outcome("alarms", lambda run: float(len(run.alarms)), number, min),
-    ]
-    return table(
-        ["", *(one.name for one in runs)], (row for line in lines if (row := _line(line, runs))), kind="outcomes"
-    )
-
-
-def _line(line: Outcome, runs: Sequence[Compared]) -> list[str]:
-    values = [line.value(one.run) for one in runs]
-    known = [value for value in values if value is not None]
-    if not known:
-        return []
-    best = line.best(known) if line.best is not None and min(known) != max(known) else None
-    shown_values = ["-" if value is None else line.words(value) for value in values]
-    cells = [
-        f"<b>{text(word)}</b>" if value == best and best is not None else text(word)
-        for word, value in zip(shown_values, values, strict=True)
-    ]
-    return [text(line.name), *cells]
 
 
 # Overlays
@@ -277,26 +158,15 @@ def _learning(runs: Sequence[Compared]) -> str:
 
 def _clocks(runs: Sequence[Compared], title: str, name: str, label: str) -> str:
     """One metric of all runs against steps, tokens and time."""
-    is_evaluated = name.startswith("eval_")
-    charts = []
-    for clock in CLOCKS:
-        longest = max((one.run.history.clocks[clock][-1] for one in runs if one.run.history.steps), default=0.0)
-        axis, divisor = clock_axis(clock, longest)
-        series = rescaled([_series(one, name, clock) for one in runs], divisor)
-        if not any(one.points for one in series):
-            return ""
-        charts.append(
-            line_chart(
-                series, title=f"{title} by {axis.label}", x=axis, y=Axis(label, low=0.0), has_legend=False, height=220
-            )
-        )
-    series = [_series(one, name, "step") for one in runs]
-    window = max(one.run.history.window() for one in runs)
     note = "The same lines by steps, by tokens trained on and by time since RL began, warm start excluded."
-    if window > 1 and not is_evaluated:
-        note += f" Means of {window} neighbouring steps."
-    content = line_legend(series) + f'<div class="triple">{"".join(f"<div>{chart}</div>" for chart in charts)}</div>'
-    return card(title, note, content, size="wide", details=numbers(series, "step"))
+    window = max(one.run.history.window() for one in runs)
+    if window > 1 and not name.startswith("eval_"):
+        note += f" Means of up to {window} neighbouring steps."
+
+    def series_of(clock: Clock) -> list[Series]:
+        return [_series(one, name, clock) for one in runs]
+
+    return three_clocks(title, note, [one.run for one in runs], series_of, Axis(label, low=0.0), height=220)
 
 
 def _series(one: Compared, name: str, clock: Clock) -> Series:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from slipstream.core.config import AlarmName
 from slipstream.observe.report.html import card, cards, folded, part, table, text
 from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, rescaled
-from slipstream.observe.svg import MAX_POINTS, Axis, Band, Series, line_chart, line_legend, number, thin
+from slipstream.observe.svg import MAX_POINTS, Axis, Band, Series, empty, line_chart, line_legend, number, thin
 from slipstream.observe.svg_blocks import Column, merged, percent_name
 
 PARTS = "reward_parts/"
@@ -35,39 +35,50 @@ def reward_series(run: Run, clock: Clock) -> list[Series]:
     history = run.history
     found = [
         Series("reward of each batch", history.points("reward", clock), BLUE, smooth=history.window()),
-        Series("held-out accuracy, greedy", history.evaluated("eval_accuracy", clock), GREEN, has_dots=True),
-        Series("held-out accuracy, sampled", history.evaluated("eval_sampled_accuracy", clock), ORANGE, has_dots=True),
+        Series("held-out accuracy, greedy", history.evaluated("eval_accuracy", clock), ORANGE, has_dots=True),
+        Series("held-out accuracy, sampled", history.evaluated("eval_sampled_accuracy", clock), GREEN, has_dots=True),
     ]
     return [series for series in found if series.points]
 
 
 def _clocks(run: Run, smooth: str) -> str:
-    charts = []
-    for clock in CLOCKS:
-        longest = max(run.history.clocks[clock], default=0.0)
-        axis, divisor = clock_axis(clock, longest)
-        series = rescaled(reward_series(run, clock), divisor)
-        bands = alarm_bands(run, ()) if clock == "step" else ()
-        charts.append(
-            line_chart(
-                series,
-                title=f"Reward and accuracy by {axis.label}",
-                x=axis,
-                y=Axis("reward and accuracy", low=0.0),
-                bands=bands,
-                has_legend=False,
-                missing="No step is done yet.",
-            )
-        )
-    series = reward_series(run, "step")
-    if not series:
-        return card("Reward and accuracy", "", charts[0], size="wide")
+    if not run.history.steps and not run.history.evaluations:
+        return card("Reward and accuracy", "", empty("No step is done yet."), size="wide")
     note = (
         "The same lines by steps, by tokens trained on, and by time since the first prompt was handed out: "
         f"data and hours are what a step costs.{smooth}"
     )
-    content = line_legend(series) + f'<div class="triple">{"".join(f"<div>{chart}</div>" for chart in charts)}</div>'
-    return card("Reward and accuracy", note, content, size="wide", details=numbers(series, "step"))
+    return three_clocks(
+        "Reward and accuracy",
+        note,
+        [run],
+        lambda clock: reward_series(run, clock),
+        Axis("reward and accuracy", low=0.0),
+    )
+
+
+def three_clocks(
+    title: str,
+    note: str,
+    runs: Sequence[Run],
+    series_of: Callable[[Clock], list[Series]],
+    y: Axis,
+    *,
+    height: int = 180,
+) -> str:
+    """The same lines against steps, tokens and time, beside each other, as a card; nothing without any points."""
+    charts = []
+    for clock in CLOCKS:
+        longest = max((run.history.clocks[clock][-1] for run in runs if run.history.steps), default=0.0)
+        axis, divisor = clock_axis(clock, longest)
+        series = rescaled(series_of(clock), divisor)
+        if not any(one.points for one in series):
+            return ""
+        chart = line_chart(series, title=f"{title} by {axis.label}", x=axis, y=y, height=height, has_legend=False)
+        charts.append(f"<div>{chart}</div>")
+    series = series_of("step")
+    content = f'{line_legend(series)}<div class="triple">{"".join(charts)}</div>'
+    return card(title, note, content, size="wide", details=numbers(series, "step"))
 
 
 def _terms(run: Run) -> str:

@@ -10,8 +10,7 @@ from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.health import AlarmSpan
 from slipstream.observe.report.html import card, cards, items, part, table, text
 from slipstream.observe.report.run import Run
-from slipstream.observe.states import side_of
-from slipstream.observe.summary import Evaluation, violations
+from slipstream.observe.summary import violations
 from slipstream.observe.svg import number
 from slipstream.observe.svg_blocks import percent_name
 from slipstream.observe.waste import WASTE
@@ -72,9 +71,9 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     """(a number, what it is) of those to see first."""
     summary, history = run.summary, run.history
     found: list[tuple[str, str]] = []
-    if summary is not None and summary.eval.after is not None:
-        change = f"{accuracy(summary.eval.before)} → {accuracy(summary.eval.after)}"
-        found.append((change, "held-out accuracy, greedy"))
+    before, after = run.accuracies
+    if after is not None:
+        found.append((f"{accuracy(before).removesuffix('%')} → {accuracy(after)}", "held-out accuracy, greedy"))
     elif history.steps:
         rewards = [value for _, value in history.points("reward")]
         found.append(
@@ -82,7 +81,7 @@ def tiles(run: Run) -> list[tuple[str, str]]:
         )
     if run.evaluation is not None and "win_rate" in run.evaluation["after"]["gold"]:
         rates = [run.evaluation[moment]["gold"]["win_rate"]["mean"] for moment in MOMENTS]
-        change = " → ".join("?" if rate is None else f"{rate:.0%}" for rate in rates)
+        change = " → ".join("?" if rate is None else f"{rate:.1%}" for rate in rates).replace("% →", " →")
         found.append((change, "gold win rate against references"))
     if history.steps:
         found.append((f"{number(median(value for _, value in history.points('step_s')))} s", "a step, median"))
@@ -92,38 +91,24 @@ def tiles(run: Run) -> list[tuple[str, str]]:
         found.append((f"{speed.trained_tokens_per_s:,.0f}", sampled))
     if run.staleness:
         bound = "no bound" if run.bound is None else f"bound {run.bound}"
-        found.append(
-            (f"{mean_staleness(run):.2f}", f"steps old is a trained token (most {max(run.staleness)}, {bound})")
-        )
-    trainer, generators = idle_of(run, "trainer"), idle_of(run, "generator")
+        found.append((f"{run.mean_staleness:.2f}", f"steps old is a trained token (most {run.max_staleness}, {bound})"))
+    if (share := run.wasted_share) is not None:
+        found.append((f"{share:.0%}", "as many tokens were wasted as trained on"))
+    trainer, generators = run.idle("trainer"), run.idle("generator")
     if trainer is not None and generators is not None:
         found.append((f"{trainer:.0%}", f"of its time the trainer waited (generators {generators:.0%})"))
     return found
 
 
-def idle_of(run: Run, side: str) -> float | None:
-    """Share of their time in the loop that the processes of a side waited, the mean over them."""
-    idle = {} if run.times.balance is None else run.times.balance.idle
-    shares = [share for name, share in idle.items() if side_of(name) == side]
-    return fmean(shares) if shares else None
-
-
-def mean_staleness(run: Run) -> float:
-    total = sum(run.staleness.values())
-    return sum(lag * count for lag, count in run.staleness.items()) / total if total else 0.0
-
-
-def accuracy(found: Evaluation | None) -> str:
-    return "?" if found is None or found.accuracy is None else f"{found.accuracy:.1%}"
+def accuracy(found: float | None) -> str:
+    return "?" if found is None else f"{found:.1%}"
 
 
 def sentences(run: Run) -> list[str]:
     """What happened, in plain words and numbers."""
     found = [_learned(run), _aged(run)]
     found.append(run.times.verdict)
-    trained = sum(run.history.clocks["tokens"][-1:])
-    if run.wasted and trained:
-        share = sum(run.wasted.values()) / trained
+    if run.wasted and (share := run.wasted_share):
         worst = max(run.wasted, key=lambda cause: run.wasted[cause])
         found.append(f"Wasted: {percent_name(share)} as many tokens as were trained on, most of them {WASTE[worst]}.")
     names = sorted({alarm.name for alarm in run.alarms})
@@ -133,10 +118,10 @@ def sentences(run: Run) -> list[str]:
 
 def _learned(run: Run) -> str:
     summary = run.summary
-    if summary is not None and (after := summary.eval.after) is not None and after.accuracy is not None:
-        before = summary.eval.before
+    before, after = run.accuracies
+    if summary is not None and summary.eval.after is not None and after is not None:
         start = f"from {accuracy(before)} " if before is not None else ""
-        how = f"({after.num_prompts} prompts, greedy) in {summary.steps} steps"
+        how = f"({summary.eval.after.num_prompts} prompts, greedy) in {summary.steps} steps"
         return f"Held-out accuracy went {start}to {accuracy(after)} {how}."
     rewards = [value for _, value in run.history.points("reward")]
     if not rewards:
@@ -149,13 +134,13 @@ def _learned(run: Run) -> str:
 
 
 def _aged(run: Run) -> str:
-    if not run.staleness:
+    oldest = run.max_staleness
+    if oldest is None:
         return ""
-    oldest = max(run.staleness)
     if oldest == 0:
         return "Every token was trained on by the very policy that sampled it."
     bound = "; no bound was promised" if run.bound is None else f", as promised at most {run.bound}"
-    return f"A trained token was {mean_staleness(run):.2f} steps old on average and {oldest} at most{bound}."
+    return f"A trained token was {run.mean_staleness:.2f} steps old on average and {oldest} at most{bound}."
 
 
 def advice(run: Run) -> list[str]:

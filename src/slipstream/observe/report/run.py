@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ from slipstream.observe.metrics import Metrics, read_metrics
 from slipstream.observe.recorder import Outcome, RolloutLine
 from slipstream.observe.report.times import Times, read_times
 from slipstream.observe.samples import Sample, read_samples
+from slipstream.observe.states import side_of
 from slipstream.observe.summary import Summary, read_summary
 from slipstream.observe.svg import Axis, Point, Series
 
@@ -135,6 +137,12 @@ class Run:
         return {} if balance is None else {cause: tokens for cause, tokens in balance.wasted_tokens.items() if tokens}
 
     @property
+    def wasted_share(self) -> float | None:
+        """Wasted tokens over those trained on."""
+        trained = sum(self.history.clocks["tokens"][-1:])
+        return sum(self.wasted.values()) / trained if trained and self.times.balance is not None else None
+
+    @property
     def bound(self) -> int | None:
         """What the schedule promises of staleness, None where that is nothing or not known yet."""
         return None if self.summary is None else self.summary.staleness.bound
@@ -148,6 +156,29 @@ class Run:
                 if name.startswith(STALENESS):
                     counts[int(name.removeprefix(STALENESS))] += count
         return dict(sorted(counts.items()))
+
+    @property
+    def mean_staleness(self) -> float | None:
+        total = sum(self.staleness.values())
+        return sum(lag * count for lag, count in self.staleness.items()) / total if total else None
+
+    @property
+    def max_staleness(self) -> int | None:
+        return max(self.staleness, default=None)
+
+    @property
+    def accuracies(self) -> tuple[float | None, float | None]:
+        """Held out, greedy: of version 0 and of the last one."""
+        if self.summary is None:
+            return None, None
+        before, after = self.summary.eval.before, self.summary.eval.after
+        return before.accuracy if before else None, after.accuracy if after else None
+
+    def idle(self, side: str) -> float | None:
+        """Share of their time in the loop that the processes of a side waited, the mean over them."""
+        found = {} if self.times.balance is None else self.times.balance.idle
+        shares = [share for name, share in found.items() if side_of(name) == side]
+        return fmean(shares) if shares else None
 
 
 def check_run(run_dir: Path) -> None:
