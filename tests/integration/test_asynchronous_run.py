@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 from audit import audit
 from trace_audit import audit_trace
 
 import slipstream
 from slipstream.observe.metrics import read_metrics
+from slipstream.observe.recorder import read_rollouts
 from slipstream.observe.summary import check, read_summary
+from slipstream.observe.tokens import read_tokens
+from slipstream.observe.watch.answers import ANSWERS
+from slipstream.observe.watch.index import RunIndex
+from slipstream.observe.watch.verdict import Verdict
 
 LONGER = {"max_new_tokens": 40, "num_slots": 16}  # completions long enough for a swap to fall into
 
@@ -29,6 +37,7 @@ def continuous(tmp_path_factory):
         "loss": {"skip_no_signal": False},
         "warm_start": {"steps": 0},
         "eval": {"every": 4, "num_prompts": 24, "num_slots": 8},
+        "observe": {"tokens_every": 3},
     }
     return slipstream.run(
         "quickstart", overrides=overrides, out=tmp_path_factory.mktemp("runs") / "continuous", display=False
@@ -76,6 +85,64 @@ def test_every_documented_file_is_there(continuous):
     ):
         assert (continuous.out / name).exists(), name
     assert audit_trace(continuous.out)["swaps"] >= 13
+
+
+def test_tokens_are_those_of_the_rollouts(continuous):
+    rollouts = {(line.ordinal, line.sample): line for line in read_rollouts(continuous.out / "rollouts.jsonl")}
+    tokens = {(line.ordinal, line.sample): line for line in read_tokens(continuous.out / "tokens.jsonl")}
+    assert set(tokens) == {key for key, line in rollouts.items() if key[0] % 3 == 0 and line.step is not None}
+    for key, line in tokens.items():
+        rollout = rollouts[key]
+        assert (line.step, line.num_tokens, line.versions) == (rollout.step, rollout.num_tokens, rollout.versions)
+        assert re.sub("<(eos|unk|pad)>", "", "".join(line.texts)) == re.sub("<(eos|unk|pad)>", "", rollout.completion)
+        assert np.mean(line.behaviour_logprobs) == pytest.approx(rollout.mean_behaviour_logprob, abs=1e-3)
+        assert None not in line.policy_logprobs
+    groups = {o: [line for (ordinal, _), line in tokens.items() if ordinal == o] for o, _ in tokens}
+    for (
+        ordinal,
+        lines,
+    ) in groups.items():  # GRPO: advantages of a group rise with its rewards, and are one per completion
+        assert all(len(set(line.advantages)) == 1 for line in lines)
+        by_reward = sorted(lines, key=lambda line: rollouts[ordinal, line.sample].reward)
+        assert [line.advantages[0] for line in by_reward] == sorted(line.advantages[0] for line in lines)
+
+
+def test_the_watched_loop_moves_when_the_rollouts_say(continuous):
+    """Times of its events come after those of the rollouts, by the time that messages take and the trainer is busy."""
+    index = RunIndex(continuous.out)
+    while index.advance():
+        pass
+    assert (index.num_damaged, index.life()[0]) == (0, "done")
+    [stretch] = index.events.stretches
+    whole = index.events.passage(-1.0, index.end_s)
+    assert not whole.loop.groups
+    entered = {}
+    for move in whole.moves:
+        phase = move.fate or move.group.phase
+        entered.setdefault((move.group.ordinal, phase), (move.time_s, move.group))
+    groups = {}
+    for line in read_rollouts(continuous.out / "rollouts.jsonl"):
+        groups.setdefault(line.ordinal, []).append(line)
+    assert len(groups) == 48
+    assert sum(phase == "scoring" for _, phase in entered) > 24
+    for ordinal, lines in groups.items():
+        at_s = {phase: entered[ordinal, phase][0] for phase in ("sampling", "ready", "training", "trained")}
+        started_s, finished_s, scored_s = (
+            stretch.run_s(pick(getattr(line, name) for line in lines))
+            for pick, name in ((min, "started_s"), (max, "finished_s"), (max, "scored_s"))
+        )
+        assert at_s["sampling"] <= started_s <= finished_s
+        if (ordinal, "scoring") in entered:  # a score may overtake the word of the last completion
+            assert finished_s <= entered[ordinal, "scoring"][0] <= at_s["ready"]
+        assert scored_s <= at_s["ready"] <= at_s["training"] < at_s["trained"]
+        assert entered[ordinal, "training"][1].step == lines[0].step
+        assert entered[ordinal, "sampling"][1].replica == lines[0].replica
+    steps = [(time_s, version) for time_s, version in whole.steps]
+    assert [version for _, version in steps] == list(range(1, 13))
+    lanes = ANSWERS["/api/lanes"](index, Verdict(continuous.out), {"from": "0", "to": str(index.end_s)})["lanes"]
+    training = [bar for bar in lanes["trainer"] if bar[2] == "forward_backward"]
+    for time_s, version in steps:
+        assert any(bar[0] < time_s and bar[4].get("step") == version - 1 for bar in training), "a step is on its lane"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def small(tiny: dict[str, Any]) -> dict[str, Any]:
         "warm_start": {"steps": 5, "batch_size": 8, "num_demonstrations": 40},
         "loss": {"skip_no_signal": False},
         "eval": {"every": 0, "num_prompts": 4, "num_slots": 8},
+        "observe": {"tokens_every": 2},
     }
 
 
@@ -109,6 +110,10 @@ def test_what_was_under_way_is_gone_on_with_and_the_bound_holds(small, tmp_path,
         (ordinal, 1) for ordinal in range(STEPS * tables["groups_per_step"])
     ]
     audit(run)
+    tokens = [json.loads(line) for line in (run / "tokens.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["ordinal"], line["sample"]) for line in tokens] == [
+        (step, ordinal, sample) for step, ordinal, sample, _ in trained(run) if ordinal % 2 == 0
+    ]
     later = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()][cut["num_events"] :]
     scored = [line["event"]["ordinal"] for line in later if line["event"]["type"] == "GroupScored"]
     admitted = {command["ordinal"] for line in later for command in line["commands"] if command["type"] == "StartGroup"}
