@@ -69,6 +69,7 @@ def test_two_cores_are_one_for_each_side_and_a_step_takes_the_slower_one_s_time(
     assert (best.plan.trainer.devices, best.plan.generator.devices, best.plan.generator.replicas) == (1, 1, 1)
     assert best.found.step.sides["trainer"].total == pytest.approx(ROWS * ROW_S)
     assert best.found.step.sides["generator"].total == pytest.approx(TOKENS * TOKEN_S)
+    assert best.found.longest_s == pytest.approx(10 * best.plan.generator.slots * TOKEN_S)
     assert best.rehearsed.step_s == pytest.approx(ROWS * ROW_S, rel=0.02)
     assert best.rehearsed.tokens_per_s == pytest.approx(TOKENS / best.rehearsed.step_s)
     assert best.rehearsed.idle["trainer"] < 0.02

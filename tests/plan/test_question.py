@@ -136,6 +136,8 @@ def test_a_recipe_says_what_work_there_is(tmp_path):
     assert (workload.groups, workload.group_size, workload.minibatches, workload.epochs) == (6, 4, 3, 2)
     assert workload.reference
     assert workload.critic
+    assert workload.lengths.prompt_mean == 64  # half of what prompts.max_prompt_tokens allows
+    assert workload.lengths.longest == 64  # generator.max_new_tokens
     workload, _ = workload_of(Question(model="", groups_per_step=12), subject)
     assert workload.groups == 12
 

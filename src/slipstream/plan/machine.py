@@ -201,9 +201,7 @@ class Machine:
                 seconds=seconds, sides=sides, idle={name: 1 - side.total / seconds for name, side in sides.items()}
             ),
             memory=memory,
-            longest_s=workload.lengths.longest_of(workload.rollouts) * token_s * generator.slots
-            if max_staleness
-            else 0.0,
+            longest_s=workload.lengths.longest_of(workload.rollouts) * token_s if max_staleness else 0.0,
             max_staleness=max_staleness,
         )
 

@@ -1,0 +1,153 @@
+"""What the simulator is told of a plan, against the cost model; and plans from the files of a run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_calibrate import WrittenRun, config, true_costs, truth  # a run whose true costs are known
+
+from slipstream.plan.architectures import ARCHITECTURES
+from slipstream.plan.cost_model import CostModel
+from slipstream.plan.hardware import cluster
+from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload
+from slipstream.plan.lengths import Lengths
+from slipstream.plan.machine import Machine
+from slipstream.plan.planner import Row, ranked
+from slipstream.plan.recipe import layout_tables
+from slipstream.plan.recorded import measured, read_run
+from slipstream.plan.rehearsal import Rehearsed, simulated_plan
+from slipstream.plan.run_times import times_of_runs
+from slipstream.plan.search import Found
+from slipstream.plan.simulated_run import Batch, GroupWork
+
+WORKLOAD = Workload(groups=32, group_size=4, lengths=Lengths(64.0, (100, 200, 300), "test"))
+MODEL = CostModel(ARCHITECTURES["llama-3.1-8b"], cluster("h100", 16), WORKLOAD)
+PLAN = AsynchronousPlan(
+    trainer=TrainerLayout(devices=8, tensor_parallel=2, microbatch=3),
+    generator=GeneratorLayout(devices=8, tensor_parallel=4, slots=32, precision="fp8"),
+)
+
+
+def test_a_decode_step_takes_what_the_model_says_of_its_rows_and_their_context():
+    costs = simulated_plan(MODEL, PLAN)[1]
+    for rows, context in itertools.product((1, 7, 32), (64, 300, 4000)):
+        expected = MODEL.decode_step(PLAN.generator, live=rows, context=context).total
+        assert costs.decode(0, rows, rows * context) == pytest.approx(expected)
+
+
+def test_a_training_step_takes_what_the_model_says_of_the_mean_batch_and_more_of_a_longer_one():
+    costs, step = simulated_plan(MODEL, PLAN)[1], MODEL.train_step(PLAN.trainer)
+    mean = Batch(groups=32, completions=128, prompt_tokens=32 * 64, completion_tokens=128 * 200)
+    assert sum(costs.train(mean).values()) == pytest.approx(step.total)
+    double = Batch(groups=32, completions=128, prompt_tokens=2 * 32 * 64, completion_tokens=2 * 128 * 200)
+    longer = costs.train(double)
+    assert longer["forward_backward"] == pytest.approx(2 * costs.train(mean)["forward_backward"])
+    assert longer["optimizer"] == costs.train(mean)["optimizer"] == pytest.approx(step["optimizer"] + step["serial"])
+
+
+def test_versions_and_prompts_take_what_the_model_says():
+    costs, sync = simulated_plan(MODEL, PLAN)[1], MODEL.weight_sync(PLAN.trainer, PLAN.generator)
+    assert (costs.publish_s, costs.stage_s, costs.swap_s) == (sync["stage"], sync["transfer"], sync["pause"])
+    assert costs.prefill(0, 640, False) == pytest.approx(10 * MODEL.prefill(PLAN.generator, prompts=1).total)
+    assert costs.score_s == 0.0
+
+
+def test_a_reference_is_read_where_it_lies():
+    model = CostModel(MODEL.model, MODEL.cluster, replace(WORKLOAD, reference=True))
+    mean = Batch(groups=32, completions=128, prompt_tokens=32 * 64, completion_tokens=128 * 200)
+    beside = simulated_plan(model, PLAN)[1].train(mean)
+    assert beside["reference"] == pytest.approx(model.reference_pass(PLAN.trainer).total)
+
+
+def row(step_s, staleness, plan=PLAN):
+    told = Rehearsed(
+        max_staleness=2, step_s=step_s, tokens_per_s=1.0, idle={}, staleness_mean=staleness, staleness_max=2
+    )
+    return Row(found=Found(plan=plan, step=None, memory={}), rehearsed=told)
+
+
+def test_the_fastest_row_comes_first_and_of_equals_the_freshest():
+    slow, fast, as_fast_and_fresh = row(11.0, 0.1), row(10.0, 2.0), row(10.01, 0.5)
+    assert ranked([slow, fast, as_fast_and_fresh]) == (as_fast_and_fresh, fast, slow)
+
+
+def test_a_plan_says_every_field_that_it_decides():
+    tables = layout_tables(PLAN, WORKLOAD, 3, device="cuda")
+    trainer, generator = tables["trainer"], tables["generator"]
+    assert (trainer["ranks"], trainer["tensor_parallel"]) == (8, 2)
+    assert (generator["replicas"], generator["tensor_parallel"], generator["num_slots"]) == (2, 4, 32)
+    assert generator["precision"] == "fp8"
+    assert trainer["microbatch_tokens"] == 3 * (64 // 4 + 200)  # a prompt is read once for four completions
+    assert tables["max_staleness"] == 3
+    assert layout_tables(PLAN, WORKLOAD, 0, device="cuda")["weight_update"] == "between_batches"
+
+
+# From a run's files
+
+
+class Groups:
+    """Completions of 4 to 11 tokens; every `signal`-th group has signal."""
+
+    def __init__(self, signal):
+        self.signal = signal
+
+    def group(self, ordinal, step):
+        lengths = np.random.default_rng(ordinal).integers(4, 12, 4)
+        return GroupWork(6, tuple(lengths.tolist()), ordinal % self.signal == 0)
+
+    def held_out(self, version):
+        return ()
+
+
+def written(folder, signal):
+    WrittenRun(config(), truth(config()), Groups(signal), true_costs(), folder, (0.03, 0.0004)).write()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("runs") / "recorded", 1)
+
+
+def machine_of(folder):
+    times = times_of_runs([folder])
+    run = read_run(folder)
+    lengths = Lengths(6.0, tuple(sorted(line.num_tokens for line in run.rollouts)), "test")
+    workload = Workload(groups=12, group_size=4, lengths=lengths, minibatches=2)
+    return Machine(
+        config=run.config,
+        shape=ARCHITECTURES["smollm2-135m"],
+        workload=workload,
+        times=times,
+        cores=times.calibration.cores,
+        memory_bytes=64e9,
+    )
+
+
+def test_a_run_s_own_layout_takes_what_it_took(recorded):
+    machine = machine_of(recorded)
+    assert machine.cores == 2
+    rollouts_of_it = 24  # of 48, in each of two microbatches
+    found = next(
+        found
+        for found in machine.candidates(1)
+        if found.plan.generator.slots == 32 and found.plan.trainer.microbatch == rollouts_of_it
+    )
+    told = machine.rehearse(found)
+    assert told.step_s == pytest.approx(measured(read_run(recorded)).step_s, rel=0.1)
+    # The search's own estimate knows that both sides slow each other, and takes them to overlap always.
+    assert found.seconds == pytest.approx(told.step_s, rel=0.25)
+    assert machine.times.guessed(found.plan) is None
+    in_turns = next(machine.candidates(0))
+    assert "2 threads" in machine.times.guessed(in_turns.plan)
+
+
+def test_what_is_done_for_groups_without_signal_is_counted(recorded, tmp_path):
+    folder = written(tmp_path / "half", 2)
+    half, all_of_it = machine_of(folder), machine_of(recorded)
+    layout = GeneratorLayout(devices=1, tensor_parallel=1, slots=24, precision="float32")
+    once, twice = (one.times.generate(layout, all_of_it.workload).total for one in (all_of_it, half))
+    assert twice == pytest.approx(2 * once, rel=0.1)
