@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 from recorded_simulation import WrittenRun
 
+from slipstream.cli import main
 from slipstream.controller.policies import schedule_for
 from slipstream.controller.replay import replay
 from slipstream.core.config import RunConfig
@@ -321,3 +325,46 @@ def test_what_the_pieces_do_not_tell_is_as_usual():
     overlapped = found.seconds(1, steps=1, rows=36) / found.beside
     assert overlapped == pytest.approx((0.004 + 0.0003 * 36) / 0.6, rel=0.03)
     assert found.speed(2) == pytest.approx(2 * found.beside), "unseen: as two processes"
+
+
+# The command
+
+
+def test_the_command_shows_three_columns(recorded, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["simulate", str(recorded[0]), "--max-staleness", "3", "--generators", "2", "--seeds", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "what if: max_staleness = 3, generator.replicas = 2" in text
+    for word in ("measured", "simulated", "what if", "step time", "trainer waits", "generators wait", "tokens 3 stale"):
+        assert word in text
+    assert "The simulation of the run as it was is" in text
+
+
+def test_the_command_prints_json(recorded, capsys):
+    assert main(["simulate", str(recorded[0]), "--preset", "sync", "--seeds", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["overrides"] == {"max_staleness": 0, "weight_update": "between_batches"}
+    assert told["changed"]["staleness_max"] == 0
+    assert told["measured"]["steps"] == told["changed"]["steps"] == 40
+    assert set(told["as_it_was"]["idle"]) == {"trainer", "generator"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        ([], "a run is needed"),
+        (["/nowhere"], "no run"),
+        (["RUN", "--reward-s", "-1"], "reward"),
+        (["RUN", "--reorder-window", "1000"], "reorder_window"),
+    ],
+)
+def test_bad_input_to_the_command_is_exit_code_2(recorded, argv, what, capsys):
+    assert main(["simulate", *(str(recorded[0]) if word == "RUN" else word for word in argv)]) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_the_command_needs_no_torch(recorded):
+    code = "import sys; from slipstream.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    argv = [sys.executable, "-c", code, "simulate", str(recorded[0]), "--seeds", "1", "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
