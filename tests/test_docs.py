@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from slipstream.cli import COMMANDS, _launch_options, _simulate_options
+from slipstream.cli import COMMANDS, PlanOptions, _launch_options, _simulate_options
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.recipes import list_recipes, resolve
 
@@ -22,8 +22,10 @@ PACKAGE = ROOT / "src" / "slipstream"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LAUNCH_FLAGS = {field.name for field in dataclasses.fields(_launch_options({}))}
+PLAN_FLAGS = {field.name for field in dataclasses.fields(PlanOptions)}
 SIMULATE_FLAGS = {field.name for field in dataclasses.fields(_simulate_options({}))}
-OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"} | LAUNCH_FLAGS | SIMULATE_FLAGS
+OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
+OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS
 SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/(?:integration|cluster|chaos))/\w+\.py)((?: +[^`\n#)]*)?)")
 
 named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -246,7 +246,7 @@ def test_slots_that_the_bound_leaves_empty_are_not_counted_on(bound, slots):
 
     class Greedy(TableCosts):
         def drawn(self, *key):
-            return 16.0 / key[1].slots if key[0] == "generate" else 1.0
+            return 160.0 / key[1].slots ** 2 if key[0] == "generate" else 1.0
 
         def train_memory(self, layout, *, served="bfloat16"):
             return Parts({"all": 1.0 if layout.devices == 2 else 100.0})
