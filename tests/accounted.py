@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 MOST_UNLABELLED = 0.01
+MOST_OVERHEAD = 0.1
+"""Else it has become a place for what nobody has named."""
 CLOCKS_APART_S = 0.02
 """CPU seconds are counted by the system in ticks of up to 10 ms, and read a moment before the time is."""
 
@@ -59,6 +61,7 @@ def check_accounting(run_dir: Path) -> None:
         told = seconds(timelines[name], start_ns, end_ns)
         there_s = summary["wall_s"] - states.get("absent", 0.0) - states.get("lost", 0.0)
         assert states["unlabelled"] <= MOST_UNLABELLED * there_s, f"{where}: {states['unlabelled']} s of {there_s} s"
+        assert states.get("overhead", 0.0) <= MOST_OVERHEAD * there_s, f"{where}: {states['overhead']} s of {there_s} s"
         for state in (set(states) | set(told)) - {"unlabelled", "absent", "lost"}:
             assert abs(states.get(state, 0.0) - told[state]) < 1e-3, f"{where}: {state} {states}, but {told}"
     starts = {name: [line for line in timeline if line["kind"] == "process"] for name, timeline in timelines.items()}
@@ -76,8 +79,19 @@ def check_accounting(run_dir: Path) -> None:
         assert (cpu - background) / threads <= busy + CLOCKS_APART_S, what
 
 
+def check_stage(path: Path) -> None:
+    """AssertionError where the seconds of a stage, by its record, do not add up, or nobody knows of more than 1 %."""
+    record = json.loads(path.read_text())
+    states, whole = record["accounting"], record["seconds"]
+    assert abs(sum(states.values()) - whole) < 1e-6, f"{path}: {states} in {whole} s"
+    assert states["unlabelled"] <= MOST_UNLABELLED * whole + CLOCKS_APART_S, f"{path}: {states} in {whole} s"
+
+
 def check_runs(folder: Path) -> None:
-    """The same for every run in `folder`, also for those that failed."""
+    """The same for every run and stage in `folder`, also for runs that failed."""
     for summary in folder.rglob("summary.json"):
         if (summary.parent / "timeline").is_dir():
             check_accounting(summary.parent)
+    for record in (*folder.rglob("stage.json"), *folder.rglob("evaluation.json")):
+        if "accounting" in record.read_text():
+            check_stage(record)

@@ -123,7 +123,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
     processes: dict[str, ProcessAccounting] = {}
     windows: dict[str, list[dict[str, float]]] = {}
     replicas: dict[int, ReplicaTokens] = {}
-    work = Work(bounds_ns[0], bounds_ns[-1])
+    work = Work(bounds_ns[min(1, len(steps))], bounds_ns[-1])  # the first step is cold
     for path in files:
         records = list(read_timeline(path))
         slices = presence(records, start_ns, end_ns, is_over=is_over)

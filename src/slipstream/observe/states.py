@@ -49,6 +49,7 @@ STATES: dict[str, State] = {
     "reference": State("reference", "#3f7f9d", "logprobs of the frozen reference policy"),
     "proximal": State("proximal", "#5aa5a0", "logprobs of the policy before the step's first update"),
     "values": State("values", "#4f9f7f", "the critic's values before the step's first update"),
+    "train": State("train", "#2a9d6f", "updates of the model that a stage trains, besides RL"),
     "warm_start": State("warm start", "#7bc8a4", "supervised updates before the first step"),
     "publish": State("publish", "#c43d7a", "the probe text under the new version, and word of it"),
     "record": State("record", "#9ab0bd", "writes rollouts, or the ledger, to disk"),

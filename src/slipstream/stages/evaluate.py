@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +29,7 @@ from slipstream.prompts import build_prompts
 from slipstream.prompts.template import Template
 from slipstream.stages.completions import reference_completions
 from slipstream.stages.judging import build_judge
-from slipstream.stages.progress import Progress
+from slipstream.stages.progress import Progress, Times
 
 MOMENTS = ("before", "after")
 
@@ -41,21 +40,24 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict
     Both answer the same held-out prompts with the same noise. Drift is from the reference policy, `kl.reference` where
     it is given, else the start. Whatever needs reference completions is left out where prompts have none.
     """
-    started_s = time.monotonic()
+    times = Times()
     settings = config.evaluation
     start = start_of(config, run_dir)
     checkpoints = dict(zip(MOMENTS, (start, run_dir / "model"), strict=True))
-    model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
-    prompts = build_prompts(config, tokenizer).eval[: settings.num_prompts]
+    with times.span("start_up"):
+        model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
+        prompts = build_prompts(config, tokenizer).eval[: settings.num_prompts]
     temperature = config.generator.temperature if settings.temperature is None else settings.temperature
     written: dict[str, list[Completion]] = {}
-    for moment, path in checkpoints.items():
-        policy = model if moment == "before" else load_model(path)
-        written[moment] = _answers(config, policy, tokenizer, prompts, temperature, moment, progress)
-    references = _references(config, prompts, tokenizer)
-    reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
-    gold = _scores(config, config.gold_rewards, written, references)
-    proxy = _scores(config, config.rewards.model_copy(update={"terms": []}), written, references)
+    with times.span("decode"):
+        for moment, path in checkpoints.items():
+            policy = model if moment == "before" else load_model(path)
+            written[moment] = _answers(config, policy, tokenizer, prompts, temperature, moment, progress)
+    with times.span("score"):
+        references = _references(config, prompts, tokenizer)
+        reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
+        gold = _scores(config, config.gold_rewards, written, references)
+        proxy = _scores(config, config.rewards.model_copy(update={"terms": []}), written, references)
     found: dict[str, Any] = {
         "num_prompts": len(prompts),
         "num_samples": settings.num_samples,
@@ -63,17 +65,19 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict
         "checkpoints": {moment: str(path) for moment, path in checkpoints.items()},
     }
     for moment in MOMENTS:
-        found[moment] = {
-            "gold": _gold(gold[moment], gold["references"], settings.num_samples),
-            "reward_models": _means(proxy[moment], config) if config.rewards.models else None,
-            "judge": _judged(config, written[moment], references) if config.judge.is_given and references else None,
-            "drift": _drift(config, reference_policy, written[moment], temperature),
-            "lengths": asdict(completion_lengths(written[moment])),
-        }
+        with times.span("score"):
+            found[moment] = {
+                "gold": _gold(gold[moment], gold["references"], settings.num_samples),
+                "reward_models": _means(proxy[moment], config) if config.rewards.models else None,
+                "judge": _judged(config, written[moment], references) if config.judge.is_given and references else None,
+            }
+        with times.span("reference"):
+            found[moment]["drift"] = _drift(config, reference_policy, written[moment], temperature)
+        found[moment]["lengths"] = asdict(completion_lengths(written[moment]))
     found["references"] = {
         "reward_models": _means(proxy["references"], config) if config.rewards.models and references else None
     }
-    found["seconds"] = time.monotonic() - started_s
+    found |= times.so_far()
     path = run_dir / EVALUATION_FILE
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")

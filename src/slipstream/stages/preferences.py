@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import random
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from slipstream.observe.jsonl import JsonlWriter
 from slipstream.prompts import build_prompts
 from slipstream.stages.completions import PREFERENCE_STREAM, reference_completions, sampled, scored_tokens
 from slipstream.stages.judging import build_judge
-from slipstream.stages.progress import Progress, write_record
+from slipstream.stages.progress import Progress, Times, write_record
 
 FILE = "preferences.jsonl"
 
@@ -64,28 +63,31 @@ class Scored:
 
 def run_preferences(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
     """Sample, label and pair; writes `preferences/preferences.jsonl` and `preferences/stage.json`."""
-    started_s = time.monotonic()
+    times = Times()
     folder = stage_dir(run_dir, "preferences")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    scored = sampled_candidates(config, progress)
-    lines = labelled(scored, config)
+    with times.span("start_up"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    scored = sampled_candidates(config, progress, times)
+    with times.span("score"):
+        lines = labelled(scored, config)
     if not lines:
         raise ConfigError(
             "no completion is better than another: there are no preferences",
             got=f"{len(scored)} prompts",
             hint="raise preferences.temperature or samples_per_prompt, or look at what labels them",
         )
-    writer = JsonlWriter(folder / FILE)
-    writer.write(*lines)
-    writer.close()
+    with times.span("record"):
+        writer = JsonlWriter(folder / FILE)
+        writer.write(*lines)
+        writer.close()
     num_pairs = sum(len(list(_subsets(one, config))) for one in scored)
     num_held_out = sum(line.is_held_out for line in lines)
     progress.note(f"preferences: {len(lines)} of {num_pairs} sets of candidates, {num_held_out} held out")
     return write_record(
         run_dir,
         "preferences",
-        started_s=started_s,
+        times=times,
         num_prompts=len(scored),
         num_preferences=len(lines),
         num_held_out=num_held_out,
@@ -94,31 +96,34 @@ def run_preferences(config: RunConfig, run_dir: Path, progress: Progress) -> dic
     )
 
 
-def sampled_candidates(config: RunConfig, progress: Progress) -> list[Scored]:
+def sampled_candidates(config: RunConfig, progress: Progress, times: Times) -> list[Scored]:
     """Distinct completions of the first prompts, the reference among them where asked for, with their gold scores."""
     settings = config.preferences
-    policy = config.model.model_copy(update={"path": settings.path or config.model.path})
-    model, tokenizer = build_policy(policy, seed=config.seed)
-    prompts = list(build_prompts(config, tokenizer).train.prompts)[: settings.num_prompts]
+    with times.span("start_up"):
+        policy = config.model.model_copy(update={"path": settings.path or config.model.path})
+        model, tokenizer = build_policy(policy, seed=config.seed)
+        prompts = list(build_prompts(config, tokenizer).train.prompts)[: settings.num_prompts]
     total = len(prompts) * settings.samples_per_prompt
-    completions = sampled(
-        config,
-        model,
-        tokenizer,
-        prompts,
-        num_samples=settings.samples_per_prompt,
-        stream=PREFERENCE_STREAM,
-        on_progress=lambda done: progress.phase("sample", done, total),
-    )
+    with times.span("decode"):
+        completions = sampled(
+            config,
+            model,
+            tokenizer,
+            prompts,
+            num_samples=settings.samples_per_prompt,
+            stream=PREFERENCE_STREAM,
+            on_progress=lambda done: progress.phase("sample", done, total),
+        )
     if settings.with_reference:
         references = reference_completions(config, prompts, tokenizer)
         completions = sorted([*completions, *references], key=lambda completion: completion.ordinal)
     scores: list[float | None] = [None] * len(completions)
     if settings.labels == "gold":
-        scores = [
-            None if rollout.failure is not None else rollout.reward
-            for rollout in score_by(config, config.gold_rewards, numbered(completions))
-        ]
+        with times.span("score"):
+            scores = [
+                None if rollout.failure is not None else rollout.reward
+                for rollout in score_by(config, config.gold_rewards, numbered(completions))
+            ]
     found: list[Scored] = [Scored(prompt, []) for prompt in prompts]
     for completion, value in zip(completions, scores, strict=True):
         tokens = scored_tokens(completion.tokens, config).tolist()

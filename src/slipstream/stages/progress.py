@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import msgspec
 
+from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.recipes import stage_dir
 from slipstream.observe.display import Display
+from slipstream.observe.timeline import ABSENT, UNLABELLED, Timeline
 
 RECORD = "stage.json"
 
@@ -56,13 +58,34 @@ def watch(config: RunConfig, stage: str, *, display: bool) -> Display | Quiet:
     return Display({"stage": stage, "recipe": config.recipe}, steps=1, max_staleness=config.staleness_bound)
 
 
+class Times:
+    """Where the seconds of a stage go, from now on: states as in `observe/states.py`."""
+
+    def __init__(self) -> None:
+        self._clock = WallClock()
+        self._started_s = self._clock.now_s()
+        self._timeline = Timeline("stage", None, self._clock)
+
+    def span(self, state: str) -> AbstractContextManager[None]:
+        """The stage is in `state` inside this context."""
+        return self._timeline.span(state)
+
+    def so_far(self) -> dict[str, Any]:
+        """`seconds`, and `accounting`: state -> seconds, which sum to them."""
+        ended_s = self._clock.now_s()
+        accounting = self._timeline.accounting(self._started_s, ended_s)
+        absent_s = accounting.pop(ABSENT, 0.0)  # until the timeline was there
+        accounting[UNLABELLED] += absent_s
+        return {"seconds": ended_s - self._started_s, "accounting": accounting}
+
+
 def record_path(run_dir: Path, stage: str) -> Path:
     return stage_dir(run_dir, stage) / RECORD
 
 
-def write_record(run_dir: Path, stage: str, *, started_s: float, **values: Any) -> dict[str, Any]:
+def write_record(run_dir: Path, stage: str, *, times: Times, **values: Any) -> dict[str, Any]:
     """`stage.json` in the stage's folder, written last: the stage is done. Returns what it says."""
-    record = {"stage": stage, "seconds": time.monotonic() - started_s, **values}
+    record = {"stage": stage, **times.so_far(), **values}
     replace_file(record_path(run_dir, stage), msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     return record
 

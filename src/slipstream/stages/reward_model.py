@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from slipstream.prompts.rows import Row
 from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.completions import NORMALISATION_STREAM, reference_completions, sampled, scored_tokens
 from slipstream.stages.preferences import FILE, PreferenceLine
-from slipstream.stages.progress import Progress, write_record
+from slipstream.stages.progress import Progress, Times, write_record
 from slipstream.stages.split import split_by_prompt
 from slipstream.trainer.metric_names import reward_model_names
 from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
@@ -38,19 +37,20 @@ from slipstream.trainer.reward_model import Preference, preference_accuracy, rew
 
 def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
     """Train on the preferences; writes `reward_model/model`, `metrics.jsonl` and `stage.json` with its accuracies."""
-    started_s = time.monotonic()
+    times = Times()
     settings = config.reward_model
     folder = stage_dir(run_dir, "reward_model")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    policy, tokenizer = build_policy(config.model, seed=config.seed)
-    train, held_out = read_preferences(config, run_dir, tokenizer, progress)
-    path = settings.path or config.model.path
-    model = (
-        new_scalar_model(policy, head_init=settings.head_init, seed=config.seed)
-        if path is None
-        else load_scalar_model(path, head_init=settings.head_init, seed=config.seed)
-    )
+    with times.span("start_up"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        policy, tokenizer = build_policy(config.model, seed=config.seed)
+        train, held_out = read_preferences(config, run_dir, tokenizer, progress)
+        path = settings.path or config.model.path
+        model = (
+            new_scalar_model(policy, head_init=settings.head_init, seed=config.seed)
+            if path is None
+            else load_scalar_model(path, head_init=settings.head_init, seed=config.seed)
+        )
     longest = max(
         len(preference.prompt_tokens) + max(map(len, preference.candidates)) for preference in [*train, *held_out]
     )
@@ -60,10 +60,11 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
             got=f"{longest} tokens",
             allowed=f"at most {model.config.max_positions}",
         )
-    samples = _samples(config, policy, tokenizer)
+    with times.span("decode"):
+        samples = _samples(config, policy, tokenizer)
     total = settings.steps or settings.epochs * math.ceil(len(train) / settings.batch_size)
     accuracies = []
-    with closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
+    with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
         for update in reward_model_updates(
             model,
             FlatParameters(model),
@@ -84,16 +85,20 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
             metrics.write(asdict(update) | names)
             accuracies.append(update.accuracy)
             progress.phase("reward model", update.index + 1, total, {"loss": update.loss, "accuracy": update.accuracy})
-    save_scalar_model(model, folder / "model", tokenizer)
+    with times.span("export"):
+        save_scalar_model(model, folder / "model", tokenizer)
     capacity = config.trainer.microbatch_tokens
-    accuracy = preference_accuracy(model, held_out, microbatch_tokens=capacity, batching=collate) if held_out else None
-    scores = score(model, samples, microbatch_tokens=capacity, batching=collate)
+    accuracy = None
+    with times.span("evaluate"):
+        if held_out:
+            accuracy = preference_accuracy(model, held_out, microbatch_tokens=capacity, batching=collate)
+        scores = score(model, samples, microbatch_tokens=capacity, batching=collate)
     if accuracy is not None:
         progress.note(f"held-out accuracy of the reward model: {accuracy:.3f} ({len(held_out)} preferences)")
     return write_record(
         run_dir,
         "reward_model",
-        started_s=started_s,
+        times=times,
         num_preferences=len(train),
         num_held_out=len(held_out),
         steps=total,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from slipstream.observe.jsonl import JsonlWriter
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template
-from slipstream.stages.progress import Progress, write_record
+from slipstream.stages.progress import Progress, Times, write_record
 from slipstream.stages.split import split_by_prompt
 from slipstream.trainer.metric_names import sft_names
 from slipstream.trainer.optim import FlatAdamW
@@ -35,13 +34,14 @@ from slipstream.trainer.supervised import Demonstration, Prediction, measure_pre
 
 def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
     """Train on the demonstrations of `config.sft`; writes `sft/model`, `sft/metrics.jsonl` and `sft/stage.json`."""
-    started_s = time.monotonic()
+    times = Times()
     sft = config.sft
     folder = stage_dir(run_dir, "sft")
-    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted attempt left
-    folder.mkdir(parents=True)
-    model, tokenizer = build_policy(config.model.model_copy(update={"path": sft.path}), seed=config.seed)
-    found, num_too_long = stage_demonstrations(config, tokenizer)
+    with times.span("start_up"):
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted attempt left
+        folder.mkdir(parents=True)
+        model, tokenizer = build_policy(config.model.model_copy(update={"path": sft.path}), seed=config.seed)
+        found, num_too_long = stage_demonstrations(config, tokenizer)
     fitting = [pair for pair in found if len(pair[0]) + len(pair[1]) <= model.config.max_positions]
     num_too_long += len(found) - len(fitting)
     if not fitting:
@@ -64,11 +64,12 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
     def prediction() -> Prediction | None:
         if not held_out:
             return None
-        return measure_prediction(model, held_out, microbatch_tokens=capacity, batching=collate)
+        with times.span("evaluate"):
+            return measure_prediction(model, held_out, microbatch_tokens=capacity, batching=collate)
 
     before = prediction()
     losses = []
-    with closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
+    with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
         for update in supervised_updates(
             model,
             FlatAdamW(model, FlatParameters(model), settings.optimizer, total_updates=steps),
@@ -87,11 +88,12 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
             f"held-out loss {before.loss:.3f} -> {after.loss:.3f} nats per token, "
             f"accuracy {before.accuracy:.3f} -> {after.accuracy:.3f} ({len(held_out)} demonstrations)"
         )
-    save_model(model, folder / "model", tokenizer)
+    with times.span("export"):
+        save_model(model, folder / "model", tokenizer)
     return write_record(
         run_dir,
         "sft",
-        started_s=started_s,
+        times=times,
         num_demonstrations=len(train),
         num_held_out=len(held_out),
         num_too_long=num_too_long,
