@@ -300,7 +300,7 @@ def pieces(seed: int, beside: float, threads: int, speed: float, noise: float, o
     work = counts @ np.array([0.004, 0.0003]) / speed * rng.gamma(1 / noise**2, noise**2, count)
     rate = machine.rates("x", None, None) @ np.array([1.0, beside])
     own = 1.0 if threads == 1 else beside
-    return Pieces(machine, "x", np.zeros(count), np.ones(count), work / (rate / own), counts)
+    return Pieces(machine, "x", np.zeros(count), np.ones(count), work / (rate / own), counts, np.ones(count))
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.5])

@@ -76,13 +76,13 @@ class Calibration:
         threads = place(config, self.cores)
         generator, trainer = threads["generator"].together, threads["trainer"].together
         seconds, decode, train = self.seconds, self.decode, self.train
-        pass_s, row_s = decode.seconds(generator, steps=1), decode.seconds(generator, rows=1)
+        pass_s, token_s = decode.seconds(generator, passes=1), decode.seconds(generator, prefilled=1)
 
         def decode_s(replica: int, rows: int, context: float) -> float:  # noqa: ARG001 - replicas are alike
-            return decode.seconds(generator, steps=1, rows=rows, context=context) + seconds["turn"]
+            return decode.seconds(generator, steps=1, rows=rows, context=context)
 
         def prefill_s(replica: int, tokens: int, is_alone: bool) -> float:  # noqa: ARG001
-            return tokens * row_s + (pass_s if is_alone else 0.0)
+            return tokens * token_s + (pass_s if is_alone else 0.0)
 
         def train_s(batch: Batch) -> dict[str, float]:
             updates, epochs = config.updates_per_step, config.trainer.epochs
@@ -101,6 +101,7 @@ class Calibration:
 
 
 FIXED = (
+    "turn_s",
     "send_s",
     "stage_s",
     "swap_s",
@@ -157,24 +158,28 @@ def row_multiple(config: RunConfig) -> int:
 
 
 def _fit_decode(machines: Sequence[Machine]) -> Fit:
-    """Seconds per decode step and row computed; prompts that are prefilled beside it are rows, too."""
+    """Seconds per decode step and row computed, per token prefilled, beside decoding or alone, and per pass alone."""
     generators = [machine.run.config.generator for machine in machines]
     longest = max(
         machine.run.config.prompts.max_prompt_tokens + generator.max_new_tokens
         for machine, generator in zip(machines, generators, strict=True)
     )
-    terms = ("steps", "rows", "context") if longest >= LONG_CONTEXT else ("steps", "rows")
+    terms = ("steps", "rows", "prefilled", "passes", "context")[: 5 if longest >= LONG_CONTEXT else 4]
 
     def pieces(machine: Machine, name: str) -> Pieces:
-        slices = [one for one in machine.slices[name] if one.state in DECODES and one.count]
-        steps = np.array([one.count for one in slices], dtype=np.float64)
-        live = np.array([one.units for one in slices], dtype=np.float64) / np.maximum(steps, 1)
+        slices = [one for one in machine.slices[name] if one.state in (*PASSES, "evaluate") and one.count]
+        number = np.array([one.count for one in slices], dtype=np.float64)
+        is_decoding = np.array([one.state in (*DECODES, "evaluate") for one in slices], dtype=np.float64)
+        live = is_decoding * np.array([one.units for one in slices]) / np.maximum(number, 1)
         multiple = row_multiple(machine.run.config)
-        beside = _prefilled_beside(machine, name, multiple)
-        prefilled = np.array([beside.get(one.start_ns, 0.0) for one in slices])
-        rows = np.ceil(live / multiple) * multiple * steps + prefilled
         middles = np.array([(one.start_ns + one.end_ns) / 2e9 for one in slices])
-        columns = [steps, rows, _context(machine.run, name, middles) * steps]
+        columns = [
+            is_decoding * number,
+            np.ceil(live / multiple) * multiple * number,
+            _prefilled(machine, name, slices, multiple),
+            (1 - is_decoding) * number,
+            is_decoding * number * _context(machine.run, name, middles),
+        ]
         return Pieces.of(machine, name, slices, columns[: len(terms)])
 
     return fit(terms, [pieces(machine, name) for machine in machines for name in machine.processes("generator")])
@@ -184,21 +189,28 @@ def _replica(process: str) -> int:
     return int(process.partition("-")[2].partition("@")[0])
 
 
-def _prefilled_beside(machine: Machine, process: str, multiple: int) -> dict[int, float]:
-    """Start of a slice -> prompt tokens that it has prefilled beside decoding: a group starts with the step after."""
+def _prefilled(machine: Machine, process: str, passes: Sequence[Slice], multiple: int) -> np.ndarray:
+    """float64 [N]: prompt tokens, padding included, that each of `passes` has prefilled.
+
+    A group's rows start with the step after; what is prefilled once more, after a swap, is not seen. Of an evaluation
+    nobody has written that down: it has a prompt for every completion, and one starts where one ends.
+    """
     first: dict[int, tuple[float, int]] = {}
     for line in machine.run.rollouts:
         if line.replica == _replica(process) and line.started_s < first.get(line.ordinal, (np.inf, 0))[0]:
             first[line.ordinal] = line.started_s, len(line.prompt)
-    passes = [one for one in machine.slices[process] if one.state in PASSES and one.count]
-    starts = [one.start_ns for one in passes]
-    tokens: dict[int, float] = defaultdict(float)
-    for started_s, num_chars in first.values():
-        index = bisect.bisect_right(starts, round(started_s * 1e9) + CLOSE_NS) - 1
-        if index >= 0 and started_s * 1e9 < starts[index] + passes[index].state_ns / passes[index].count / 2:
-            index -= 1  # it starts with the first step of that slice
-        if index >= 0 and passes[index].state in DECODES:
-            tokens[starts[index]] += -(-num_chars // multiple) * multiple
+    padded = {ordinal: -(-num_chars // multiple) * multiple for ordinal, (_, num_chars) in first.items()}
+    per_token = fmean(padded.values()) / _mean_length(machine.run) if padded else 0.0
+    tokens = np.array([one.units * per_token if one.state == "evaluate" else 0.0 for one in passes])
+    own = [index for index, one in enumerate(passes) if one.state != "evaluate"]
+    starts = [passes[index].start_ns for index in own]
+    for ordinal, (started_s, _) in first.items():
+        place = bisect.bisect_right(starts, round(started_s * 1e9) + CLOSE_NS) - 1
+        if place >= 0:
+            one = passes[own[place]]
+            place -= started_s * 1e9 < one.start_ns + one.state_ns / one.count / 2  # with the first step of that slice
+        if place >= 0:
+            tokens[own[place]] += padded[ordinal]
     return tokens
 
 

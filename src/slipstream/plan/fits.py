@@ -161,7 +161,7 @@ def _work_curve(slices: Sequence[Slice]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Work of one process: when, for how many seconds of it, and counts [N, terms], of which the first are pieces."""
+    """Work of one process: when, for how many seconds of it, counts [N, terms], and how many `pieces` of work."""
 
     machine: Machine
     process: str
@@ -169,6 +169,7 @@ class Pieces:
     end_ns: np.ndarray
     seconds: np.ndarray
     counts: np.ndarray
+    pieces: np.ndarray
 
     @classmethod
     def of(cls, machine: Machine, process: str, slices: Sequence[Slice], columns: Sequence[np.ndarray]) -> Pieces:
@@ -180,6 +181,7 @@ class Pieces:
             np.array([one.end_ns for one in slices], dtype=np.float64),
             np.array([one.state_ns * 1e-9 for one in slices]),
             np.stack(columns, axis=1),
+            np.array([one.count for one in slices], dtype=np.float64),
         )
 
 
@@ -224,6 +226,7 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
         counts=np.concatenate([part.counts for part in parts]),
         rates=np.concatenate([part.machine.rates(part.process, part.start_ns, part.end_ns) for part in parts]),
         threads=np.concatenate([np.full(len(part.seconds), part.machine.threads[part.process]) for part in parts]),
+        pieces=np.concatenate([part.pieces for part in parts]),
     )
     seen = {int(t): float(table.seconds[table.threads == t].sum()) for t in np.unique(table.threads)}
     own = max(seen, key=lambda t: seen[t])
@@ -234,7 +237,7 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
         for drawn in itertools.product(ratios, repeat=len(others)):
             usual = {t: together(t, beside, cores) / together(own, beside, cores) for t in seen}
             speeds = {own: 1.0} | {t: usual[t] * ratio for t, ratio in zip(others, drawn, strict=True)}
-            costs, misfit = _solve(table.counts, table.work(cores, beside, speeds))
+            costs, misfit = _solve(table.counts, table.pieces, table.work(cores, beside, speeds))
             misfit += (np.log(beside / PRIORS["beside"].value) / PRIORS["beside"].error) ** 2
             misfit += sum((np.log(ratio) / PRIORS["threads"].error) ** 2 for ratio in drawn)
             if best is None or misfit < best[0]:
@@ -244,7 +247,7 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
     work = table.work(cores, beside, speeds)
     expected = np.maximum(table.counts @ costs, 1e-12)
     ratio = work / expected
-    residuals = 1 + (ratio - 1) * np.sqrt(table.counts[:, 0])  # those of many pieces on end average out
+    residuals = 1 + (ratio - 1) * np.sqrt(table.pieces)  # those of many pieces on end average out
     return Fit(
         terms=dict(zip(terms, costs.tolist(), strict=True)),
         speeds=speeds,
@@ -263,6 +266,7 @@ class _Table:
     counts: np.ndarray
     rates: np.ndarray
     threads: np.ndarray
+    pieces: np.ndarray
 
     def work(self, cores: int, beside: float, speeds: Mapping[int, float]) -> np.ndarray:
         """Seconds that each piece would have taken alone, with the threads whose speed is 1."""
@@ -272,16 +276,17 @@ class _Table:
         return work
 
 
-def _solve(counts: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, float]:
+def _solve(counts: np.ndarray, pieces: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, float]:
     """Costs that explain `work` with a variance in proportion to what they expect, and how badly: twice the negative
     log-likelihood. So the sum of what they expect is the sum of what there was, whatever the noise.
 
-    The first count is of pieces: what one takes whatever its size has a prior, which weighs as much as one piece.
+    The first term is what most pieces take whatever their size: it has a prior, which weighs as much as one piece.
     """
     share, error = PRIORS["fixed"]
-    typical = float(work.mean())
-    believed = float(counts[:, 0].mean()) / (error * np.sqrt(typical))
-    costs, expected = np.zeros(counts.shape[1]), typical * counts[:, 0] / float(counts[:, 0].mean())
+    has_first = counts[:, 0] > 0
+    typical = float(work[has_first].mean())
+    believed = float(counts[has_first, 0].mean()) / (error * np.sqrt(typical))
+    costs, expected = np.zeros(counts.shape[1]), work.mean() * pieces / pieces.mean()
     for _ in range(ROUNDS):
         scaled = counts / np.maximum(expected, 0.01 * typical)[:, None]
         matrix, target = counts.T @ scaled, scaled.T @ work

@@ -333,7 +333,12 @@ class Replica:
             self.account.enter(self._idle_state)
             return
         self.account.enter(self._state)
-        self.stretch = planned._replace(ahead=ahead, steps=self._limited(planned.steps))
+        turn_s = self.costs.turn_s
+        if turn_s and not planned.steps:
+            ahead["receive"] = turn_s
+        self.stretch = planned._replace(
+            ahead=ahead, steps=self._limited(planned.steps), first_s=planned.first_s + turn_s
+        )
         self.factor = self.simulation.drawn("decode", self.stretch.steps)
         self.job = self.device.run("decode", self.setup.generator_threads, self._work_s(), self._end)
 

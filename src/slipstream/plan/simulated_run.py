@@ -85,6 +85,7 @@ class Costs:
     decode: Callable[[int, int, float], float]
     train: Callable[[Batch], Mapping[str, float]]
     prefill: Callable[[int, int, bool], float] = _nothing
+    turn_s: float = 0.0  # generator, for each turn of its loop: messages, bookkeeping
     send_s: float = 0.0  # generator, for each finished completion
     stage_s: float = 0.0  # generator, in the background: copy, verify and prepare a version
     swap_s: float = 0.0  # generator: decoding stands still
