@@ -103,7 +103,7 @@ class TokenTexts:
     def _behind_anchor(self, tokens: Sequence[int]) -> str:
         return self._decode([*self._anchor, *tokens])[len(self._anchor_text) :]
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

@@ -143,7 +143,7 @@ class WeightsAndBiases:
     def __init__(self, begin: Begin) -> None:
         import wandb
 
-        self._levels = wandb.AlertLevel
+        self._levels: Any = wandb.AlertLevel  # type: ignore[attr-defined]  # its stub leaves it out
         self._run = wandb.init(
             project=begin.project,
             entity=begin.entity,

@@ -161,7 +161,7 @@ def prompt_tokens_per_char(run: Run) -> float:
     trained = [line for line in run.rollouts if line.step is not None]
     chars = sum({(line.step, line.ordinal): len(line.prompt) for line in trained}.values())
     completion_rows = sum(line.num_tokens - 1 for line in trained)
-    rows = sum(line["tokens_read"] for line in run.metrics)
+    rows = sum(float(line["tokens_read"]) for line in run.metrics)
     return max(rows - completion_rows, 0.0) / max(chars, 1)
 
 
