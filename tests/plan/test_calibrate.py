@@ -93,6 +93,7 @@ def truth(of: RunConfig):
 
     class True_:
         cores, train, decode = CORES, fits.Fit({}, {1: 1.0}, BESIDE["train"], 0, 0.0, ()), None
+        background = 0.1
 
     True_.decode = replace(True_.train, beside=BESIDE["decode"])
     return replace(setup_of(of, True_), evaluates_first=0, workers=0)
@@ -316,6 +317,16 @@ def test_a_fit_over_runs_finds_the_speed_of_threads():
     found = fit(("steps", "rows"), [pieces(0, 0.6, 1, 1.0, 0.1), pieces(1, 0.6, 2, 1.3, 0.1, overlap=0.0)])
     assert found.speed(2) / found.speed(1) == pytest.approx(1.3, rel=0.05)
     assert found.beside == pytest.approx(0.6, abs=0.03)
+
+
+def test_work_at_low_priority_is_told_by_when_there_was_a_core():
+    """Jobs of 40 ms, which get 0.3 of a core where there is none."""
+    rng = np.random.default_rng(0)
+    alone = rng.random(60) * 0.04
+    work, share = fits.fit_background(alone.tolist(), ((0.04 * rng.normal(1, 0.05, 60) - alone) / 0.3).tolist())
+    assert work == pytest.approx(0.04, rel=0.05)
+    assert share == pytest.approx(0.3, rel=0.2)
+    assert fits.fit_background([0.0] * 9, [0.4] * 9)[1] == pytest.approx(0.1, rel=0.1), "nobody could tell"
 
 
 def test_what_the_pieces_do_not_tell_is_as_usual():

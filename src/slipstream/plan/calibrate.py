@@ -26,7 +26,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.observe.recorder import RolloutLine
 from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice
-from slipstream.plan.fits import Fit, Machine, Pieces, cores_of, fit, seconds_in
+from slipstream.plan.fits import Fit, Machine, Pieces, cores_of, fit, fit_background, seconds_in
 from slipstream.plan.recorded import Run
 from slipstream.plan.simulated_run import Batch, Costs
 
@@ -62,12 +62,16 @@ Told = tuple[float, float]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What runs have told: `decode` per step and row, `train` per microbatch and token, and `seconds` of the rest."""
+    """What runs have told: `decode` per step and row, `train` per microbatch and token, and `seconds` of the rest.
+
+    `background`: what staging gets of a core where others want all of them.
+    """
 
     cores: int
     decode: Fit
     train: Fit
     seconds: Mapping[str, float]
+    background: float
     jitter: Mapping[str, tuple[float, ...]]
     runs: tuple[Run, ...]
 
@@ -126,11 +130,14 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
     machines = [Machine(run, cores_of(run)) for run in runs]
     decode, train = _fit_decode(machines), _fit_train(machines)
     told = [_seconds(machine, decode.beside, train) for machine in machines]
+    staged = [each for machine in machines for each in _staging(machine, decode.beside)]
+    stage_s, background = fit_background(*zip(*staged, strict=True)) if staged else fit_background((), ())
     return Calibration(
         cores=machines[0].cores,
         decode=decode,
         train=train,
-        seconds={name: _mean([part[name] for part in told]) for name in told[0]},
+        seconds={name: _mean([part[name] for part in told]) for name in told[0]} | {"stage": stage_s},
+        background=background,
         jitter={"decode": _jitter(decode.residuals), "train": _jitter(_step_factors(machines, train.beside))},
         runs=tuple(runs),
     )
@@ -273,7 +280,7 @@ def _seconds(machine: Machine, beside: float, train: Fit) -> dict[str, Told]:
             sums[what] = before[0] + total, before[1] + count
     means = {name: (total / count if count else 0.0, float(count)) for name, (total, count) in sums.items()}
     latencies = _latencies(machine, send_s=means["send"][0], receive_s=means["receive"][0])
-    return means | {"stage": _staging(machine, beside)} | latencies
+    return means | latencies
 
 
 def _mean(told: Sequence[Told]) -> float:
@@ -317,21 +324,20 @@ def _mean_length(run: Run) -> float:
     return max(1.0, fmean(line.num_tokens for line in run.rollouts)) if run.rollouts else 1.0
 
 
-def _staging(machine: Machine, beside: float) -> Told:
-    """Seconds of work of bringing a version to a replica, beside decoding and at low priority."""
+def _staging(machine: Machine, beside: float) -> list[tuple[float, float]]:
+    """Of each version brought to a replica, beside decoding and at low priority: as in `Machine.background_s`."""
     published = {
         one.args["version"]: float(one.end_ns)
         for one in machine.slices[machine.trainer]
         if one.state in ("publish", "stage") and "version" in one.args
     }
-    work = []
+    staged = []
     for line in machine.run.events:
         event = line.event
         if event["type"] == "Swapped" and event["version"] in published and event["transfer_s"]:
             start_ns = published[event["version"]]
-            rate = machine.background_rate(start_ns, start_ns + event["transfer_s"] * 1e9, beside)
-            work.append(event["transfer_s"] * rate)
-    return (fmean(work) if work else 0.0), float(len(work))
+            staged.append(machine.background_s(start_ns, start_ns + event["transfer_s"] * 1e9, beside))
+    return staged
 
 
 # On the way

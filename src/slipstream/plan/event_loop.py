@@ -148,12 +148,14 @@ class Cores:
 
     of its speed alone: r says how much slower it is with all cores busy (hyperthreads share a core's units, all cores
     the memory), and beyond C threads take turns. Times are given as a job of t threads takes them alone, so its rate
-    is g(n) / g(min(t, C)). Jobs of low priority take a core that is free, and count then; where none is, they get a
-    tenth of one and slow nobody.
+    is g(n) / g(min(t, C)). Jobs of low priority take a core that is free, and count then; where none is, they get the
+    share `background` of one and slow nobody.
     """
 
-    def __init__(self, loop: EventLoop, num_cores: int, beside: Mapping[str, float]) -> None:
-        self.loop, self.num_cores = loop, num_cores
+    def __init__(
+        self, loop: EventLoop, num_cores: int, beside: Mapping[str, float], background: float = BACKGROUND_SHARE
+    ) -> None:
+        self.loop, self.num_cores, self._background = loop, num_cores, background
         self._beside = beside
         self._jobs: list[_SharedJob] = []
 
@@ -181,7 +183,7 @@ class Cores:
         lent = min(background, max(0, self.num_cores - busy))
         for job in self._jobs:
             if job.is_background and not lent:
-                rate = BACKGROUND_SHARE * self.speed(job.kind, self.num_cores)
+                rate = self._background * self.speed(job.kind, self.num_cores)
             else:
                 rate = self.speed(job.kind, busy + lent) / self.speed(job.kind, min(job.threads, self.num_cores))
             rate = min(rate, 1.0)

@@ -32,9 +32,15 @@ class Prior(NamedTuple):
     error: float
 
 
-PRIORS = {"beside": Prior(0.65, 0.4), "threads": Prior(1.0, 0.3), "fixed": Prior(0.2, 0.5)}
+PRIORS = {
+    "beside": Prior(0.65, 0.4),
+    "threads": Prior(1.0, 0.3),
+    "fixed": Prior(0.2, 0.5),
+    "background": Prior(BACKGROUND_SHARE, 1.0),
+}
 """`beside`: r. `threads`: the speed of t threads over that of t processes with one each. `fixed`: the share of a
-piece's time that does not depend on its tokens."""
+piece's time that does not depend on its tokens. `background`: what a job of low priority gets of a core where others
+want all of them."""
 ROUNDS = 3
 """Of least squares, each weighed by what the one before expects."""
 COMPUTING = frozenset({"trainer", "generator", "reward_models", "reference"})
@@ -120,15 +126,17 @@ class Machine:
         total = float(seconds @ self.rates(process, start_ns, end_ns) @ np.array([1.0, beside]))
         return total / speed_with(self.threads[process], self.cores, beside)
 
-    def background_rate(self, start_ns: float, end_ns: float, beside: float) -> float:
-        """How fast a job of low priority went in this span of time."""
+    def background_s(self, start_ns: float, end_ns: float, beside: float) -> tuple[float, float]:
+        """Seconds of work of a job of low priority in this span: with a core of its own, and with all cores wanted."""
         span = np.array([start_ns]), np.array([end_ns])
-        rate = 0.0
+        with_core = without = 0.0
         for threads, chance in self._busy_threads(0, self.threads, *span).items():
-            has_core = threads < self.cores
-            here = speed_with(threads + 1 if has_core else self.cores, self.cores, beside)
-            rate += float(chance[0]) * here * (1.0 if has_core else BACKGROUND_SHARE)
-        return rate
+            seconds = float(chance[0]) * (end_ns - start_ns) * 1e-9
+            if threads < self.cores:
+                with_core += seconds * speed_with(threads + 1, self.cores, beside)
+            else:
+                without += seconds * speed_with(self.cores, self.cores, beside)
+        return with_core, without
 
 
 def cores_of(run: Run) -> int:
@@ -309,3 +317,18 @@ def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
             break
         del used[int(found.argmin())]
     return costs
+
+
+def fit_background(with_core_s: Sequence[float], without_s: Sequence[float]) -> tuple[float, float]:
+    """(seconds of work, share of a core where others want all) of jobs alike, each of which had so much of both."""
+    if not with_core_s:
+        return 0.0, BACKGROUND_SHARE
+    alone, wanted = np.array(with_core_s), np.array(without_s)
+    best = (np.inf, 0.0, BACKGROUND_SHARE)
+    for share in np.geomspace(0.02, 1.0, 40):
+        work = alone + share * wanted
+        mean = max(float(work.mean()), 1e-12)
+        misfit = min(len(work), INDEPENDENT) * float(np.log(work.var() / mean**2 + 1e-3))
+        misfit += (np.log(share / PRIORS["background"].value) / PRIORS["background"].error) ** 2
+        best = min(best, (misfit, mean, float(share)))
+    return best[1], best[2]

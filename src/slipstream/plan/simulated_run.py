@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from slipstream.observe.states import idle_share
+from slipstream.plan.event_loop import BACKGROUND_SHARE
 
 
 class GroupWork(NamedTuple):
@@ -107,9 +108,10 @@ class Costs:
 class Setup:
     """A run's layout, as far as `ScheduleConfig` does not have it.
 
-    `cores`: of the machine that trainer and generators share, each with its threads; `beside` is how fast 'train' and
-    'decode' go with all cores busy, of their speed alone (`event_loop.Cores`). Without `cores` every executor has
-    devices of its own. `workers` = 0: any number of completions are scored at once.
+    `cores`: of the machine that trainer and generators share, each with its threads; `beside` is how fast 'train',
+    'decode' and 'stage' go with all cores busy, of their speed alone, `background` what staging gets of a core then
+    (`event_loop.Cores`). Without `cores` every executor has devices of its own. `workers` = 0: any number of
+    completions are scored at once.
     """
 
     replicas: int = 1
@@ -130,6 +132,7 @@ class Setup:
     trainer_threads: int = 1
     generator_threads: int = 1
     beside: Mapping[str, float] = field(default_factory=dict)
+    background: float = BACKGROUND_SHARE
 
 
 class Step(NamedTuple):

@@ -259,7 +259,7 @@ class Simulation:
         self.result = Simulated()
         self._first, self._last = (0, policy.config.steps) if window is None else window
         self._origin_s = 0.0  # of the result's times
-        cores = None if setup.cores is None else Cores(self.loop, setup.cores, setup.beside)
+        cores = None if setup.cores is None else Cores(self.loop, setup.cores, setup.beside, setup.background)
         self.trainer = _Trainer(self, cores or OwnDevice(self.loop))
         self.rewards = _Rewards(self)
         self.replicas = [Replica(self, index, cores or OwnDevice(self.loop)) for index in range(setup.replicas)]

@@ -191,7 +191,8 @@ def setup_of(config: RunConfig, calibration: Calibration) -> Setup:
         cores=calibration.cores if is_on_cpu else None,
         trainer_threads=threads["trainer"].together,
         generator_threads=threads["generator"].together,
-        beside={"train": calibration.train.beside, "decode": calibration.decode.beside},
+        beside=dict.fromkeys(("decode", "stage"), calibration.decode.beside) | {"train": calibration.train.beside},
+        background=calibration.background,
     )
 
 
