@@ -16,7 +16,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 
@@ -48,6 +48,8 @@ SCORE_RANGE_S, SCORE_TRIALS = (1e-5, 10.0), 61
 """Seconds of scoring a completion that are tried: ten of each power of ten."""
 MAX_SCORED = 4000
 """Completions that are looked at for it."""
+LATEST = 0.95
+"""Of latencies."""
 FEWEST = 4
 """Factors that make a distribution."""
 MAX_JITTER = 512
@@ -422,7 +424,11 @@ def _queued(arrived_s: np.ndarray, score_s: float, workers: int) -> np.ndarray:
 
 
 def _usual(seconds: Sequence[float], *, less: float = 0.0) -> Told:
-    return (max(0.0, median(seconds) - less), float(len(seconds))) if seconds else (0.0, 0.0)
+    """The mean, without what is beyond the `LATEST` quantile: then something else held it up."""
+    if not seconds:
+        return 0.0, 0.0
+    kept = np.minimum(seconds, np.quantile(seconds, LATEST))
+    return max(0.0, float(kept.mean()) - less), float(len(seconds))
 
 
 def _is_idle(machine: Machine, name: str, start_s: float, end_s: float) -> bool:
