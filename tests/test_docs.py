@@ -25,7 +25,7 @@ LAUNCH_FLAGS = {field.name for field in dataclasses.fields(_launch_options({}))}
 PLAN_FLAGS = {field.name for field in dataclasses.fields(PlanOptions)}
 SIMULATE_FLAGS = {field.name for field in dataclasses.fields(_simulate_options({}))}
 OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
-OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS
+OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | {"port", "open"}
 SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/(?:integration|cluster|chaos))/\w+\.py)((?: +[^`\n#)]*)?)")
 
 named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

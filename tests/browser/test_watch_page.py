@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Visit = Callable[..., "Page"]
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 HOSTILE = (
     '</script></p><script>window.pwned = 1</script><img src=x onerror="window.pwned = 2">'
     "<svg onload='window.pwned = 3'><a href='javascript:window.pwned=4'>x</a>"
@@ -183,7 +184,10 @@ def test_everything_works_from_the_keyboard(visit: Visit, page_of_made: Watch, m
 
     press("?")
     assert page.locator("#help").is_visible()
-    assert page.locator("#keys dt").count() == page.locator("#keys dd").count() == 13
+    keys, words = page.locator("#keys dt").all_text_contents(), page.locator("#keys dd").all_text_contents()
+    told = re.search(r"\| key \| does \|\n\|---\|---\|\n(.*?)\n\n", DOCUMENT.read_text(), flags=re.DOTALL)
+    assert told
+    assert [f"| {key} | {word} |" for key, word in zip(keys, words, strict=True)] == told[1].splitlines()
     press("Escape")
     assert not page.locator("#help").is_visible()
 

@@ -411,7 +411,11 @@ export class Stage {
     if (key === this.arcsKey) return;
     this.arcsKey = key;
     for (const element of this.stage.querySelectorAll('.station')) {
-      element.classList.toggle('waits', this.waits.some(([from]) => from === element.dataset.station));
+      const own = this.waits.find(([from]) => from === element.dataset.station);
+      element.classList.toggle('waits', own !== undefined);
+      const title = element.querySelector('h3');
+      if (own) title.dataset.waits = own[2];
+      else delete title.dataset.waits;
       element.classList.toggle('awaited', this.waits.some(([, to]) => to === element.dataset.station));
     }
     this.arcs.replaceChildren(

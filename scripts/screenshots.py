@@ -1,0 +1,75 @@
+"""Pictures of the watch page for the docs: python scripts/screenshots.py RUN --at SECONDS --group ORDINAL
+
+watch.png          the page of RUN at that time of the run, as a desktop shows it
+watch_tokens.png   reading a group token by token, by logprob gap
+watch_phone.png    the same page on a phone, in dark
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, sync_playwright
+
+from slipstream.observe.watch import watch
+
+MAX_BYTES = 250_000
+
+
+def shoot(page: Page, path: Path, selector: str | None = None) -> None:
+    page.wait_for_timeout(2500)  # until everything is loaded and has come to rest
+    if selector is None:
+        page.screenshot(path=path)
+    else:
+        page.locator(selector).screenshot(path=path)
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise SystemExit(f"{path} has {size:,} bytes, more than {MAX_BYTES:,}")
+    print(f"{path}: {size:,} bytes")
+
+
+def ask(url: str, question: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}api/{question}", timeout=10) as answer:
+        return dict(json.load(answer))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--at", type=float, required=True, help="time of the run, seconds")
+    parser.add_argument("--group", type=int, required=True, help="ordinal of a group whose tokens were written")
+    parser.add_argument("--sample", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    with watch(options.run) as served, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        link = f"{served.url}#t={options.at}"
+        page = browser.new_page(viewport={"width": 1280, "height": 960}, color_scheme="light")
+        page.goto(link)
+        shoot(page, options.out / "watch.png")
+        step = ask(served.url, f"group?ordinal={options.group}")["group"]["step"]
+        done_s = ask(served.url, f"step?step={step}")["end_s"]
+        page.evaluate(f"location.hash = '#t={done_s + 0.01:.2f}'")
+        page.wait_for_selector(f"#group-list [data-ordinal='{options.group}']")
+        page.wait_for_timeout(500)
+        page.locator(f"#group-list [data-ordinal='{options.group}']").click()
+        page.locator(".sample").nth(options.sample).click()
+        page.get_by_text("logprob gap", exact=True).click()
+        page.locator(".token").nth(2).hover()
+        shoot(page, options.out / "watch_tokens.png", "#rollouts")
+        phone = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark", device_scale_factor=2)
+        phone.goto(link)
+        phone.wait_for_timeout(1500)
+        phone.evaluate("document.getElementById('loop').scrollIntoView()")
+        shoot(phone, options.out / "watch_phone.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
