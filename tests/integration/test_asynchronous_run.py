@@ -17,6 +17,7 @@ from slipstream.observe.tokens import read_tokens
 from slipstream.observe.watch.answers import ANSWERS
 from slipstream.observe.watch.index import RunIndex
 from slipstream.observe.watch.verdict import Verdict
+from slipstream.plan.what_if import what_if
 
 LONGER = {"max_new_tokens": 40, "num_slots": 16}  # completions long enough for a swap to fall into
 
@@ -143,6 +144,17 @@ def test_the_watched_loop_moves_when_the_rollouts_say(continuous):
     training = [bar for bar in lanes["trainer"] if bar[2] == "forward_backward"]
     for time_s, version in steps:
         assert any(bar[0] < time_s and bar[4].get("step") == version - 1 for bar in training), "a step is on its lane"
+
+
+def test_its_files_are_enough_to_simulate_it(continuous):
+    """The same groups, so the same tokens; the bound; and about its pace, as far as twelve steps tell it."""
+    found = what_if(continuous.out, {"max_staleness": 0}, seeds=2)
+    assert found.measured.steps == found.as_it_was.steps == 12
+    assert found.measured.staleness == {int(lag): n for lag, n in continuous.summary["staleness"]["histogram"].items()}
+    assert sum(found.as_it_was.staleness.values()) == sum(found.measured.staleness.values())
+    assert 1 <= found.as_it_was.staleness_max <= 2
+    assert found.as_it_was.step_s == pytest.approx(found.measured.step_s, rel=0.5)
+    assert list(found.changed.staleness) == [0]
 
 
 @pytest.mark.parametrize(
