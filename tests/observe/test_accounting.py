@@ -17,7 +17,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.balance import Dials, Loop, Side, judge, whole_split
 from slipstream.observe.states import STATES, TRAINS, in_words, kind
-from slipstream.observe.timeline import TRAINED, ProcessEnd, Timeline, account, read_timeline, timeline_path
+from slipstream.observe.timeline import TRAINED, ProcessEnd, Slice, Timeline, account, read_timeline, timeline_path
 from slipstream.observe.waste import WASTE
 
 START_S = 100.0
@@ -210,6 +210,16 @@ def test_at_staleness_0_the_sides_take_turns_on_the_same_threads(tmp_path: Path)
     )
 
 
+def test_at_staleness_0_they_take_turns_however_unequal_they_are(tmp_path: Path):
+    found = make_run(
+        tmp_path,
+        trainer=[("wait_generation", 0.9), ("forward_backward", 0.1)],
+        generator=[("decode", 0.85), ("wait_trainer", 0.15)],
+        config='max_staleness = 0\nweight_update = "between_batches"\n',
+    )
+    assert (found.balance.starves, found.balance.bottleneck) == ("both", "turns")
+
+
 def test_at_staleness_0_on_gpus_each_side_has_its_own(tmp_path: Path):
     found = make_run(
         tmp_path,
@@ -240,7 +250,7 @@ def test_one_step_is_too_little_to_tell(tmp_path: Path):
     assert "too little" in balance.verdict
 
 
-SECONDS = st.floats(0, 10)
+SECONDS = st.just(0.0) | st.floats(1e-3, 10)
 STATES_OF = {
     "trainer": ["forward_backward", "optimizer", "wait_generation", "wait_rewards", "wait_straggler", "absent"],
     "generator": ["decode", "prefill", "wait_trainer", "wait_prompt", "lost", "unlabelled"],
@@ -291,6 +301,7 @@ def test_whole_units_are_split_as_well_as_can_be(work: list[float], more: int):
 def test_windows_of_steps_are_disjoint_and_cover_the_loop(tmp_path: Path):
     configure(tmp_path)
     decisions = Decisions(tmp_path)
+    decisions.add(-50.0, SWAPPED, start(0))  # of an earlier attempt
     decisions.add(0.5, SWAPPED, start(0))
     trainer, generator = Process(tmp_path, "trainer"), Process(tmp_path, "generator-0")
     trainer.does("wait_generation", 1.0)
@@ -326,6 +337,7 @@ def test_wasted_tokens_by_cause_and_step(tmp_path: Path):
     decisions.add(0.6, finished(0, 1, 5, num_restored=2), {"type": "TrainStep", "step": 0, "ordinals": [0]})
     decisions.add(1.0, done(0), {"type": "Skip", "ordinals": [2], "cause": "stale"})  # 2 x 25, before step 1
     decisions.add(1.2, SWAPPED, {"type": "Skip", "ordinals": [3], "cause": "failed"}, start(6))  # 2 x 35
+    decisions.add(1.9, finished(0, 0, 5))  # a second copy, when the first is trained: it is left
     decisions.add(2.0, done(1))  # 4 (2 x 45) and 5, 6 are left
     trainer, generator = Process(tmp_path, "trainer"), Process(tmp_path, "generator-0")
     for step, end_s in enumerate((0.999, 1.999)):
@@ -334,16 +346,16 @@ def test_wasted_tokens_by_cause_and_step(tmp_path: Path):
     generator.timeline.counter("tokens", re_prefilled_tokens=0)
     generator.does("decode", 0.5, count=10, units=30)
     generator.timeline.counter("tokens", re_prefilled_tokens=7)
-    # 8 + 10 tokens finished after the loss, since which it has sampled 8 + 11 and 100 before it
+    # 8 + 5 tokens finished after the loss, since which it has sampled these and 11, and 30 before it
     generator.timeline.close()
     again = Process(tmp_path, "generator-0", at_s=START_S + 0.4)
-    again.does("decode", 0.5, count=4, units=19)
+    again.does("decode", 0.5, count=4, units=24)
     again.timeline.counter("tokens", re_prefilled_tokens=4)
     for process in (trainer, again):
         process.timeline.close()
     found = read_accounting(tmp_path)
     told = {"no_signal": 30, "failed": 70, "stale": 50, "regenerated": 8, "re_prefilled": 11}
-    assert found.balance.wasted_tokens == told | {"left": 90 + (19 - 8)}
+    assert found.balance.wasted_tokens == told | {"left": 90 + 5 + (24 - 8 - 5)}
     assert [step.wasted_tokens for step in found.steps] == [
         {"no_signal": 30, "regenerated": 8, "re_prefilled": 11},
         {"stale": 50, "failed": 70},
@@ -445,6 +457,10 @@ def test_restarted_processes_are_absent_or_lost_and_idle_shares_are_of_the_time_
     assert generator.states == pytest.approx(told)
     assert generator.idle == pytest.approx(2.0 / 5.0)
     assert generator.busy_s == 0.0, "its last process has only waited"
+    assert generator.cpu_s is not None
+    file = timeline_path(tmp_path, "generator-0")
+    file.write_bytes(file.read_bytes() + written)  # and one more, that is killed
+    assert read_accounting(tmp_path).processes["generator-0"].cpu_s is None
     for process in found.processes.values():
         assert sum(process.states.values()) == pytest.approx(found.wall_s)
 
@@ -536,7 +552,7 @@ TURNS = st.lists(st.tuples(STATE_NAMES, LENGTHS, st.integers(0, 2)), max_size=60
 
 
 @settings(max_examples=40)
-@given(TURNS, st.lists(st.floats(0, 5), min_size=2, max_size=6))
+@given(TURNS, st.lists(st.just(0.0) | st.floats(1e-3, 5), min_size=2, max_size=6))
 def test_short_turns_share_lines_and_lose_nothing(turns, bounds):
     clock = VirtualClock(1.0)
     timeline = Timeline("p", None, clock)
@@ -566,6 +582,20 @@ def test_short_turns_share_lines_and_lose_nothing(turns, bounds):
     parts = [account(records, a, b) for a, b in itertools.pairwise(ordered)]
     for state, value in whole.items():
         assert sum(part.get(state, 0.0) for part in parts) == pytest.approx(value, abs=1e-6)
+
+
+def test_a_line_of_short_turns_is_named_by_the_longest():
+    clock = VirtualClock()
+    timeline = Timeline("p", None, clock)
+    for _ in range(20):
+        for state, length_s in (("receive", 2e-4), ("score", 5e-4), ("send", 1e-4)):
+            with timeline.span(state):
+                clock.advance(length_s)
+    timeline.flush()
+    (line,) = [record for record in timeline._buffer if isinstance(record, Slice)]
+    assert line.state == "score"
+    assert line.also == {"receive": 4_000_000, "send": 2_000_000}
+    assert line.state_ns == 10_000_000
 
 
 def test_a_loop_of_a_thousand_steps_a_second_writes_ten_lines_and_a_long_run_fewer(tmp_path: Path, monkeypatch):

@@ -47,14 +47,8 @@ class Wasted(NamedTuple):
     tokens: int
 
 
-class _Snapshot(msgspec.Struct):
-    next_ordinal: int
-
-
 class ScheduleBegan(msgspec.Struct, tag=True):
-    """The first line of `events.jsonl`, and of what a resume appends; of it, what is needed here."""
-
-    snapshot: _Snapshot | None = None
+    """The first line of `events.jsonl`, and of what a resume appends; nothing of it is needed here."""
 
 
 Event = Swapped | CompletionFinished | GroupScored | StepDone | ReplicaLost | Stop | ScheduleBegan
@@ -138,17 +132,16 @@ class Decided:
     def take(self, event: object, commands: Iterable[Command]) -> Iterator[tuple[str, int]]:
         """(cause, tokens) of what is wasted by one decision."""
         match event:
-            case ScheduleBegan(snapshot=_Snapshot(next_ordinal=next_ordinal)):
-                self._num_admitted = next_ordinal
             case CompletionFinished(ordinal=ordinal):
                 new = event.num_tokens - event.num_restored
-                if ordinal in self._again and new:
+                if ordinal in self._again:
                     yield "regenerated", new
                 self._pending.setdefault(ordinal, {})[event.sample] = event.num_tokens
             case StepDone():
                 for ordinal in self._training:
                     self._pending.pop(ordinal, None)
                 self._again.difference_update(self._training)
+                self._training = ()
             case _:
                 pass
         for command in commands:
