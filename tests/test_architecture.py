@@ -146,7 +146,10 @@ FORBIDDEN_NAMES = {
     "send_object_list": "pickles of peers",
     "recv_object_list": "pickles of peers",
 }
-PATTERNS_ON_BOUNDED_TEXT = {"evals/judge.py"}  # linear ones, see docs/rewards.md
+PATTERNS_ON_BOUNDED_TEXT = {
+    "evals/judge.py",  # linear ones, see docs/rewards.md
+    "observe/trackers.py",  # linear ones, for names and values of the configuration
+}
 RUNS_TEXT = {  # who may compile and run text, and why
     "rewards/functions.py": "the user's own reward function",
     "rewards/jailed.py": "a model's program and its tests, in a jail",
