@@ -855,6 +855,10 @@ RUNS = [
     refused("report run", "config.toml' is not valid TOML", prepare=text("run/config.toml", "=")),
     refused("report run", "summary", prepare=text("run/summary.json", "{}")),
     refused("report run", "metrics.jsonl is damaged", "line 1", prepare=text("run/metrics.jsonl", "x\n{}\n")),
+    refused("watch", "run", "required"),
+    refused("watch data.jsonl", "'data.jsonl' is no folder of a run", "a file"),
+    refused("watch run --port 70000", "no such port", "0..65535"),
+    refused("watch run --port http", "port"),
 ]
 
 COMMANDS = [

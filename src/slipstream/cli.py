@@ -124,7 +124,8 @@ def watch_command(argv: Sequence[str]) -> int:
     from slipstream.observe.watch import watch
 
     with watch(options.run, port=options.port, open_browser=options.open) as page:
-        _console.print(f"watching {options.run} at {page.url} (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+        what = f"watching {options.run}" if options.run.exists() else f"waiting for a run in {options.run}"
+        _console.print(f"{what} at {page.url} (Ctrl-C ends it)", highlight=False, markup=False, soft_wrap=True)
         page.wait()
     return EXIT_DONE
 

@@ -57,6 +57,7 @@ def run_answer(index: RunIndex, verdict: Verdict, _query: Mapping[str, str]) -> 
     states = {name for timeline in index.timelines.values() for name in timeline.totals.names}
     return pulse(index) | {
         "name": index.run_dir.resolve().name,
+        "folder": str(index.run_dir.resolve()),
         "facts": {name: _typeset(text) for name, text in index.facts.items()},
         "dials": None if loop.dials is None else msgspec.to_builtins(loop.dials),
         "policy": loop.policy,

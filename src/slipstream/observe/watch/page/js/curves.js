@@ -63,7 +63,8 @@ export class Curves {
       ...options.map((name) => el('option', { value: name }, metricName(name))),
     );
     this.charts = this.plan.map((chart) => new Chart(chart, this.onStep));
-    byId('charts').replaceChildren(...this.charts.map((chart) => chart.element));
+    const nothing = el('p', { class: 'muted' }, info.curves.length ? 'Add a curve to see it here.' : 'No step is done yet.');
+    byId('charts').replaceChildren(...(this.charts.length ? this.charts.map((chart) => chart.element) : [nothing]));
     this.redraw();
   }
 

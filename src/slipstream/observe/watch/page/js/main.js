@@ -154,6 +154,7 @@ async function loadInfo() {
   state.info = info;
   state.pulse ??= info;
   playhead.begin = info.begin_s;
+  notice();
   document.title = `${info.name} – Slipstream`;
   say(byId('name'), info.name);
   const { recipe, model, batch, mode } = info.facts;
@@ -222,7 +223,7 @@ function notice() {
   if (!state.isLinked) said.push('The server of this page does not answer. It tries again by itself.');
   if (state.error) said.push(state.error);
   if (pulse?.progress < 0.999) said.push(`Reading the run's files: ${percent(pulse.progress)}.`);
-  else if (pulse?.life === 'waiting') said.push('There are no events yet. This page begins by itself when the run does.');
+  else if (pulse?.life === 'waiting') said.push(`There are no events in ${state.info?.folder ?? 'the folder'} yet. This page begins by itself when the run does.`);
   if (pulse?.life === 'silent') said.push('Nothing was written for a while: the run was killed or stopped, or its machine is away.');
   if (pulse?.damaged) said.push(`${number(pulse.damaged)} lines of its files could not be read.`);
   if (state.info?.error) said.push(`The run ended: ${state.info.error}`);
