@@ -435,6 +435,16 @@ def test_too_little_of_either_tells_nothing(tmp_path: Path):
 # Processes
 
 
+def die(process: Process) -> None:
+    """What was written so far stays."""
+    process.timeline.flush()
+    path = process.timeline.path
+    assert path is not None
+    written = path.read_bytes()
+    process.timeline.close()
+    path.write_bytes(written)
+
+
 def test_restarted_processes_are_absent_or_lost_and_idle_shares_are_of_the_time_between(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("restarted")  # no run for `accounted.py`
     configure(tmp_path)
@@ -443,10 +453,7 @@ def test_restarted_processes_are_absent_or_lost_and_idle_shares_are_of_the_time_
     controller.timeline.close()
     killed = Process(tmp_path, "generator-0", at_s=START_S + 1.0)
     killed.does("decode", 3.0)
-    killed.timeline.flush()
-    written = killed.timeline.path.read_bytes()  # type: ignore[union-attr]
-    killed.timeline.close()
-    timeline_path(tmp_path, "generator-0").write_bytes(written)
+    die(killed)
     again = Process(tmp_path, "generator-0", at_s=START_S + 6.0)
     again.does("wait_trainer", 2.0)
     again.timeline.close()
@@ -458,8 +465,7 @@ def test_restarted_processes_are_absent_or_lost_and_idle_shares_are_of_the_time_
     assert generator.idle == pytest.approx(2.0 / 5.0)
     assert generator.busy_s == 0.0, "its last process has only waited"
     assert generator.cpu_s is not None
-    file = timeline_path(tmp_path, "generator-0")
-    file.write_bytes(file.read_bytes() + written)  # and one more, that is killed
+    die(Process(tmp_path, "generator-0", at_s=START_S + 9.0))
     assert read_accounting(tmp_path).processes["generator-0"].cpu_s is None
     for process in found.processes.values():
         assert sum(process.states.values()) == pytest.approx(found.wall_s)
