@@ -97,6 +97,19 @@ def test_runs_lie_over_each_other_on_three_clocks(make: Make, tmp_path: Path) ->
     )
 
 
+def test_the_race_is_to_the_best_reward_of_the_weakest(make: Make, tmp_path: Path) -> None:
+    def weaker(line: dict[str, Any]) -> None:
+        slower(line)
+        if "reward" in line:
+            line["reward"] /= 2
+
+    root = body(write_comparison([make("strong"), make("weak", change=weaker)], out=tmp_path / "page.html"))
+    # The weak one ends at 0.385, where the strong one began: 0.41 is the mean of its first two steps.
+    assert "reward of 0.385, which all reached: strong 0.6 s, weak 24.8 s (40.00 times as long)." in "".join(
+        root.itertext()
+    )
+
+
 def test_outcomes_stand_beside_each_other_with_the_better_one_bold(make: Make, tmp_path: Path) -> None:
     a, b, c = make("a"), make("b", steps=10), make("c")
     (c / "summary.json").unlink()

@@ -9,6 +9,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -27,8 +28,9 @@ from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.report import write_report
 from slipstream.observe.report.setup import differing
 from slipstream.observe.report.times import by_side
-from slipstream.observe.report.window import read_window
+from slipstream.observe.report.window import READ_AHEAD, read_row, read_window
 from slipstream.observe.summary import write_summary
+from slipstream.observe.timeline import Slice
 
 PARTS = ["overview", "learning", "off-policy", "time", "text", "setup"]
 
@@ -166,6 +168,29 @@ def test_a_run_that_goes_on_one_that_was_killed_and_one_that_failed_say_so(run_d
     assert "20 steps so far" in page.text
 
 
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        (lambda step: step / 100, "The reward still rises at the end"),
+        (lambda step: min(step, 20) / 100 + (step % 2) / 50, "The reward no longer rises"),
+        (lambda step: 1.0 - step / 100, "The reward no longer rises"),
+    ],
+)
+def test_what_to_look_at_next_follows_from_the_numbers(
+    run_dir: Path, reward: Callable[[int], float], told: str
+) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    step_line = next(line for line in lines if "reward" in line)
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(60):
+            line = step_line | {"step": step, "version": step + 1, "wall_s": 0.62 * (step + 1), "reward": reward(step)}
+            file.write(json.dumps(line | {"no_signal_frac": 0.9}) + "\n")
+    next_card = "".join(card(body(write_report(run_dir)), "What to look at next").itertext())
+    assert told in next_card
+    assert "90% of the last step's groups were all right or all wrong" in next_card
+    assert f"slipstream watch {run_dir}" in next_card
+
+
 # Numbers, against plain arithmetic over the files
 
 
@@ -216,6 +241,19 @@ def test_staleness_and_ratios_are_those_of_the_metrics(run_dir: Path) -> None:
             )
 
 
+def test_the_margin_of_a_heat_map_weighs_steps_by_their_tokens(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    for line in lines:
+        if "reward" in line:  # one step of 19 tokens far from 1, the others of one token at 1
+            is_far = line["step"] == 4
+            line |= dict.fromkeys((f"ratio_share/{edge}" for edge in RATIO_EDGES), 0.0)
+            line |= {"tokens_trained": 19.0 if is_far else 1.0, "ratio_share/0" if is_far else "ratio_share/0.98": 1.0}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    texts = [text.text for text in card(body(write_report(run_dir)), "Importance ratios").iter("text")]
+    assert texts[texts.index("< 0.5") + 1] == "50%"
+    assert texts[texts.index("0.98 – 1.02") + 1] == "50%"
+
+
 def test_bars_and_areas_are_the_seconds_of_the_timeline(run_dir: Path) -> None:
     root = body(write_report(run_dir))
     # Of a step's 0.62 s the trainer computes 0.4 and waits 0.2; the first one begins with its computing.
@@ -258,6 +296,32 @@ def test_the_window_of_a_long_run_is_found_without_reading_all_of_it(tmp_path: P
     inside = [bar for bar in bars if bar.end_s > window.start_s and bar.start_s < window.end_s]
     assert inside == list(bars)
     assert sum(min(b.end_s, window.end_s) - max(b.start_s, window.start_s) for b in bars) == pytest.approx(4 * 0.6)
+
+
+def test_a_row_has_what_lies_in_its_window_wherever_that_is(tmp_path: Path) -> None:
+    make_run_dir(tmp_path, steps=4000)
+    path = tmp_path / "timeline" / "trainer.jsonl"
+    assert path.stat().st_size > 3 * READ_AHEAD
+    slices = [json.loads(line) for line in path.read_bytes().splitlines() if b"slice" in line]
+    for start_s in (40.0, 50.0, 50.7, 700.0, 1300.05, 2000.0, 2525.0, 2600.0):
+        end_s = start_s + 2.0
+        expected = [
+            (one["start_ns"], one["end_ns"])
+            for one in slices
+            if one["end_ns"] > start_s * 1e9 and one["start_ns"] < end_s * 1e9
+        ]
+        found = [(round(bar.start_s * 1e9), round(bar.end_s * 1e9)) for bar in read_row(path, start_s, end_s).bars]
+        assert found == expected, start_s
+
+
+def test_a_slice_of_several_states_is_drawn_as_the_one_that_took_most_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "generator-0.jsonl"
+    mixed = Slice("send", 0, 100_000_000, also={"decode": 70_000_000, "receive": 1_000_000})
+    writer = JsonlWriter(path)
+    writer.write(mixed)
+    writer.close()
+    (bar,) = read_row(path, 0.0, 1.0).bars
+    assert bar.tip == "decode 100 ms, send 29.0 ms of it, receive 1.0 ms of it"
 
 
 def test_lengths_are_counted_from_the_rollouts(run_dir: Path) -> None:
@@ -448,7 +512,7 @@ def test_terms_of_a_reward_the_kl_and_the_critic_have_pictures_where_there_are_a
 def test_only_fields_that_differ_come_first() -> None:
     found = differing({"recipe": "quickstart", "seed": 0, "steps": 7, "generator": {"num_slots": 64}, "new": {"x": 1}})
     assert found["steps"][0] == 7
-    assert "seed" not in found
+    assert not {"seed", "generator.num_slots"} & found.keys()
     assert found["new.x"] == (1, None)  # of another version of the schema
     assert differing({"trainer": {"optimizer": {"betas": [0.9, 0.95]}}}).keys() <= {"trainer.optimizer.betas"}
 

@@ -115,7 +115,9 @@ def test_long_series_are_averaged_within_a_band_of_their_extremes() -> None:
     assert thinned[0] == (16.5, pytest.approx(0.5))
     root = drawn(line_chart([Series("a", points, 0)], title="t", x=Axis("x"), y=Axis("y")))
     (envelope,) = root.iter("polygon")
-    heights = [y for _, y in places(envelope)]
+    across, heights = zip(*places(envelope), strict=True)
+    assert list(across[:295]) == sorted(across[:295])  # along its upper edge
+    assert list(across[295:]) == list(across[:295])[::-1]  # and back along the lower one
     assert (min(heights), max(heights)) == (0.0, 180.0)  # no spike is lost
     assert len(ElementTree.tostring(root)) < 40_000
 

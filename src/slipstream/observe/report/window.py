@@ -44,7 +44,7 @@ def read_window(run_dir: Path) -> Window | None:
         title = f"steps {before + 1} to {last}" if last > before + 1 else f"step {last}"
         origin = f"the end of step {before}"
     shown = [path for path in files if path.stem != "controller"] if len(files) > MAX_ROWS else files
-    rows = [_row(path, start_s, end_s) for path in shown[:MAX_ROWS]]
+    rows = [read_row(path, start_s, end_s) for path in shown[:MAX_ROWS]]
     return Window(start_s, end_s, title, origin, rows, len(files) - len(rows)) if files else None
 
 
@@ -59,7 +59,8 @@ def _steps_inside(path: Path) -> tuple[tuple[int, float], tuple[int, float]] | N
     return None
 
 
-def _row(path: Path, start_s: float, end_s: float) -> Row:
+def read_row(path: Path, start_s: float, end_s: float) -> Row:
+    """What the process of a timeline did between two moments, seconds on the run's clock."""
     bars, marks = [], []
     for record in read_from(path, _offset_of(path, round(start_s * 1e9))):
         if _start_ns(record) > end_s * 1e9 + 1e9:
