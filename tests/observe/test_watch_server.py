@@ -203,6 +203,21 @@ def test_a_live_client_hears_of_a_run_that_grows(tmp_path_factory: pytest.TempPa
         stream.close()
 
 
+def test_whoever_looks_is_told_when_files_cannot_be_read_any_more(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Watch(run_dir) as page:
+        stream = Stream(page)
+        assert stream.pulse()["failure"] is None
+
+        def broken() -> bool:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(page.index, "advance", broken)
+        assert stream.until(lambda pulse: pulse["failure"] is not None)["failure"] == "ValueError: a bug"
+        stream.close()
+
+
 def test_clients_are_bounded_and_make_room_when_they_leave(page: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [Stream(page) for _ in range(server.MAX_STREAMS)]
     assert all(stream.response.status == 200 for stream in streams)

@@ -92,6 +92,7 @@ class Watch:
         self.lock = threading.Lock()  # of `index`
         self.changed = threading.Condition()
         self.num_changes = 0
+        self.failure: str | None = None  # why files are not read any more
         self._stop = threading.Event()
         self._server = _bound(self, port)
         self.port: int = self._server.server_address[1]
@@ -136,6 +137,15 @@ class Watch:
         self._server.serve_forever(poll_interval=SHUT_DOWN_S)
 
     def _follow(self) -> None:
+        """Keep up with the files. Whatever ended that would be seen by nobody: who looks at the page is told."""
+        try:
+            self._read()
+        except Exception as error:
+            log.exception("the run's files are not read any more")
+            self.failure = f"{type(error).__name__}: {error}"
+            self._tell()
+
+    def _read(self) -> None:
         """Consumes: the run's files, a piece at a time. Waits for: `POLL_EVERY_S` without news. Ends when: `close`."""
         told_s = 0.0
         while not self._stop.is_set():
@@ -152,7 +162,12 @@ class Watch:
     def _account(self) -> None:
         """Consumes: the run's files as they are. Waits for: `POLL_EVERY_S`. Ends when: `close`."""
         while not self._stop.wait(POLL_EVERY_S):
-            if self.index.is_caught_up and self.verdict.update(self.index, now_s=time.monotonic()):
+            try:
+                has_news = self.index.is_caught_up and self.verdict.update(self.index, now_s=time.monotonic())
+            except Exception:
+                log.exception("there is no verdict on this run")
+                return
+            if has_news:
                 self._tell()
 
     def _tell(self) -> None:
@@ -314,7 +329,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         while not owner.is_closed:
             told = owner.num_changes
             with owner.lock:
-                found = pulse(owner.index) | {"verdict": owner.verdict.sentence}
+                found = pulse(owner.index) | {"verdict": owner.verdict.sentence, "failure": owner.failure}
             self.wfile.write(b"data: " + msgspec.json.encode(found) + b"\n\n")
             with owner.changed:
                 if owner.num_changes == told and not owner.is_closed:

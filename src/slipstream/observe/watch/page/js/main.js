@@ -4,7 +4,7 @@ import { Alarms } from './alarms.js';
 import { get, Latest, live } from './api.js';
 import { Curves } from './curves.js';
 import { byId, el, prefersStill, say } from './dom.js';
-import { clock, number, percent } from './format.js';
+import { clock, number, percent, printable } from './format.js';
 import { listen } from './keys.js';
 import { COMPUTING, drawMix, Lanes } from './lanes.js';
 import { Passage } from './loop_state.js';
@@ -221,6 +221,7 @@ function notice() {
   const { pulse } = state;
   const said = [];
   if (!state.isLinked) said.push('The server of this page does not answer. It tries again by itself.');
+  if (pulse?.failure) said.push(`The server does not read the run's files any more: ${printable(pulse.failure)}.`);
   if (state.error) said.push(state.error);
   if (pulse?.progress < 0.999) said.push(`Reading the run's files: ${percent(pulse.progress)}.`);
   else if (pulse?.life === 'waiting') said.push(`There are no events in ${state.info?.folder ?? 'the folder'} yet. This page begins by itself when the run does.`);
