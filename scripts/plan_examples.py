@@ -2,13 +2,15 @@
 
     python scripts/plan_examples.py docs/planning.md [--check]
 
-An example is a fenced block whose first line is `$ slipstream plan ...`. With --check nothing is written: the exit code
-says whether the document shows what is printed now.
+An example is a fenced block whose first line is `$ slipstream plan ...`. One with lines of `...` is cut short: of what is
+printed it has the lines that are nearest to those it had. With --check nothing is written: the exit code says whether
+the document shows what is printed now.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import shlex
@@ -16,8 +18,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = re.compile(r"(?<=^```text\n)\$ (slipstream plan [^\n]*)\n.*?(?=^```$)", flags=re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(r"(?<=^```text\n)\$ (slipstream plan [^\n]*)\n(.*?)(?=^```$)", flags=re.DOTALL | re.MULTILINE)
 WIDTH = 80
+CUT = "..."
 
 
 def printed(command: str) -> str:
@@ -37,7 +40,17 @@ def printed(command: str) -> str:
 
 def renewed(text: str) -> str:
     """The document with the output of today."""
-    return EXAMPLE.sub(lambda example: f"$ {example[1]}\n{printed(example[1])}", text)
+    return EXAMPLE.sub(lambda example: f"$ {example[1]}\n{shown(printed(example[1]), example[2])}", text)
+
+
+def shown(now: str, before: str) -> str:
+    """All of what is printed `now`, or what there was of it `before`."""
+    kept = before.splitlines()
+    if CUT not in kept:
+        return now
+    lines = now.splitlines()
+    nearest = [line if line == CUT else difflib.get_close_matches(line, lines, n=1, cutoff=0)[0] for line in kept]
+    return "\n".join(nearest) + "\n"
 
 
 def main() -> int:

@@ -371,7 +371,7 @@ class PlanOptions:
     """There is a critic of the policy's size."""
     reward_model: str | None = None
     """The model that scores, named as the policy is."""
-    rows: int = 4
+    rows: int = 3
     """Configurations in the table."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON."""

@@ -197,7 +197,7 @@ def test_what_the_readme_shows_is_what_the_documents_show():
 
 @pytest.mark.slow
 def test_the_documents_show_what_is_printed():
-    command = [sys.executable, "scripts/plan_examples.py", "--check", "docs/planning.md"]
+    command = [sys.executable, "scripts/plan_examples.py", "--check", "docs/planning.md", "README.md"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
 

@@ -206,7 +206,7 @@ class Machine:
         )
 
 
-def plan_for_machine(machine: Machine, *, max_staleness: int = 8, num_rows: int = 4) -> Plan:
+def plan_for_machine(machine: Machine, *, max_staleness: int = 8, num_rows: int = 3) -> Plan:
     """The best plan for `machine` under bounds of at most `max_staleness` steps; 0, taking turns, is tried as well."""
     tables = {bound: _table(machine, bound) for bound in (0, *bounds_up_to(max_staleness))}
     if not all(tables.values()):

@@ -92,7 +92,7 @@ def plan_for_cluster(
     *,
     precisions: Sequence[Precision] = ("bfloat16",),
     max_staleness: int = 8,
-    num_rows: int = 5,
+    num_rows: int = 3,
     space: Space | None = None,
 ) -> Plan:
     """The best plan for `model`'s cluster under bounds of at most `max_staleness` (1 or more) steps.

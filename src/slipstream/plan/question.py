@@ -56,7 +56,7 @@ class Question:
     reference: bool = False
     critic: bool = False
     reward_model: str | None = None
-    rows: int = 4
+    rows: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Setup, Simulated
 from slipstream.plan.simulated_run import Workload as SimulatedWorkload
 from slipstream.plan.simulator import simulate
 
-STEPS = 8
-"""Of the window that is looked at; before it as many as fill the pipeline."""
+STEPS, LEAST_STEPS = 14, 6
+"""Of a run, that are looked at: so many less its bound, as more hangs on single completions where that is small."""
 NEVER_WAITS = 0.01
 """Idle share below which the trainer is what limits."""
 SEED = 0
@@ -39,10 +39,10 @@ class Rehearsed:
     staleness_max: int
 
 
-def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int) -> Rehearsed:
-    """The steps of `plan` in the middle of a run."""
+def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int, *, steps: int | None = None) -> Rehearsed:
+    """The steps of `plan` in the middle of a run: so many, or as many as say enough."""
     setup, costs = simulated_plan(model, plan)
-    found = run_schedule(setup, costs, model.workload, max_staleness)
+    found = run_schedule(setup, costs, model.workload, max_staleness, steps=steps)
     others = {name: side.total for name, side in model.asynchronous(plan).sides.items() if name in SCORERS}
     return rehearsed(found, max_staleness, others)
 
@@ -65,23 +65,30 @@ def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[Setup, Cos
 
 
 def run_schedule(
-    setup: Setup, costs: Costs, workload: Workload, max_staleness: int, work: SimulatedWorkload | None = None
+    setup: Setup,
+    costs: Costs,
+    workload: Workload,
+    max_staleness: int,
+    work: SimulatedWorkload | None = None,
+    *,
+    steps: int | None = None,
 ) -> Simulated:
     """A window of steady steps of a run with this layout and these times, of `work` or of lengths as `workload`'s."""
     first = max_staleness + 2  # what was admitted under version 0 is trained by then
+    last = first + (steps or max(LEAST_STEPS, STEPS - max_staleness))
     group = workload.group_size
     config = ScheduleConfig(
         groups_per_step=workload.groups,
         completions_per_group=group,
         max_staleness=max_staleness,
         reorder_window=1,
-        steps=first + STEPS + max_staleness + 2,
+        steps=last + max_staleness + 2,
         capacity=max(setup.slots, group) + group,
     )
     if work is None:
         drawn = workload.lengths.drawn(SEED, config.steps * config.groups_per_step, group)
         work = MadeUp(lengths=drawn.__getitem__, prompt_tokens=round(workload.lengths.prompt_mean))
-    window = (first, first + STEPS)
+    window = (first, last)
     return simulate(make_policy("oldest_first", config), setup, work, costs, seed=SEED, window=window)
 
 
@@ -89,8 +96,8 @@ def rehearsed(found: Simulated, max_staleness: int, scorers_s: Mapping[str, floa
     """What a window says of all steps; `scorers_s` are the seconds of work that other executors have of each.
 
     In the long run what is generated is trained. So where the trainer waits, a window's tokens are counted where they
-    are made, which is even, and not where they are taken, which a few long completions delay: with eight steps of 512
-    groups the step time is that of fifty to 2%, with a tail of four means.
+    are made, which is even, and not where they are taken, which a few long completions delay. Then a short window says
+    what a long one does, to a few per cent (`benchmarks/rehearsal.py`).
     """
     step_s, trained = found.step_s, sum(step.batch.completion_tokens for step in found.timed)
     if found.trainer_idle_frac > NEVER_WAITS and found.generated_tokens:
