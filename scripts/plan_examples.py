@@ -2,9 +2,9 @@
 
     python scripts/plan_examples.py docs/planning.md [--check]
 
-An example is a fenced block whose first line is `$ slipstream plan ...`. One with lines of `...` is cut short: of what is
-printed it has the lines that are nearest to those it had. With --check nothing is written: the exit code says whether
-the document shows what is printed now.
+An example is a fenced block whose first line is `$ slipstream plan ...`. One with lines of `...` is cut short: of what
+is printed it has the lines that are nearest to those it had. With --check nothing is written: the exit code says
+whether the document shows what is printed now.
 """
 
 from __future__ import annotations
