@@ -43,6 +43,7 @@ MAX_STREAMS = 24
 REQUEST_DEADLINE_S = 10.0  # for a request to arrive, an answer to be taken, and a connection to be asked again
 POLL_EVERY_S = 1.0
 SHUT_DOWN_S = 0.2
+PATIENCE_S = 2.0
 HEARTBEAT_S = 5.0  # a live client is told something at least so often, which is how one that left is noticed
 TURN_S = 0.03  # of reading, while answers wait ...
 BREATH_S = 0.002  # ... and between two of them
@@ -122,7 +123,7 @@ class Watch:
             pass
 
     def close(self) -> None:
-        """End all connections; returns when nothing is left of it."""
+        """End all connections. Nothing is left of it on return, but perhaps for accounting that is under way."""
         self._stop.set()
         with self.changed:
             self.changed.notify_all()
@@ -130,7 +131,7 @@ class Watch:
         self._server.server_close()
         self._server.hang_up()
         for thread in self._threads:
-            thread.join()
+            thread.join(PATIENCE_S)
 
     def _serve(self) -> None:
         """Consumes: connections. Waits for: one, `SHUT_DOWN_S` at a time. Ends when: `close`."""
@@ -147,17 +148,17 @@ class Watch:
 
     def _read(self) -> None:
         """Consumes: the run's files, a piece at a time. Waits for: `POLL_EVERY_S` without news. Ends when: `close`."""
-        told_s = 0.0
+        told_s, is_untold = 0.0, True
         while not self._stop.is_set():
             with self.lock:
                 turn_s = time.monotonic() + TURN_S
-                while (has_news := self.index.advance()) and time.monotonic() < turn_s:
-                    pass
-            now_s = time.monotonic()
-            if not has_news or now_s - told_s >= POLL_EVERY_S:
-                told_s = now_s
+                while (is_behind := self.index.advance()) and time.monotonic() < turn_s:
+                    is_untold = True
+            now_s, is_untold = time.monotonic(), is_untold or is_behind
+            if is_untold and (not is_behind or now_s - told_s >= POLL_EVERY_S):
+                told_s, is_untold = now_s, False
                 self._tell()
-            self._stop.wait(BREATH_S if has_news else POLL_EVERY_S)
+            self._stop.wait(BREATH_S if is_behind else POLL_EVERY_S)
 
     def _account(self) -> None:
         """Consumes: the run's files as they are. Waits for: `POLL_EVERY_S`. Ends when: `close`."""

@@ -18,7 +18,7 @@ MIN_INTERVAL_S = 20.0
 EARLY_INTERVAL_S = 5.0  # up to step 10: then the sentence changes most
 MAX_SHARE = 0.02
 """Of one core, for accounting while a run goes on."""
-MAX_BYTES = 40_000_000
+MAX_BYTES = 128_000_000
 
 
 class Verdict:
