@@ -156,6 +156,41 @@ def test_a_recipe_for_a_checkpoint_passes_the_checks_before_a_run(tmp_path):
     check_policy(config)
 
 
+def test_prompts_of_a_recipe_leave_room_for_the_longest_completion(tmp_path):
+    """131,072 positions, of which completions may have 131,000: prompts of 60 in the mean are not let grow to 120."""
+    lengths = [
+        "--prompt-tokens",
+        "60",
+        "--completion-tokens",
+        "200",
+        "--p99-tokens",
+        "800",
+        "--max-new-tokens",
+        "131000",
+    ]
+    argv = ["plan", "llama-3.1-8b", "--gpus", "8", "--groups-per-step", "8", "--max-staleness", "1", "--rows", "1"]
+    assert run_cli(*argv, *lengths, "--out", str(tmp_path / "long.toml")) == 0
+    config = resolve(tmp_path / "long.toml")
+    assert (config.prompts.max_prompt_tokens, config.generator.max_new_tokens) == (72, 131000)
+
+
+def test_lengths_of_a_run_and_a_cluster_by_file(tmp_path, capsys):
+    line = {"ordinal": 0, "sample": 0, "step": 0, "outcome": "trained", "prompt_id": "", "task": "", "answer": None}
+    line |= {"reward": 1.0, "parts": {}, "failure": None, "finish_reason": "stop", "versions": [], "replica": 0}
+    line |= {"mean_behaviour_logprob": None, "started_s": 0.0, "finished_s": 0.0, "scored_s": 0.0}
+    line |= {"prompt": 100 * "a", "completion": 400 * "b"}
+    lines = [json.dumps(line | {"num_tokens": count}) + "\n" for count in (50, 100, 150)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "cluster.toml").write_text('gpus = 4\nname = "X1"\nmemory_gb = 200\n', encoding="utf-8")
+    argv = ["plan", "llama-3.1-8b", "--lengths", str(tmp_path), "--cluster", str(tmp_path / "cluster.toml")]
+    assert run_cli(*argv, "--groups-per-step", "8", "--max-staleness", "1", "--rows", "1", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["devices"] == {"unit": "GPU", "count": 4, "name": "X1", "usable_bytes": pytest.approx(0.92 * 200e9)}
+    assert (told["lengths"]["completion_mean"], told["lengths"]["completion_longest"]) == (100.0, 150)
+    assert told["lengths"]["prompt_mean"] == 25.0  # a quarter of a token per character, as in the completions
+    assert told["batch"]["completions_per_group"] == 4
+
+
 def test_a_recipe_for_this_machine_is_its_own_with_the_plan_s_layout(eta, tmp_path, capsys):
     out = tmp_path / "planned.toml"
     assert run_cli("plan", "quickstart", "--measured", str(eta), "--max-staleness", "2", "--out", str(out)) == 0

@@ -40,12 +40,16 @@ def base_tables(
         config = resolve(subject.recipe)
         greedy = config.samples_per_group - config.completions_per_group  # ReMax samples one besides
         return merge(subject.recipe, batch | {"completions_per_group": workload.group_size - greedy})
+    longest_prompt = math.ceil(2 * workload.lengths.prompt_mean)
     tables: dict[str, Any] = {
         "recipe": subject.name,
         "steps": STEPS,
         "weight_update": "in_flight",
         "model": {"path": subject.path or f"{MODELS}/{subject.name}"},
-        "prompts": {"dataset": PROMPTS, "max_prompt_tokens": math.ceil(2 * workload.lengths.prompt_mean)},
+        "prompts": {
+            "dataset": PROMPTS,
+            "max_prompt_tokens": min(longest_prompt, subject.shape.max_positions - max_new_tokens),
+        },
         "rewards": {"terms": [{"function": "math"}]},
         "trainer": {"optimizer": {"lr": 1e-6}},
     }
