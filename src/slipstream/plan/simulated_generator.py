@@ -336,10 +336,9 @@ class Replica:
         turn_s = self.costs.turn_s
         if turn_s and not planned.steps:
             ahead["receive"] = turn_s
-        self.stretch = planned._replace(
-            ahead=ahead, steps=self._limited(planned.steps), first_s=planned.first_s + turn_s
-        )
-        self.factor = self.simulation.drawn("decode", self.stretch.steps)
+        steps = planned.steps if planned.steps <= 1 else self._limited(planned.steps)
+        self.stretch = Stretch(ahead, steps, planned.first_s + turn_s, planned.growth_s, planned.rows)
+        self.factor = self.simulation.drawn("decode", steps) if self.costs.jitter else 1.0
         self.job = self.device.run("decode", self.setup.generator_threads, self._work_s(), self._end)
 
     @property
