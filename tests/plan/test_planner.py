@@ -44,7 +44,11 @@ def test_the_smallest_bound_within_two_percent_is_recommended():
 def test_a_plan_has_the_best_of_every_bound_and_of_several_layouts(plan_of_sixteen):
     plan = plan_of_sixteen
     bounds = [row.rehearsed.max_staleness for row in plan.by_staleness]
-    assert bounds == [1, 2, 4]
+    assert bounds == [0, 1, 2, 4]
+    in_turns, one = plan.by_staleness[:2]
+    assert in_turns.plan == one.plan
+    assert in_turns.rehearsed.staleness_max == 0
+    assert in_turns.rehearsed.step_s > one.rehearsed.step_s
     steps_s = {row.rehearsed.max_staleness: row.rehearsed.step_s for row in plan.by_staleness}
     close = [bound for bound, seconds in steps_s.items() if seconds <= CLOSE * min(steps_s.values())]
     assert plan.max_staleness == min(close)

@@ -26,6 +26,8 @@ STALENESS = (1, 2, 4, 8, 16)
 """Bounds that are tried, up to the largest one allowed."""
 CLOSE = 1.02
 """Step times within this factor of the best one are as good."""
+STEPS_IN_TURNS = 6
+"""Of a rehearsal without overlap: there is no pipeline that would have to fill."""
 SAME = 1.005
 """Step times whose quotient is less are the same."""
 MOST_DEVICES = 1 << 14
@@ -48,7 +50,8 @@ class Row:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """An answer. `rows`: the best configurations under the recommended bound, best first; `by_staleness`: the best one
-    for each bound that was tried; `synchronous`: the best one whose executors take turns on the same devices."""
+    for each bound that was tried, and that for k = 1 with k = 0; `synchronous`: the best one whose executors take turns
+    on the same devices."""
 
     workload: Workload
     rows: tuple[Row, ...]
@@ -105,15 +108,16 @@ def plan_for_cluster(
     if not any(tables.values()):
         raise _too_small(model, search, precisions)
     best = {bound: _row(model, next(iter(table.values()))) for bound, table in tables.items()}
+    best = {0: _in_turns(model, best[1].found)} | best
     steps_s = {bound: row.rehearsed.step_s for bound, row in best.items()}
     bound = recommended(steps_s)
-    others = [_row(model, found) for found in list(tables[bound].values())[1:num_rows]]
+    others = [_row(model, found) for found in list(tables.get(bound, {}).values())[1:num_rows]]
     rows = ranked((best[bound], *others))
     chosen, synchronous = rows[0].found, best_synchronous(model, space)
     why = [
         *limits(chosen),
         *constraints(model, space.slots, chosen),
-        losses(search, chosen, tables[bound]),
+        losses(search, chosen, tables.get(bound, {})),
         staleness(steps_s, bound),
         against_synchronous(rows[0].rehearsed.step_s, synchronous),
     ]
@@ -130,6 +134,13 @@ def plan_for_cluster(
 def _row(model: CostModel, found: Found) -> Row:
     assert isinstance(found.plan, AsynchronousPlan)
     return Row(found=found, rehearsed=rehearse(model, found.plan, found.max_staleness))
+
+
+def _in_turns(model: CostModel, found: Found) -> Row:
+    """The layout for k = 1 with k = 0: executors apart, of which one works at a time."""
+    assert isinstance(found.plan, AsynchronousPlan)
+    rehearsed = rehearse(model, found.plan, 0, steps=STEPS_IN_TURNS)
+    return Row(found=replace(found, max_staleness=0, longest_s=0.0), rehearsed=rehearsed)
 
 
 def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision]) -> ConfigError:
