@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed
-from slipstream.core.executor import Context, Executor, NoSpans
+from slipstream.core.executor import Context, Executor, NoSpans, Spans
 from slipstream.core.types import Message
 
 
@@ -33,7 +33,7 @@ class Port:
         return self.messages.popleft() if self.messages else None
 
 
-def start(executor: Executor, run_dir: Path, *, name: str) -> dict[str, Port]:
+def start(executor: Executor, run_dir: Path, *, name: str, spans: Spans | None = None) -> dict[str, Port]:
     """Initialise `executor`; its ports by their names."""
     inputs, outputs = (*executor.inputs, "commands"), (*executor.outputs, "events")
     ports = {port: Port() for port in {*inputs, *outputs}}
@@ -43,7 +43,7 @@ def start(executor: Executor, run_dir: Path, *, name: str) -> dict[str, Port]:
             run_dir=run_dir,
             inputs={port: ports[port] for port in inputs},
             outputs={port: ports[port] for port in outputs},
-            spans=NoSpans(),
+            spans=NoSpans() if spans is None else spans,
             clock=WallClock(),
         )
     )

@@ -174,6 +174,15 @@ class World:
                 self.replica_version[what] = self.published
                 self.carry_out(self.schedule.apply(swapped(what, self.published)))
 
+    def check_held_back(self) -> None:
+        """Whoever has room for a group and was given none is held back by its version, and by nothing else."""
+        held_back = self.schedule.held_back()
+        for replica, version in self.replica_version.items():
+            load = sum(unfinished for at, unfinished in self.sampling.values() if at == replica)
+            if load + self.config.completions_per_group <= self.config.capacity and not self.schedule.is_finished:
+                assert version in held_back
+        assert held_back <= set(self.replica_version.values())
+
     def checkpoint(self, finished_groups: set[int]) -> tuple:
         books = (self.trained, self.skipped, self.admitted_at, self.first_step)
         return (self.schedule.snapshot(), finished_groups, *(copy.copy(book) for book in books))
@@ -210,6 +219,7 @@ class World:
             assert possible, f"deadlock after step {self.schedule.steps_done}: {self.schedule.waits_for()}"
             weights = [self.pace[what] if kind == "finish" else 1.0 for kind, what in possible]
             self.happen(*self.rng.choices(possible, weights)[0])
+            self.check_held_back()
         assert self.schedule.is_finished
         assert not self.ready, "every group with signal was trained: no finished work is discarded"
         assert len(self.trained) == self.config.steps * self.config.groups_per_step

@@ -9,12 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ports import NoSpans, Port
+from heard import Heard
+from ports import Port
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Swap
-from slipstream.core.types import Admit, Completion, CompletionFinished, Evaluate, Prompt, Swapped, VersionSpan
+from slipstream.core.types import (
+    Admit,
+    Completion,
+    CompletionFinished,
+    Evaluate,
+    Prompt,
+    Swapped,
+    VersionSpan,
+    Waiting,
+)
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
 from slipstream.generator.fake import ScriptedGenerator
@@ -68,7 +78,7 @@ class ScriptedBackend:
 
     weights: Any = None
     probes_prepared = False
-    working_state = None
+    working_state: str | None = None
     max_len = MAX_LEN
 
     def __init__(self) -> None:
@@ -112,6 +122,7 @@ class Node:
         config = RunConfig.model_validate(sections | settings)
         self.backend, self.weights = ScriptedBackend(), Subscriber()
         self.commands, self.completions, self.events = Port(), Port(), Port()
+        self.spans = Heard()
         self.generator = Generator(config=config)
         self.generator._build_backend = lambda: self.backend  # type: ignore[method-assign]
         self.generator.init(
@@ -120,7 +131,7 @@ class Node:
                 run_dir=tmp_path,
                 inputs={"commands": self.commands},
                 outputs={"completions": self.completions, "events": self.events},
-                spans=NoSpans(),
+                spans=self.spans,
                 clock=VirtualClock(),
                 subscriber=self.weights,
             )
@@ -291,3 +302,37 @@ def test_a_completion_has_no_more_tokens_than_there_is_room_for(at: Path) -> Non
     assert (completion.num_tokens, completion.finish_reason) == (4, "length")
     assert completion.segments[0].version_spans == (VersionSpan(start=0, version=0),)
     assert any(isinstance(message, CompletionFinished) for message in node.events.messages)
+
+
+def test_without_work_a_generator_says_what_it_waits_for(at: Path) -> None:
+    node = Node(at, **BETWEEN)
+    idle = node.spans
+    node.steps(1)
+    assert idle.idle == "wait_trainer", "before it has heard anything"
+    node.commands.put(Waiting(reason="prompt"))
+    node.steps(1)
+    assert idle.idle == "wait_prompt"
+    node.weights.is_staging = True
+    node.steps(1)
+    assert idle.idle == "stage", "its next version is on its way"
+    node.weights.is_staging = False
+    node.commands.put(Waiting(reason="nothing"))
+    node.steps(1)
+    assert idle.idle == "wait_nothing"
+    node.backend.working_state = "decode"
+    node.steps(1)
+    assert idle.idle == "decode", "another process works for it"
+    node.backend.working_state = None
+    node.admit(0, 1)
+    node.steps(2)
+    node.weights.pending_version = 1
+    node.steps(1)
+    assert idle.idle == "drain"
+
+
+def test_a_group_that_was_lost_is_asked_for_again_as_such(at: Path) -> None:
+    node = Node(at)
+    node.commands.put(Admit(ordinal=4, replica=0, prompt=prompt(3), num_samples=2, is_again=True))
+    node.admit(5, 1)
+    node.steps(1)
+    assert [request.is_again for request in node.engine.requests] == [True, True, False]

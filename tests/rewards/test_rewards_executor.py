@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import select
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from heard import Heard
 from ports import start
 
 from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
@@ -130,4 +132,29 @@ def test_an_idle_node_can_sleep_once_its_spare_worker_is_ready(tmp_path: Path) -
                 quiet_since = time.monotonic()
                 executor.step()
     finally:
+        executor.close()
+
+
+def test_while_a_worker_scores_the_process_is_not_idle(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    def function(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        assert may_end.wait(30)
+        return [1.0] * len(completions)
+
+    heard = Heard()
+    executor = Rewards(RewardsConfig(timeout_s=60.0), {}, function=function)
+    ports = start(executor, tmp_path, name="rewards", spans=heard)
+    try:
+        assert heard.idle == "wait_completions"
+        ports["completions"].put(completion(0, "ok"))
+        executor.step()
+        assert heard.idle == "score"
+        may_end.set()
+        while not ports["rollouts"].messages:
+            select.select(executor.wait_fds(), [], [], 30)
+            executor.step()
+        assert heard.idle == "wait_completions"
+    finally:
+        may_end.set()
         executor.close()

@@ -2,6 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from heard import Heard
 from training_data import (
     VOCAB_SIZE,
     hugging_face_twin,
@@ -324,3 +325,34 @@ def test_reported_parts():
     assert metrics["reward_parts/length"] == -0.5
     assert metrics["failed_frac"] == 0.5
     assert metrics["reward_std"] == 0.5
+
+
+def test_a_step_says_what_its_time_goes_to():
+    config = run_config(
+        loss={"name": "aipo", "params": {"max_ratio": 2.0}},
+        kl={"coef": 0.1},
+        trainer={"minibatches": 2, "epochs": 2, "microbatch_tokens": 40},
+    )
+    groups, heard = make_groups(seed=3, version=7), Heard()
+    model, _, optimizer = setup(config)
+    reference, _ = tiny_policy(1)
+    metrics = train_on_batch(
+        model,
+        optimizer,
+        groups,
+        config=config,
+        step=7,
+        batching=batching,
+        auxiliary=Auxiliary(reference),
+        spans=heard,
+    )
+    assert all(args == {"step": 7} for _, args in heard.spans)
+    assert [state for state, _ in heard.spans if state != "forward_backward"] == ["reference", *["optimizer"] * 4]
+    assert heard.work == {"forward_backward": (2 * metrics["num_microbatches"], 2 * metrics["tokens_read"])}
+    silent_model, _, silent_optimizer = setup(config)
+    train_on_batch(
+        silent_model, silent_optimizer, groups, config=config, step=7, batching=batching, auxiliary=Auxiliary(reference)
+    )
+    heard_weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    silent_weights = torch.cat([parameter.detach().flatten() for parameter in silent_model.parameters()])
+    assert torch.equal(heard_weights, silent_weights), "saying so changes no bit"

@@ -174,9 +174,10 @@ class SchedulingPolicy(ABC):
         return "straggler" if len(self.ready) >= self.config.groups_per_step else "generation"
 
     def held_back(self) -> frozenset[int]:
-        """The versions, of those that replicas hold, on which no further group may start, whatever room there is."""
-        if self.is_finished:
-            return frozenset()
+        """The versions, of those that replicas hold, on which no further group may start, whatever room there is.
+
+        Asked while there are steps to be trained.
+        """
         ordinal = self.readmit[0] if self.readmit else self.next_ordinal
         return frozenset(version for version in self._num_holding if not self._may_start(ordinal, version))
 
