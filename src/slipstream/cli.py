@@ -327,55 +327,65 @@ class ReplayOptions:
     """Folder of a run, or of an attempt_<n> in it, or an events.jsonl."""
 
 
+_Model = Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")]
+_Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+_Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+_Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+_Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+_Precisions = Annotated[
+    tuple[Precision, ...] | None, tyro.conf.arg(metavar="float32|bfloat16|fp8 ...", help_behavior_hint="")
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
     """Flags of `slipstream plan`; what is left out has defaults, which are printed, or is the recipe's or the run's."""
 
-    model: tyro.conf.Positional[str | None] = None
+    model: tyro.conf.Positional[_Model] = None
     """A published model by name, a Hugging Face folder or config.json, a recipe, or the folder of a run."""
-    gpus: int | None = None
+    gpus: _Int = None
     """How many GPUs there are."""
-    gpu: str | None = None
+    gpu: _Name = None
     """Which: a100, h100, h200, b200."""
-    gpus_per_node: int | None = None
+    gpus_per_node: _Int = None
     """GPUs of a node, which NVLink joins."""
-    network: float | None = None
+    network: _Float = None
     """Between nodes: GB/s for each GPU, one way."""
-    cluster: Path | None = None
+    cluster: _Path = None
     """TOML file with all of that, for GPUs that are not known by name."""
-    price: float | None = None
+    price: _Float = None
     """US dollars for an hour of one GPU."""
-    measured: Path | None = None
+    measured: _Path = None
     """Measured curves (benchmarks/eta_curves.py) in place of the hardware table; without --gpus: of this CPU."""
-    prompt_tokens: float | None = None
+    prompt_tokens: _Float = None
     """Mean length of a prompt."""
-    completion_tokens: float | None = None
+    completion_tokens: _Float = None
     """Mean length of a completion."""
-    p99_tokens: float | None = None
+    p99_tokens: _Float = None
     """What one completion in a hundred exceeds."""
-    max_new_tokens: int | None = None
+    max_new_tokens: _Int = None
     """The longest completion there is room for."""
-    lengths: Path | None = None
+    lengths: _Path = None
     """Folder of a run: its completions' lengths."""
-    groups_per_step: int | None = None
+    groups_per_step: _Int = None
     """Prompts of a step."""
-    completions_per_group: int | None = None
+    completions_per_group: _Int = None
     """Completions of a prompt."""
-    precision: tuple[Precision, ...] | None = None
+    precision: _Precisions = None
     """Of the generators: those to be tried."""
-    max_staleness: int | None = None
+    max_staleness: _Int = None
     """Largest bound to be tried, in steps."""
     reference: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """There is a reference policy, for a KL penalty."""
     critic: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """There is a critic of the policy's size."""
-    reward_model: str | None = None
+    reward_model: _Name = None
     """The model that scores, named as the policy is."""
-    rows: int = 3
+    rows: Annotated[int, tyro.conf.arg(metavar="INT")] = 3
     """Configurations in the table."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON."""
-    out: Path | None = None
+    out: _Path = None
     """Write the best configuration as a recipe."""
 
 
