@@ -131,6 +131,26 @@ def test_where_generation_is_the_bottleneck_the_trainer_starves(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "config", "dial"),
+    [
+        ("drain", 'weight_update = "between_batches"\n', ("weight_update", "between_batches", "in_flight")),
+        ("re_prefill", '[generator]\nkv_on_update = "recompute"\n', ("generator.kv_on_update", "recompute", "keep")),
+        ("evaluate", "[eval]\nevery = 4\n", ("eval.every", 4, 8)),
+    ],
+)
+def test_where_generators_do_much_else_that_is_the_dial(tmp_path: Path, state: str, config: str, dial: tuple):
+    trainer = [("wait_generation", 0.5), ("forward_backward", 0.5)]
+    for name, share in (("much", 0.2), ("little", 0.05)):
+        (tmp_path / name).mkdir()
+        generator = [("decode", 0.95 - share), (state, share), ("wait_trainer", 0.05)]
+        balance = make_run(tmp_path / name, trainer=trainer, generator=generator, config=config).balance
+        assert (balance.starves, balance.bottleneck) == ("trainer", "generation")
+        assert balance.dial is not None
+        told = (balance.dial.field, balance.dial.now, balance.dial.suggested)
+        assert told == (dial if name == "much" else ("trainer.epochs", 1, 2))
+
+
 def test_where_training_is_the_bottleneck_generators_starve(tmp_path: Path):
     found = make_run(
         tmp_path,
@@ -145,7 +165,7 @@ def test_where_training_is_the_bottleneck_generators_starve(tmp_path: Path):
     assert "to which no whole split is nearer" in balance.verdict
     assert balance.dial is not None
     assert (balance.dial.field, balance.dial.suggested) == ("completions_per_group", 20)  # 8 in 0.4 s, 20 in 1 s
-    assert "best_and_worst" in balance.verdict
+    assert "with loss.select = 'best_and_worst'" in balance.verdict
 
 
 def test_where_scoring_is_the_bottleneck_both_starve(tmp_path: Path):
@@ -242,6 +262,15 @@ def test_a_tight_bound_has_them_take_turns(tmp_path: Path):
     assert (found.balance.starves, found.balance.bottleneck) == ("both", "turns")
     assert found.balance.dial is not None
     assert (found.balance.dial.field, found.balance.dial.now, found.balance.dial.suggested) == ("max_staleness", 1, 2)
+    (tmp_path / "seldom").mkdir()
+    found = make_run(
+        tmp_path / "seldom",
+        trainer=[("wait_generation", 0.45), ("forward_backward", 0.55)],
+        generator=[("decode", 0.6), ("wait_trainer", 0.4)],
+        config="max_staleness = 3\npublish_every = 3\n",
+    )
+    assert found.balance.dial is not None
+    assert (found.balance.dial.field, found.balance.dial.now, found.balance.dial.suggested) == ("publish_every", 3, 1)
 
 
 def test_one_step_is_too_little_to_tell(tmp_path: Path):

@@ -333,11 +333,14 @@ def _dials(config: RunConfig | None) -> Dials | None:
     return Dials(
         max_staleness=config.max_staleness,
         takes_turns=config.max_staleness == 0 and is_ours,
+        publish_every=config.publish_every,
         reorder_window=config.reorder_window,
         widest_window=(config.max_staleness - config.publish_every + 1) * config.groups_per_step + 1 if is_ours else 1,
         epochs=config.trainer.epochs,
         completions_per_group=config.completions_per_group,
         select=config.loss.select,
+        kv_on_update=config.generator.kv_on_update,
+        eval_every=config.eval.every,
         reward_workers=config.rewards.num_workers,
         reward_model_ranks=config.rewards.model_ranks if config.rewards.models else 0,
     )

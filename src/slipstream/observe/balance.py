@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.observe.states import idle_share, seconds_of
+from slipstream.observe.states import idle_share, in_words, seconds_of
 
 SMALL = 0.1
 """Of a side's time: waiting less than this is what two processes need to hand things to each other."""
@@ -73,11 +73,14 @@ class Dials:
 
     max_staleness: int = 2
     takes_turns: bool = False
+    publish_every: int = 1
     reorder_window: int = 1
     widest_window: int = 1
     epochs: int = 1
     completions_per_group: int = 8
     select: str = "all"
+    kv_on_update: str = "keep"
+    eval_every: int = 0
     reward_workers: int = 1
     reward_model_ranks: int = 0
 
@@ -257,21 +260,54 @@ def _dial(loop: Loop, dials: Dials, trainer: Side, generator: Side, bottleneck: 
         case "none":
             return None
         case "turns":
-            suggested = dials.max_staleness + 1
-            return Dial(
-                field="max_staleness",
-                now=dials.max_staleness,
-                suggested=suggested,
-                effect=f"max_staleness = {suggested} would let them overlap" + (" more" if dials.max_staleness else ""),
-            )
+            return _more_overlap(dials)
         case "rewards":
             return _more_scoring(loop, dials, trainer)
         case "stragglers":
             return _more_room(dials)
         case "generation":
-            return _more_updates(dials, trainer)
+            return _less_beside(dials, generator) or _more_updates(dials, trainer)
         case "training":
             return _more_samples(dials, generator)
+
+
+def _more_overlap(dials: Dials) -> Dial:
+    """Versions that are skipped count in the bound: publishing more often costs no staleness."""
+    if dials.publish_every > 1:
+        return Dial(
+            field="publish_every",
+            now=dials.publish_every,
+            suggested=1,
+            effect=f"publish_every = 1 (now {dials.publish_every}) would let them overlap more at the same bound",
+        )
+    suggested = dials.max_staleness + 1
+    more = " more" if dials.max_staleness else ""
+    return Dial(
+        field="max_staleness",
+        now=dials.max_staleness,
+        suggested=suggested,
+        effect=f"max_staleness = {suggested} would let them overlap{more}",
+    )
+
+
+def _less_beside(dials: Dials, generator: Side) -> Dial | None:
+    """What generators do besides sampling, where it takes a tenth of their time."""
+    spared: dict[str, tuple[str, float | str, float | str]] = {
+        "drain": ("weight_update", "between_batches", "in_flight"),
+        "re_prefill": ("generator.kv_on_update", dials.kv_on_update, "keep"),
+        "evaluate": ("eval.every", dials.eval_every, 2 * dials.eval_every),
+    }
+    state = max(spared, key=generator.share)
+    field, now, suggested = spared[state]
+    if generator.share(state) < SMALL or now == suggested:
+        return None
+    share = f"{generator.share(state):.0%}"
+    return Dial(
+        field=field,
+        now=now,
+        suggested=suggested,
+        effect=f"{field} = {suggested} (now {now}) would spare generators of the {share} in {in_words(state)}",
+    )
 
 
 def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial:
@@ -326,10 +362,11 @@ def _more_samples(dials: Dials, generator: Side) -> Dial | None:
     suggested = int(dials.completions_per_group / max(1 - generator.idle, 0.05))
     if suggested <= dials.completions_per_group:
         return None
+    selecting = " with loss.select = 'best_and_worst'" if dials.select == "all" else ""
     return Dial(
         field="completions_per_group",
         now=dials.completions_per_group,
         suggested=suggested,
-        effect=f"completions_per_group = {suggested} (K; now {dials.completions_per_group}) with loss.select = "
-        "'best_and_worst' would use idle generators",
+        effect=f"completions_per_group = {suggested} (K; now {dials.completions_per_group}){selecting} would use idle "
+        "generators",
     )
