@@ -141,7 +141,11 @@ def test_it_plays_by_itself_and_pauses(visit: Visit, page_of_made: Watch) -> Non
     assert page.locator("#slider").input_value() == before
     page.select_option("#speed", "10")
     page.locator("#play").click()
-    until(page, "Number(document.getElementById('slider').value) > 12")
+    now = "() => [performance.now() / 1000, Number(document.getElementById('slider').value)]"
+    began_s, from_s = page.evaluate(now)
+    until(page, "Number(document.getElementById('slider').value) > 9")
+    ended_s, to_s = page.evaluate(now)
+    assert to_s - from_s > 2.5 * (ended_s - began_s), "ten times, less what loading takes"
 
 
 def test_everything_works_from_the_keyboard(visit: Visit, page_of_made: Watch, made: Loop) -> None:
