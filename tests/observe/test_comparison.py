@@ -217,10 +217,13 @@ def test_bad_input_is_told_and_ends_with_2(
     monkeypatch.chdir(tmp_path)
     a, b = str(make("a")), str(make("b"))
     (tmp_path / "folder").mkdir()
+    (tmp_path / "young").mkdir()
+    (tmp_path / "young" / "config.toml").write_text('recipe = "x"\n')
     for argv, message in (
         ([], "a run is needed"),
         ([a, "nowhere"], "'nowhere' is no run"),
         ([a, str(tmp_path / "folder")], "is no run"),
+        (["young"], "'young' has nothing to report yet"),
         ([a, b, a], "a run is compared with itself"),
         ([a, b, "--out", str(tmp_path / "folder")], "cannot be written there"),
         ([a, b, "--out", str(tmp_path / "no" / "page.html")], "cannot be written there"),

@@ -20,7 +20,7 @@ from synthetic_run import HOSTILE, RATIO_EDGES, add_evaluation, make_group, make
 
 import slipstream
 from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.observe.hardware import describe
+from slipstream.observe.hardware import Hardware
 from slipstream.observe.health import Alarm
 from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.metrics import MetricsWriter
@@ -32,6 +32,16 @@ from slipstream.observe.report.window import READ_AHEAD, read_row, read_window
 from slipstream.observe.summary import write_summary
 from slipstream.observe.timeline import Slice
 
+MACHINE = Hardware(
+    cpu="a processor",
+    num_cores=2,
+    num_cores_machine=4,
+    memory_bytes=1 << 34,
+    shm_free_bytes=None,
+    gpus=(),
+    torch_threads=2,
+    platform="Linux",
+)
 PARTS = ["overview", "learning", "off-policy", "time", "text", "setup"]
 
 
@@ -112,7 +122,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_every_part_is_there_and_every_picture_has_a_title_a_reading_and_numbers(run_dir: Path) -> None:
-    root = body(write_report(run_dir, describe()))
+    root = body(write_report(run_dir, MACHINE))
     assert [section.get("id") for section in root.iter("section")] == PARTS
     links = [link.get("href") for link in root.iter("a")]
     assert links == [f"#{part}" for part in PARTS]
@@ -134,7 +144,7 @@ def test_every_part_is_there_and_every_picture_has_a_title_a_reading_and_numbers
 
 
 def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
-    page = read(write_report(run_dir, describe()))
+    page = read(write_report(run_dir, MACHINE))
     for expected in (
         "41.2 → 93.4%",
         "Held-out accuracy went from 41.2% to 93.4% (500 prompts, greedy) in 20 steps.",
@@ -145,7 +155,7 @@ def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
         "No alarm rang.",
         "generator.max_new_tokens",
         "Longest completion, in tokens",  # what a field is, from the schema
-        "torch threads",
+        "16.0 GiB",  # of the machine
         "abc>",
         "✗ abc",
     ):
@@ -166,6 +176,13 @@ def test_a_run_that_goes_on_one_that_was_killed_and_one_that_failed_say_so(run_d
     page = read(write_report(run_dir))
     assert "not finished" in page.text
     assert "20 steps so far" in page.text
+    assert f"slipstream run --resume {run_dir}" in page.text
+    assert "no bound was promised" in page.text
+    config = run_dir / "config.toml"
+    config.write_text("max_staleness = 3\n" + config.read_text())
+    assert "2 at most, as promised at most 3." in read(write_report(run_dir)).text
+    config.write_text(config.read_text() + '[schedule]\npolicy = "finished_first"\n')
+    assert "no bound was promised" in read(write_report(run_dir)).text
 
 
 @pytest.mark.parametrize(

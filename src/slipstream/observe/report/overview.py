@@ -146,7 +146,7 @@ def _aged(run: Run) -> str:
 def advice(run: Run) -> list[str]:
     """What to look at or try next, the most urgent first."""
     found = []
-    if run.summary is not None and run.summary.status in ("failed", "interrupted"):
+    if status_of(run) in ("failed", "interrupted", "not finished"):
         found.append(f"Go on from the last checkpoint: slipstream run --resume {run.path}")
     found += [f"{alarm.name.replace('_', ' ')}: {alarm.text}" for alarm in run.alarms if alarm.severity == "warning"][
         :2

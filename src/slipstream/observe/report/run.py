@@ -15,6 +15,7 @@ import msgspec
 
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.recipes import read_toml
+from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.health import ALARMS_FILE, AlarmSpan, read_alarms, spans
 from slipstream.observe.jsonl import sample_jsonl
@@ -144,8 +145,11 @@ class Run:
 
     @property
     def bound(self) -> int | None:
-        """What the schedule promises of staleness, None where that is nothing or not known yet."""
-        return None if self.summary is None else self.summary.staleness.bound
+        """What the schedule promises of staleness, in steps; None where that is nothing."""
+        if self.summary is not None:
+            return self.summary.staleness.bound
+        policy = self.config.get("schedule", {}).get("policy", HARD_BOUND[0])
+        return self.config.get("max_staleness") if policy in HARD_BOUND else None
 
     @cached_property
     def staleness(self) -> dict[int, float]:
@@ -182,9 +186,15 @@ class Run:
 
 
 def check_run(run_dir: Path) -> None:
-    """ConfigError where `run_dir` is no folder of a run."""
-    if not (run_dir / "metrics.jsonl").is_file():
-        raise ConfigError(f"'{run_dir}' is no run: it has no metrics.jsonl", hint="give the folder of a run")
+    """ConfigError where `run_dir` is no folder of a run, or of one that has not come to RL."""
+    if (run_dir / "metrics.jsonl").is_file():
+        return
+    if (run_dir / "config.toml").is_file():
+        raise ConfigError(
+            f"'{run_dir}' has nothing to report yet: it has no metrics.jsonl",
+            hint="RL has not begun, or is not among the stages of this run",
+        )
+    raise ConfigError(f"'{run_dir}' is no run: it has no metrics.jsonl", hint="give the folder of a run")
 
 
 def read_run(run_dir: Path) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slipstream.observe.report.html import card, cards, folded, part, table, text
-from slipstream.observe.report.learning import BLUE, GREEN, ORANGE, chart_card
+from slipstream.observe.report.learning import BLUE, GREEN, ORANGE, alarm_bands, chart_card
 from slipstream.observe.report.run import Run, clock_axis
 from slipstream.observe.report.window import Window
 from slipstream.observe.states import in_words, shares
@@ -29,7 +29,7 @@ def timing(run: Run, window: Window | None) -> str:
         _verdict(run),
         _bars(run),
         _over_time(run),
-        _gantt(window),
+        _gantt(run, window),
         cards(_speed(run), _step_time(run), _waste(run)),
     ]
     lead = "A second in which a process waits is paid for like any other. Orange, red and hatched is waiting."
@@ -53,7 +53,7 @@ def _bars(run: Run) -> str:
     return cards(first, card("The whole run", note, chart, details=seconds_table(times.whole)))
 
 
-def _gantt(window: Window | None) -> str:
+def _gantt(run: Run, window: Window | None) -> str:
     title = "A closer look" if window is None else f"A closer look: {window.title}"
     note = "Who does what at the same time. Between two steps of the trainer the generators should go on decoding."
     if window is None:
@@ -61,7 +61,9 @@ def _gantt(window: Window | None) -> str:
     if window.num_left_out:
         note += f" {window.num_left_out} more processes are not shown."
     chart = gantt(window.rows, title=title, start_s=window.start_s, end_s=window.end_s, origin=window.origin)
-    return card(title, f"{note} All of it: timeline.json, in ui.perfetto.dev.", chart, size="wide")
+    if (run.path / "timeline.json").exists():
+        note += " All of it: timeline.json, in ui.perfetto.dev."
+    return card(title, note, chart, size="wide")
 
 
 def _over_time(run: Run) -> str:
@@ -98,7 +100,8 @@ def _speed(run: Run) -> str:
 def _step_time(run: Run) -> str:
     series = [Series("seconds", run.history.points("step_s"), BLUE, smooth=run.history.window())]
     note = "From the end of one step to the end of the next, evaluations in between included."
-    return chart_card("Time of a step", note, series, Axis("seconds", low=0.0))
+    bands = alarm_bands(run, ("starving_trainer", "starving_generator", "slow_rewards", "straggler"))
+    return chart_card("Time of a step", note, series, Axis("seconds", low=0.0), bands)
 
 
 def _waste(run: Run) -> str:
