@@ -27,3 +27,5 @@ def test_ages_are_told_apart(block: str, eye: str) -> None:
     """By 20 at least, where 2.3 can just be seen."""
     seen = [lab(named(block, f"age-{age}"), eye) for age in range(5)]
     assert min(math.dist(a, b) for a, b in itertools.combinations(seen, 2)) >= 20.0
+    likely = [lab(named(block, name), eye) for name in ("more", "less")]
+    assert math.dist(*likely) >= 40.0
