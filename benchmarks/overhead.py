@@ -4,12 +4,13 @@
     python benchmarks/overhead.py --run DIR                         reads that of a run that is there
 
 The trainer's critical path is the time from the start of its first step to the end of its last. Of that time it works
-(train, publish, record), waits for data that does not exist yet (generation, rewards, a straggler), or is held up by
-what joins the two: taking messages (`receive`), waiting for a command although its groups are ready (`wait_nothing`),
-and the rest of its loop (`unlabelled`). Asynchronous RLHF (arXiv:2410.18252, section 5) lost 17 % of a step there.
+(forward-backward, optimizer, publish, record), waits for data that does not exist yet (generation, rewards, a
+straggler), or is held up by what joins the two: taking messages (`receive`), waiting for a command although its groups
+are ready (`wait_nothing`), and the rest of its loop (`overhead`). Asynchronous RLHF (arXiv:2410.18252, section 5) lost
+17 % of a step there.
 
-The processor's share are the seconds in which some process takes, sends or decides (`receive`, `send`, `schedule`),
-over all cores. ZeroMQ's own threads are no states of a timeline.
+The processor's share are the seconds in which some process takes, sends or decides (`receive`, `send`, `schedule`,
+`overhead`), over all cores. ZeroMQ's own threads are no states of a timeline.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from pathlib import Path
 
 from slipstream.controller.placement import num_cores
 from slipstream.observe.hardware import describe
-from slipstream.observe.timeline import Slice, account, process_files, read_timeline, timeline_path
+from slipstream.observe.states import TRAINS
+from slipstream.observe.timeline import Slice, account_file, process_files, read_timeline, timeline_path
 
-WORK = ("train", "publish", "record", "checkpoint", "export", "warm_start")
+WORK = (*TRAINS, "record", "checkpoint", "export", "warm_start")
 DATA = ("wait_generation", "wait_rewards", "wait_straggler")
-JOINING = ("receive", "send", "schedule")
+JOINING = ("receive", "send", "schedule", "overhead")
 
 
 def read_run(run_dir: Path) -> None:
@@ -33,11 +35,11 @@ def read_run(run_dir: Path) -> None:
     trains = [
         record
         for record in read_timeline(timeline_path(run_dir, "trainer"))
-        if isinstance(record, Slice) and record.state == "train"
+        if isinstance(record, Slice) and "step" in record.args
     ]
     start_s, end_s = trains[0].start_ns / 1e9, trains[-1].end_ns / 1e9
     path_s = end_s - start_s
-    states = account(read_timeline(timeline_path(run_dir, "trainer")), start_s, end_s)
+    states = account_file(timeline_path(run_dir, "trainer"), start_s, end_s)
     print(f"trainer's critical path: {path_s:.2f} s, {len(trains)} slices of training")
     parts = {
         "work": {state: seconds for state, seconds in states.items() if state in WORK},
@@ -51,7 +53,7 @@ def read_run(run_dir: Path) -> None:
     print(f"processor, {num_cores()} cores, over the same time:")
     total_s = 0.0
     for path in process_files(run_dir):
-        own = account(read_timeline(path), start_s, end_s)
+        own = account_file(path, start_s, end_s)
         joining = {state: own[state] for state in JOINING if state in own}
         total_s += sum(joining.values())
         print(f"  {path.stem:<24} " + "  ".join(f"{state} {seconds:.3f} s" for state, seconds in joining.items()))
