@@ -75,6 +75,9 @@ def test_a_scale_ends_at_ticks_or_with_the_data() -> None:
     assert (fitted.low, fitted.high) == (0.3, 7.1)
     assert fitted.ticks == (2.0, 4.0, 6.0)
     assert scale_of([5.0], Axis("y", low=0.0, high=1.0), most=5).at(5.0) == 1.0
+    ages = scale_of([0.0, 1.0, 2.0], Axis("age"), most=5, is_fitted=True)
+    assert [ages.name(tick) for tick in ages.ticks] == ["0", "1", "2"]
+    assert len(scale_of([0.0, 0.5, 2.0], Axis("s"), most=5, is_fitted=True).ticks) == 5
     # Minus a thousandth of the range does not cost a tick below zero.
     assert scale_of([-0.001, 1.0], Axis("y"), most=5).low == 0.0
 

@@ -106,7 +106,8 @@ class Scale:
 
 
 def scale_of(values: Iterable[float], axis: Axis, *, most: int, is_fitted: bool = False) -> Scale:
-    """The scale of `values` with about `most` ticks. `is_fitted`: it ends where the values do, else at ticks."""
+    """The scale of `values` with about `most` ticks. `is_fitted`: it ends where the values do, else at
+    ticks; of whole values it has whole ticks."""
     found = [*values, *(end for end in (axis.low, axis.high) if end is not None)]
     if axis.is_log:
         found = [value for value in found if value > 0.0] or [1.0]
@@ -121,6 +122,8 @@ def scale_of(values: Iterable[float], axis: Axis, *, most: int, is_fitted: bool 
     if is_fitted and high > low:
         slack = 1e-9 * (high - low)
         marks = [tick for tick in marks if low - slack <= tick <= high + slack]
+        if all(value == round(value) for value in found):  # steps, ages, tokens: there is nothing between them
+            marks = [tick for tick in marks if abs(tick - round(tick)) < 1e-9]
     else:
         low, high = marks[0], marks[-1]
     return Scale(low, high, tuple(marks), is_share=axis.is_share)
