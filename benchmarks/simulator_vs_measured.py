@@ -197,7 +197,7 @@ def main() -> None:
             runs[case.name].append(workshop.run(case, repeat))
     calibration = calibrate([read_run(path) for case in CALIBRATION for path in runs[case.name]])
     print(" ".join(sys.argv), versions(), platform.machine(), sep="\n")
-    print("\n".join(f"{name}: {value}" for name, value in describe().items()))
+    print("\n".join(f"{name}: {value}" for name, value in describe().lines().items()))
     print_calibration(calibration)
     found = {
         case.name: cells(

@@ -12,7 +12,6 @@ what machines of this kind have (`PRIORS`): a run in which both sides always ove
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,13 +33,19 @@ class Prior(NamedTuple):
 
 PRIORS = {
     "beside": Prior(0.65, 0.4),
-    "threads": Prior(1.0, 0.3),
+    "threads": Prior(1.0, 0.5),
     "fixed": Prior(0.2, 0.5),
+    "drift": Prior(1.0, 0.03),
     "background": Prior(BACKGROUND_SHARE, 1.0),
 }
 """`beside`: r. `threads`: the speed of t threads over that of t processes with one each. `fixed`: the share of a
-piece's time that does not depend on its tokens. `background`: what a job of low priority gets of a core where others
+piece's time that does not depend on its tokens. `drift`: how much slower one
+run was than another. `background`: what a job of low priority gets of a core where others
 want all of them."""
+SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21
+"""Logarithms that are searched to either side, one after the other."""
+LEAST_BESIDE = 0.2
+"""r at least: beside another a thread keeps so much of its speed."""
 ROUNDS = 3
 """Of least squares, each weighed by what the one before expects."""
 COMPUTING = frozenset({"trainer", "generator", "reward_models", "reference"})
@@ -228,31 +233,20 @@ def together(threads: int, beside: float, cores: int = 0) -> float:
 def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
     """Costs, r and speeds that explain these pieces best."""
     parts = [part for part in parts if len(part.seconds)]
-    cores = parts[0].machine.cores
+    cores, runs = parts[0].machine.cores, list(dict.fromkeys(id(part.machine) for part in parts))
     table = _Table(
         seconds=np.concatenate([part.seconds for part in parts]),
         counts=np.concatenate([part.counts for part in parts]),
         rates=np.concatenate([part.machine.rates(part.process, part.start_ns, part.end_ns) for part in parts]),
         threads=np.concatenate([np.full(len(part.seconds), part.machine.threads[part.process]) for part in parts]),
         pieces=np.concatenate([part.pieces for part in parts]),
+        runs=np.concatenate([np.full(len(part.seconds), runs.index(id(part.machine))) for part in parts]),
     )
     seen = {int(t): float(table.seconds[table.threads == t].sum()) for t in np.unique(table.threads)}
     own = max(seen, key=lambda t: seen[t])
-    others = [t for t in seen if t != own]
-    ratios = np.exp(np.linspace(-2, 2, 33) * PRIORS["threads"].error)
-    best: tuple[float, float, dict[int, float], np.ndarray] | None = None
-    for beside in np.linspace(0.3, 1.0, 36):
-        for drawn in itertools.product(ratios, repeat=len(others)):
-            usual = {t: together(t, beside, cores) / together(own, beside, cores) for t in seen}
-            speeds = {own: 1.0} | {t: usual[t] * ratio for t, ratio in zip(others, drawn, strict=True)}
-            costs, misfit = _solve(table.counts, table.pieces, table.work(cores, beside, speeds))
-            misfit += (np.log(beside / PRIORS["beside"].value) / PRIORS["beside"].error) ** 2
-            misfit += sum((np.log(ratio) / PRIORS["threads"].error) ** 2 for ratio in drawn)
-            if best is None or misfit < best[0]:
-                best = float(misfit), float(beside), speeds, costs
-    assert best is not None
-    _, beside, speeds, costs = best
-    work = table.work(cores, beside, speeds)
+    beside, speeds, drifts = _search(table, cores, own, [t for t in seen if t != own])
+    costs, _ = _solve(table.counts, table.pieces, table.work(cores, beside, speeds, drifts))
+    work = table.work(cores, beside, speeds, drifts)
     expected = np.maximum(table.counts @ costs, 1e-12)
     ratio = work / expected
     residuals = 1 + (ratio - 1) * np.sqrt(table.pieces)  # those of many pieces on end average out
@@ -266,6 +260,52 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
     )
 
 
+class _Point(NamedTuple):
+    """What is searched: logarithms of r, of the speed of each number of threads, and of each run's own slowness."""
+
+    beside: float
+    speeds: tuple[float, ...]
+    drifts: tuple[float, ...]
+
+    def moved(self, index: int, step: float) -> _Point:
+        """One of them by `step`."""
+        values = [self.beside, *self.speeds, *self.drifts]
+        values[index] += step
+        values[0] = float(min(max(values[0], np.log(LEAST_BESIDE)), 0.0))
+        split = 1 + len(self.speeds)
+        return _Point(values[0], tuple(values[1:split]), tuple(values[split:]))
+
+
+def _search(table: _Table, cores: int, own: int, others: Sequence[int]) -> tuple[float, dict[int, float], np.ndarray]:
+    """r, the speed of each number of threads relative to `own`, and what each run's times are divided by.
+
+    One after the other is searched, first coarsely, then finely. Two runs of the same work differ, as the machine was
+    not the same: without a factor of its own for each run, such a difference would be taken for what their sizes cost.
+    """
+    prior, num_runs = PRIORS["beside"].value, int(table.runs.max()) + 1
+    usual = {t: together(t, prior, cores) / together(own, prior, cores) for t in others}
+
+    def told(point: _Point) -> tuple[float, dict[int, float], np.ndarray]:
+        speeds = {t: usual[t] * float(np.exp(value)) for t, value in zip(others, point.speeds, strict=True)}
+        drifts = np.array(point.drifts) if num_runs > 1 else np.zeros(num_runs)
+        return float(np.exp(point.beside)), {own: 1.0} | speeds, np.exp(drifts)
+
+    def misfit(point: _Point) -> float:
+        _, found = _solve(table.counts, table.pieces, table.work(cores, *told(point)))
+        found += ((point.beside - float(np.log(prior))) / PRIORS["beside"].error) ** 2
+        found += sum((value / PRIORS["threads"].error) ** 2 for value in point.speeds)
+        # Heavy tails: machines are about the same from run to run, or something happened.
+        return found + sum(2 * float(np.log1p((value / PRIORS["drift"].error) ** 2)) for value in point.drifts)
+
+    best = _Point(float(np.log(prior)), (0.0,) * len(others), (0.0,) * (num_runs if num_runs > 1 else 0))
+    for reach in SEARCH:
+        for index in [*range(1, 1 + len(best.speeds) + len(best.drifts)), 0] * 2:
+            best = min(
+                (best.moved(index, float(step)) for step in np.linspace(-reach, reach, SEARCH_STEPS)), key=misfit
+            )
+    return told(best)
+
+
 @dataclass(frozen=True)
 class _Table:
     """Pieces from all runs. `rates` [N, 2] as in `Machine.rates`."""
@@ -275,12 +315,13 @@ class _Table:
     rates: np.ndarray
     threads: np.ndarray
     pieces: np.ndarray
+    runs: np.ndarray
 
-    def work(self, cores: int, beside: float, speeds: Mapping[int, float]) -> np.ndarray:
+    def work(self, cores: int, beside: float, speeds: Mapping[int, float], drifts: np.ndarray) -> np.ndarray:
         """Seconds that each piece would have taken alone, with the threads whose speed is 1."""
         scale = {t: value / speed_with(t, cores, beside) for t, value in speeds.items()}
         factors = np.array([scale[int(t)] for t in self.threads])
-        work: np.ndarray = self.seconds * (self.rates @ np.array([1.0, beside])) * factors
+        work: np.ndarray = self.seconds * (self.rates @ np.array([1.0, beside])) * factors / drifts[self.runs]
         return work
 
 
