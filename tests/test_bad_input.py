@@ -849,7 +849,7 @@ RUNS = [
     refused("eval model --recipe recipe.toml", "not a whole safetensors file", prepare=cut(W, -1)),
     refused("eval model --recipe recipe.toml", "more tokens than the model", prepare=another_vocabulary),
     refused("eval model --recipe recipe.toml", "dataset", prepare=remove("data.jsonl")),
-    refused("report", "run", "required"),
+    refused("report", "a run is needed", "folder of a run"),
     refused("report nowhere", "'nowhere' is no run", "metrics.jsonl", "hint"),
     refused("report model", "'model' is no run"),
     refused("report run", "config.toml' is not valid TOML", prepare=text("run/config.toml", "=")),

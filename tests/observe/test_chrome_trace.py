@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trace_format import check_trace, load_trace
 
@@ -416,6 +416,7 @@ TIMES = st.integers(0, 60).map(float)
     groups=st.lists(st.tuples(st.tuples(TIMES, TIMES, TIMES), TIMES, st.integers(0, 3), st.integers(0, 1)), max_size=6),
     max_slices=st.sampled_from([3, 1000]),
 )
+@example(timelines={"generator-0": [(1, 1, "decode", 0)]}, groups=[((0.0, 0.0, 0.0), 0.0, 0, 0)], max_slices=1000)
 def test_any_timelines_merge_to_a_trace_whose_arrows_end_where_a_search_of_all_slices_says(
     tmp_path_factory, timelines, groups, max_slices
 ):

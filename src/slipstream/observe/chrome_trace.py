@@ -73,8 +73,10 @@ def merge_timelines(run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: 
     arrows.add_versions()
     marks = [mark for track in tracks.values() for mark in track.marks]
     streams: list[Iterable[Timed]] = [_slices(track) for track in tracks.values()]
+    first_ns: list[int] = []
     if _CONTROLLER in tracks:
         controller = tracks[_CONTROLLER]
+        first_ns += [points[0][0] for points in flow.curves.values()]
         streams += [_curve(controller, name, points) for name, points in flow.curves.items()]
         marks += [
             (start_ns, {"ph": "i", "s": "g", **controller.place, "name": f"attempt {number}"})
@@ -82,7 +84,6 @@ def merge_timelines(run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: 
             if len(attempts) > 1
         ]
     streams += [sorted(marks, key=_time_ns), sorted(arrows.events, key=_time_ns)]
-    first_ns = [points[0][0] for points in flow.curves.values()]
     for track in tracks.values():
         first_ns += [*track.starts_ns[:1], *(time_ns for time_ns, _ in track.marks)]
     origin_ns = min(first_ns, default=0)
