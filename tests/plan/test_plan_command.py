@@ -73,6 +73,23 @@ def test_what_is_printed_says_what_was_found_and_why(capsys):
         assert expected in told, expected
 
 
+def test_rows_with_and_without_an_executor_share_a_table(capsys, monkeypatch):
+    """The reference lies beside the trainer in some, on devices of its own in others; so does the reward model."""
+    monkeypatch.setenv("COLUMNS", "120")
+    others = ["--reference", "--reward-model", "llama-3.2-1b"]
+    assert run_cli("plan", "llama-3.2-3b", "--gpus", "8", *SMALL, *others, "--rows", "4") == 0
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if "trainer" in line and "step s" in line)
+    reference, reward_model = header.index("reference"), header.index("reward model")
+    rows = lines[lines.index(header) + 1 :][:4]
+    assert {row[reference : reference + 9].strip() for row in rows} == {"", "1"}
+    assert {row[reward_model : reward_model + 9].strip() for row in rows} == {"1"}
+    idle = header.index("idle %") + len("idle %")
+    for row in rows:  # one number for each executor that the row has
+        executors = 3 + bool(row[reference : reference + 9].strip())
+        assert len(row[:idle].split()[-1].split("/")) == executors
+
+
 def test_json_has_it_all_and_python_says_the_same(capsys):
     assert run_cli(*EIGHT, "--json") == 0
     told = json.loads(capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -10,11 +11,20 @@ from rich.text import Text
 
 from slipstream.plan.answer import STEPS_OF_COST, Answer
 from slipstream.plan.counts import counts_of
-from slipstream.plan.layouts import GeneratorLayout, Parts, ScorerLayout, TrainerLayout
+from slipstream.plan.layouts import (
+    AsynchronousPlan,
+    GeneratorLayout,
+    Parts,
+    ScorerLayout,
+    SynchronousPlan,
+    TrainerLayout,
+)
 from slipstream.plan.reasons import gigabytes, misfit_line
-from slipstream.plan.search import Found, Misfit, executors
+from slipstream.plan.search import Misfit, executors
 
 MOST_MISFITS = 4
+
+Amount = TypeVar("Amount")
 
 
 def show(answer: Answer, console: Console) -> None:
@@ -65,9 +75,9 @@ def _heading(answer: Answer) -> list[str]:
 
 def _configurations(answer: Answer) -> Table:
     plan = answer.plan
-    scorers = [name for name in executors(plan.best.plan) if name not in _SIDES]
+    names = list(dict.fromkeys(name for row in plan.rows for name in executors(row.plan)))
     table = _table()
-    for name in ("", "trainer", "generators", *map(_title, scorers)):
+    for name in ("", *map(_title, names)):
         table.add_column(name, no_wrap=True)
     for name in ("step s", "tok/s", "idle %", "stale", "GB"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -77,21 +87,20 @@ def _configurations(answer: Answer) -> Table:
         rehearsed = row.rehearsed
         table.add_row(
             str(index + 1),
-            *(_layout(layout) for layout in executors(row.plan).values()),
-            *_numbers(rehearsed.step_s, rehearsed.tokens_per_s, rehearsed.idle),
+            *_layouts(row.plan, names),
+            *_numbers(rehearsed.step_s, rehearsed.tokens_per_s, _in_order(rehearsed.idle, names)),
             f"{rehearsed.staleness_mean:.1f}/{rehearsed.staleness_max}",
-            *_costs(answer, row.found, rehearsed.step_s),
+            *_costs(answer, _in_order(row.found.memory, names), rehearsed.step_s),
             style="bold" if index == 0 else None,
         )
     if (found := plan.synchronous) is not None:
         tokens = plan.workload.rollouts * plan.workload.lengths.mean
         table.add_row(
             "sync",
-            *(_layout(layout) for layout in executors(found.plan).values()),
-            *[""] * len(scorers),
+            *_layouts(found.plan, names),
             *_numbers(found.seconds, tokens / found.seconds, found.step.idle),
             "0",
-            *_costs(answer, found, found.seconds),
+            *_costs(answer, found.memory, found.seconds),
         )
     return table
 
@@ -105,9 +114,6 @@ def _legend(answer: Answer) -> str:
     )
 
 
-_SIDES = ("trainer", "generator")
-
-
 def _table() -> Table:
     return Table(box=None, padding=(0, 1, 0, 0))
 
@@ -116,14 +122,23 @@ def _numbers(step_s: float, tokens_per_s: float, idle: Mapping[str, float]) -> l
     return [f"{step_s:.3g}", f"{tokens_per_s:,.0f}", "/".join(f"{100 * share:.0f}" for share in idle.values())]
 
 
-def _costs(answer: Answer, found: Found, step_s: float) -> list[str]:
+def _in_order(by_executor: Mapping[str, Amount], names: Sequence[str]) -> dict[str, Amount]:
+    return {name: by_executor[name] for name in names if name in by_executor}
+
+
+def _costs(answer: Answer, memory: Mapping[str, Parts], step_s: float) -> list[str]:
     usd = answer.usd(step_s)
-    held = "/".join(gigabytes(parts.total, 2) for parts in found.memory.values())
+    held = "/".join(gigabytes(parts.total, 2) for parts in memory.values())
     return [held, *([_dollars(usd)] if usd is not None else [])]
 
 
 def _dollars(usd: float) -> str:
     return f"{usd / 1000:,.0f}k" if usd >= 100_000 else f"{usd:,.0f}"
+
+
+def _layouts(plan: AsynchronousPlan | SynchronousPlan, names: Sequence[str]) -> list[str]:
+    found = executors(plan)
+    return [_layout(found[name]) if name in found else "" for name in names]
 
 
 def _layout(layout: TrainerLayout | GeneratorLayout | ScorerLayout) -> str:
@@ -134,7 +149,7 @@ def _layout(layout: TrainerLayout | GeneratorLayout | ScorerLayout) -> str:
             instances = f"{layout.replicas}xm{layout.tensor_parallel}"
             return f"{layout.devices}: {instances} b{layout.slots} {_SHORT.get(layout.precision, layout.precision)}"
         case ScorerLayout():
-            return f"{layout.devices}: x m1"
+            return f"{layout.devices}"
 
 
 _SHORT = {"bfloat16": "bf16", "float32": "fp32"}
