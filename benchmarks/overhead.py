@@ -1,50 +1,82 @@
-"""What scheduling and channels cost: the trainer's critical path, and the processor's time, of a run.
+"""What it costs to join generators and trainer, and to watch them: scheduling, channels, and the timeline.
 
     python benchmarks/overhead.py [RECIPE] [--a.b value ...]        trains, then reads the run's accounting
     python benchmarks/overhead.py --run DIR                         reads that of a run that is there
+    python benchmarks/overhead.py --timeline [--pairs 5] [RECIPE] [--a.b value ...]
 
-The trainer's critical path is the time from the start of its first step to the end of its last. Of that time it works
-(forward-backward, optimizer, publish, record), waits for data that does not exist yet (generation, rewards, a
-straggler), or is held up by what joins the two: taking messages (`receive`), waiting for a command although its groups
-are ready (`wait_nothing`), and the rest of its loop (`overhead`). Asynchronous RLHF (arXiv:2410.18252, section 5) lost
-17 % of a step there.
+The trainer's critical path is the time from the start of its first step to the end of its last. Of that time it works,
+waits for data that does not exist yet (generation, rewards, a straggler), or is held up by what joins the two: taking
+and handing on messages (`receive`, `send`), the loop around its work (`overhead`), waiting for a command although its
+groups are ready (`wait_nothing`). Asynchronous RLHF (arXiv:2410.18252, section 5) lost 17 % of a step there.
 
-The processor's share are the seconds in which some process takes, sends or decides (`receive`, `send`, `schedule`,
-`overhead`), over all cores. ZeroMQ's own threads are no states of a timeline.
+The processor's share are the seconds in which some process takes, sends or decides, over all cores. ZeroMQ's own
+threads are no states of a timeline.
+
+`--timeline` says what the timeline itself costs, in two ways. First by counting: so many spans and lines a second in
+each process of a run, times what one of each costs in a loop that does nothing else. Then by leaving it out: runs in
+pairs, one with the timeline and one without, in turns. Staleness is 0 there, so that both of a pair do the same work,
+bit for bit. Printed are the CPU seconds of all processes and the median step; on a machine that does other things as
+well, or with few pairs, noise is larger than what is looked for. `timeline_hook/` does both to an unchanged
+installation.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from slipstream.controller.placement import num_cores
+from slipstream.core.clock import WallClock
 from slipstream.observe.hardware import describe
-from slipstream.observe.states import TRAINS
-from slipstream.observe.timeline import Slice, account_file, process_files, read_timeline, timeline_path
+from slipstream.observe.metrics import read_metrics
+from slipstream.observe.states import kind
+from slipstream.observe.timeline import (
+    Slice,
+    Timeline,
+    account,
+    process_files,
+    read_timeline,
+    timeline_path,
+)
 
-WORK = (*TRAINS, "record", "checkpoint", "export", "warm_start")
 DATA = ("wait_generation", "wait_rewards", "wait_straggler")
 JOINING = ("receive", "send", "schedule", "overhead")
+HOOK = Path(__file__).parent / "timeline_hook"
+SAME_WORK = ["--max-staleness", "0", "--weight-update", "between_batches"]
 
 
-def read_run(run_dir: Path) -> None:
-    """Print both shares of the run in `run_dir`."""
-    trains = [
+def loop_of(run_dir: Path) -> tuple[float, float, int]:
+    """When the first step began and the last one ended, and how many there were."""
+    steps = [
         record
         for record in read_timeline(timeline_path(run_dir, "trainer"))
         if isinstance(record, Slice) and "step" in record.args
     ]
-    start_s, end_s = trains[0].start_ns / 1e9, trains[-1].end_ns / 1e9
+    return steps[0].start_ns / 1e9, steps[-1].end_ns / 1e9, len({record.args["step"] for record in steps})
+
+
+def read_run(run_dir: Path) -> None:
+    """Print both shares of the run in `run_dir`."""
+    start_s, end_s, num_steps = loop_of(run_dir)
     path_s = end_s - start_s
-    states = account_file(timeline_path(run_dir, "trainer"), start_s, end_s)
-    print(f"trainer's critical path: {path_s:.2f} s, {len(trains)} slices of training")
+    states = account(list(read_timeline(timeline_path(run_dir, "trainer"))), start_s, end_s)
+    print(f"trainer's critical path: {path_s:.2f} s, {num_steps} steps")
+    joining = {
+        state: seconds
+        for state, seconds in states.items()
+        if state in JOINING or (kind(state) != "work" and state not in DATA)
+    }
     parts = {
-        "work": {state: seconds for state, seconds in states.items() if state in WORK},
+        "work": {state: seconds for state, seconds in states.items() if state not in (*DATA, *joining)},
         "waiting for data": {state: seconds for state, seconds in states.items() if state in DATA},
-        "scheduling and channels": {state: seconds for state, seconds in states.items() if state not in (*WORK, *DATA)},
+        "scheduling and channels": joining,
     }
     for name, part in parts.items():
         print(f"  {name:<24} {sum(part.values()):8.3f} s  {sum(part.values()) / path_s:6.2%}")
@@ -53,26 +85,114 @@ def read_run(run_dir: Path) -> None:
     print(f"processor, {num_cores()} cores, over the same time:")
     total_s = 0.0
     for path in process_files(run_dir):
-        own = account_file(path, start_s, end_s)
-        joining = {state: own[state] for state in JOINING if state in own}
-        total_s += sum(joining.values())
-        print(f"  {path.stem:<24} " + "  ".join(f"{state} {seconds:.3f} s" for state, seconds in joining.items()))
+        own = account(list(read_timeline(path)), start_s, end_s)
+        spent = {state: own[state] for state in JOINING if state in own}
+        total_s += sum(spent.values())
+        print(f"  {path.stem:<24} " + "  ".join(f"{state} {seconds:.3f} s" for state, seconds in spent.items()))
     print(f"  {'together':<24} {total_s:8.3f} s  {total_s / path_s / num_cores():6.2%} of the cores")
 
 
+def train(run_dir: Path, arguments: list[str], **environment: str) -> float:
+    """Run a recipe; the CPU seconds of all its processes."""
+    command = [sys.executable, "-m", "slipstream.cli", "run", *(arguments or ["quickstart"]), "--out", str(run_dir)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+# The timeline
+
+
+def costs_s() -> tuple[float, float]:
+    """CPU seconds of a span that joins the line before it, and of one that writes a line of its own; medians of 5."""
+
+    def per_span(version_of: int, num_spans: int = 50_000) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            timeline = Timeline("generator-0", Path(folder) / "t.jsonl", WallClock())
+            started_s = time.thread_time()
+            for i in range(num_spans):
+                with timeline.span("decode", version=i // version_of):
+                    timeline.did(8)
+            timeline.flush()
+            spent_s = time.thread_time() - started_s
+            timeline.close()
+        return spent_s / num_spans
+
+    return statistics.median(per_span(100_000) for _ in range(5)), statistics.median(per_span(1) for _ in range(5))
+
+
+def count(folder: Path, arguments: list[str]) -> None:
+    """Print what each process of a run spends on its timeline, by the number of its spans and lines."""
+    span_s, line_s = costs_s()
+    print(f"a span costs {span_s * 1e6:.2f} us of CPU time, one that writes a line of its own {line_s * 1e6:.2f} us")
+    counts, run_dir = folder / "counts", folder / "counted"
+    counts.mkdir()
+    path = os.pathsep.join([str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
+    train(run_dir, arguments, PYTHONPATH=path, TIMELINE_HOOK="count", TIMELINE_COUNTS=str(counts))
+    start_s, end_s, num_steps = loop_of(run_dir)
+    print(f"{num_steps} steps of {(end_s - start_s) / num_steps:.3f} s:")
+    total = 0.0
+    for file in process_files(run_dir):
+        rows = [tuple(map(float, line.split())) for line in (counts / file.stem).read_text().splitlines()]
+        inside = [row for row in rows if start_s <= row[0] <= end_s]
+        window_s, num_spans = inside[-1][0] - inside[0][0], inside[-1][1] - inside[0][1]
+        num_lines = sum(row[2] for row in inside[1:])
+        share = ((num_spans - num_lines) * span_s + num_lines * line_s) / window_s
+        total += share
+        print(
+            f"  {file.stem:<16} {num_spans / window_s:8.0f} spans/s {num_lines / window_s:7.0f} lines/s  {share:7.3%}"
+        )
+    print(f"  together {total / num_cores():.3%} of the {num_cores()} cores")
+
+
+def compare(folder: Path, arguments: list[str], num_pairs: int) -> None:
+    """Print how runs with a timeline compare to those without, pair by pair."""
+    path = os.pathsep.join([str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ratios: dict[str, list[float]] = {"CPU seconds": [], "median step": []}
+    for pair in range(num_pairs):
+        found: dict[str, tuple[float, float]] = {}
+        for mode in ("on", "off") if pair % 2 == 0 else ("off", "on"):
+            run_dir = folder / f"{mode}{pair}"
+            hook = {"PYTHONPATH": path, "TIMELINE_HOOK": "off"} if mode == "off" else {}
+            cpu_s = train(run_dir, arguments, **hook)
+            steps = [line["step_s"] for line in read_metrics(run_dir / "metrics.jsonl") if "step_s" in line]
+            found[mode] = cpu_s, statistics.median(steps[2:])
+        weights = [(folder / f"{mode}{pair}" / "model" / "model.safetensors").read_bytes() for mode in ("on", "off")]
+        assert weights[0] == weights[1], "the runs of a pair did not do the same work"
+        for i, name in enumerate(ratios):
+            ratios[name].append(found["on"][i] / found["off"][i] - 1)
+        print(
+            f"  pair {pair + 1}: on {found['on'][0]:.2f} s of CPU, step {found['on'][1] * 1e3:.1f} ms; "
+            f"off {found['off'][0]:.2f} s, {found['off'][1] * 1e3:.1f} ms"
+        )
+    for name, values in ratios.items():
+        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+        print(
+            f"  {name}: {statistics.mean(values):+.2%} +- {error:.2%} with the timeline (mean and its standard error)"
+        )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a finished run to read")
+    parser.add_argument("--timeline", action="store_true", help="what the timeline costs")
+    parser.add_argument("--pairs", type=int, default=5, help="runs with and without it")
+    options, arguments = parser.parse_known_args()
     print(f"command: {' '.join(sys.argv)}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(f"{describe()}, commit {commit.stdout.strip()}")
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["--run"]:
-        read_run(Path(arguments[1]))
+    if options.run is not None:
+        read_run(options.run)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        command = [sys.executable, "-m", "slipstream.cli", "run", *(arguments or ["quickstart"]), "--out", str(run_dir)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        read_run(run_dir)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.timeline:
+            count(folder, arguments)
+            compare(folder, [*(arguments or ["quickstart"]), *SAME_WORK], options.pairs)
+        else:
+            train(folder / "run", arguments)
+            read_run(folder / "run")
 
 
 if __name__ == "__main__":
