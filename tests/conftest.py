@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from accounted import check_runs
+from catalogued import check_metric_names
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -40,8 +41,9 @@ def _is_lasting(thread: threading.Thread) -> bool:
 
 @pytest.fixture(autouse=True)
 def _runs_are_accounted_for(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of every run that a test leaves behind."""
+    """Every run that a test leaves behind: its seconds, and the names of its metrics."""
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield
     if folder is not None:
         check_runs(folder)
+        check_metric_names(folder)

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import evaluate
+from loss_cases import POLICY_NAMES, evaluate, random_inputs
 
 from slipstream.algorithms.losses import LossInputs
 from slipstream.algorithms.ratios import sequence_ratios
+from slipstream.observe.catalogue import described
 
 # Four completions of one token each: ratios 4, 4, 1/2 and 1; the large ones with advantages of both signs.
 RATIOS = torch.tensor([4.0, 4.0, 0.5, 1.0], dtype=torch.float64)
@@ -87,3 +88,11 @@ def test_sequence_ratios_are_exact_up_to_their_limit(log_ratio):
     assert ratios.item() == pytest.approx(math.exp(log_ratio))
     (grad,) = torch.autograd.grad(ratios.sum(), policy)
     torch.testing.assert_close(grad, torch.full_like(grad, math.exp(log_ratio)))
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_every_metric_of_a_loss_is_explained(name):
+    inputs = random_inputs([3, 5, 2, 4])
+    params = {"dual_clip": 3.0} if name == "ppo" else {}
+    _, _, metrics = evaluate(name, inputs, **params)
+    assert [metric for metric in metrics if described(metric) is None] == []

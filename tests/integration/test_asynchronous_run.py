@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 from audit import audit
+from catalogued import check_metric_names
 from trace_audit import audit_trace
 
 import slipstream
@@ -86,6 +87,7 @@ def test_every_documented_file_is_there(continuous):
     ):
         assert (continuous.out / name).exists(), name
     assert audit_trace(continuous.out)["swaps"] >= 13
+    check_metric_names(continuous.out)
 
 
 def test_tokens_are_those_of_the_rollouts(continuous):

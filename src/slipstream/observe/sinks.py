@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
+from slipstream.observe.catalogue import described
+
 NICENESS = 10
 """Less than what decodes and trains: a tracker may be late."""
 
@@ -95,7 +97,14 @@ class TensorBoard:
             tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
             return Summary.Value(tag=tag, metadata=plugin, tensor=tensor)
 
-        self._event, self._summary, self._text_value = Event, Summary, text_value
+        def scalar_value(name: str, value: float) -> Any:
+            found = described(name)
+            plugin = SummaryMetadata(summary_description="" if found is None else found[1].in_words)
+            tag = name if "/" in name else f"run/{name}"
+            return Summary.Value(tag=tag, simple_value=value, metadata=plugin)
+
+        self._event, self._summary = Event, Summary
+        self._text_value, self._scalar_value = text_value, scalar_value
         self._writer = EventFileWriter(str(Path(begin.folder) / "tensorboard"))
         if begin.is_resumed:
             self._writer.add_event(Event(step=begin.first_step, session_log=SessionLog(status=SessionLog.START)))
@@ -103,11 +112,7 @@ class TensorBoard:
 
     def metrics(self, line: MetricsLine) -> None:
         """TensorBoard shows a name without a group by itself, so that gets one: `run/loss`."""
-        values = [
-            self._summary.Value(tag=name if "/" in name else f"run/{name}", simple_value=value)
-            for name, value in line.values.items()
-        ]
-        self._add(values, line.step, line.day_s)
+        self._add([self._scalar_value(name, value) for name, value in line.values.items()], line.step, line.day_s)
 
     def alarm(self, line: AlarmLine) -> None:
         self._add_text(f"alarms/{line.name}", line.text, line.step, line.day_s)
