@@ -133,6 +133,15 @@ def test_one_that_crashes_is_dropped_with_its_last_words(make, tmp_path, notes):
     assert len(read_lines(tmp_path / "copy")) == 4
 
 
+def test_one_that_ends_without_a_word_is_not_told_with_those_of_an_earlier_attempt(make, tmp_path, notes):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "silent.log").write_text("an error of yesterday\n")
+    told = make(silent="import os; os._exit(1)")
+    told._feeds[0]._process.wait()
+    told.metrics(a_line())
+    assert notes == ["the tracker silent is dropped, the run goes on without: it ended: it said nothing"]
+
+
 def test_a_failure_at_the_end_and_an_end_that_does_not_come_are_told(make, notes):
     told = make(fails=FAILS_AT_THE_END, hangs=READS_NOTHING, deadline_s=2.0)
     told.metrics(a_line())
@@ -297,7 +306,9 @@ def test_tensorboard(tmp_path):
     rewards = [(event.step, round(event.value, 3)) for event in found.Scalars("run/reward")]
     assert rewards == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.04), (5, 0.05), (6, 0.06), (7, 0.07)]
     assert [(event.step, event.value) for event in found.Scalars("alarm/ess_collapse")] == [(3, 1.0), (7, 0.0)]
-    assert found.SummaryMetadata("run/reward").summary_description == "mean reward of all completions, before advantages"
+    assert (
+        found.SummaryMetadata("run/reward").summary_description == "mean reward of all completions, before advantages"
+    )
     assert b"Few" in found.Tensors("alarms/ess_collapse")[0].tensor_proto.string_val[0]
     config = found.Tensors("config")[-1].tensor_proto.string_val[0].decode()
     assert json.loads(config)["recipe"] == "quickstart"
@@ -377,6 +388,27 @@ def test_trackio(tmp_path, monkeypatch):
     assert [title for title, _ in alerts] == ["ess_collapse", "run done"]
     assert json.loads(configs[0][0])["recipe"] == "quickstart"
     assert_nothing_is_secret(tmp_path)
+
+
+@pytest.mark.parametrize(("is_offline", "mode"), [(True, "offline"), (False, None)])
+def test_wandb_is_asked_to_go_on_and_for_no_mode_but_that_of_the_user(monkeypatch, is_offline, mode):
+    asked: list[dict] = []
+
+    class Run:
+        def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
+
+    def init(**options: Any) -> Run:
+        asked.append(options)
+        return Run()
+
+    fake = types.ModuleType("wandb")
+    fake.__dict__.update(init=init, AlertLevel=None, Settings=lambda **settings: settings)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    SINKS["wandb"](a_begin(is_offline=is_offline, entity="team", folder="/run"))
+    (options,) = asked
+    assert (options["mode"], options["resume"], options["id"]) == (mode, "allow", "abc")
+    assert (options["entity"], options["dir"], options["project"]) == ("team", "/run", "p")
+    assert options["settings"] == {"console": "off", "disable_git": True, "save_code": False, "silent": True}
 
 
 def test_trackio_is_called_as_its_package_asks(monkeypatch):

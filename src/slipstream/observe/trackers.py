@@ -34,7 +34,6 @@ from slipstream.core.config import RunConfig, TrackersConfig
 from slipstream.core.disk import disk_errors, replacing
 from slipstream.core.errors import ConfigError
 from slipstream.observe.health import Alarm, in_a_line
-from slipstream.observe.jsonl import finite
 from slipstream.observe.metrics import Metrics
 from slipstream.observe.sinks import AlarmLine, Begin, End, MetricsLine, TrackerLine
 
@@ -207,12 +206,9 @@ class Trackers:
             feed.kill()
 
     def metrics(self, line: Metrics) -> None:
-        """A line of metrics.jsonl. What is no finite number is left out."""
-        values = {
-            name: float(value)
-            for name, value in line.items()
-            if name != "step" and isinstance(value, int | float) and finite(float(value)) is not None
-        }
+        """A line of metrics.jsonl. What is no number is left out."""
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        values = {name: float(value) for name, value in numbers.items() if name != "step"}
         self._put(MetricsLine(step=line["step"], day_s=time.time(), values=values))
 
     def alarm(self, alarm: Alarm) -> None:
