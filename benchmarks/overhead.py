@@ -10,7 +10,7 @@ and handing on messages (`receive`, `send`), the loop around its work (`overhead
 groups are ready (`wait_nothing`). Asynchronous RLHF (arXiv:2410.18252, section 5) lost 17 % of a step there.
 
 The processor's share are the seconds in which some process takes, sends or decides, over all cores. ZeroMQ's own
-threads are no states of a timeline.
+threads are no states of a timeline. Last comes the size of the run's trace.
 
 `--timeline` says what the timeline itself costs, in two ways. First by counting: so many spans and lines a second in
 each process of a run, times what one of each costs in a loop that does nothing else. Then by leaving it out: runs in
@@ -23,6 +23,7 @@ installation.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import statistics
@@ -34,6 +35,7 @@ from pathlib import Path
 
 from slipstream.controller.placement import num_cores
 from slipstream.core.clock import WallClock
+from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.states import kind
@@ -90,6 +92,19 @@ def read_run(run_dir: Path) -> None:
         total_s += sum(spent.values())
         print(f"  {path.stem:<24} " + "  ".join(f"{state} {seconds:.3f} s" for state, seconds in spent.items()))
     print(f"  {'together':<24} {total_s:8.3f} s  {total_s / path_s / num_cores():6.2%} of the cores")
+
+
+def read_trace(run_dir: Path) -> None:
+    """Print what merging the run's timelines costs, and how large the trace is."""
+    started_s = time.process_time()
+    path = merge_timelines(run_dir)
+    spent_s = time.process_time() - started_s
+    events = [event["ph"] for event in json.loads(path.read_bytes())["traceEvents"]]
+    num_lines = sum(len(file.read_bytes().splitlines()) for file in process_files(run_dir))
+    print(
+        f"timeline.json: {path.stat().st_size / 1e6:.1f} MB from {num_lines} lines, {events.count('X')} slices, "
+        f"{events.count('s')} arrows, merged in {spent_s:.2f} s of CPU time"
+    )
 
 
 def train(run_dir: Path, arguments: list[str], **environment: str) -> float:
@@ -184,6 +199,7 @@ def main() -> None:
     print(f"{describe()}, commit {commit.stdout.strip()}")
     if options.run is not None:
         read_run(options.run)
+        read_trace(options.run)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -193,6 +209,7 @@ def main() -> None:
         else:
             train(folder / "run", arguments)
             read_run(folder / "run")
+            read_trace(folder / "run")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from audit import audit
 from catalogued import check_metric_names
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trace_audit import audit_trace
 
 import slipstream
@@ -40,6 +41,7 @@ def continuous(tmp_path_factory):
         "warm_start": {"steps": 0},
         "eval": {"every": 4, "num_prompts": 24, "num_slots": 8},
         "observe": {"tokens_every": 3},
+        "trackers": {"names": ["tensorboard"]},
     }
     return slipstream.run(
         "quickstart", overrides=overrides, out=tmp_path_factory.mktemp("runs") / "continuous", display=False
@@ -157,6 +159,22 @@ def test_its_files_are_enough_to_simulate_it(continuous):
     assert 1 <= found.as_it_was.staleness_max <= 2
     assert found.as_it_was.step_s == pytest.approx(found.measured.step_s, rel=0.5)
     assert list(found.changed.staleness) == [0]
+
+
+def test_a_tracker_has_every_line_of_the_metrics_and_what_the_run_came_to(continuous):
+    found = EventAccumulator(str(continuous.out / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    told = {
+        (name, event.step, np.float32(event.value)) for name in found.Tags()["scalars"] for event in found.Scalars(name)
+    }
+    lines = read_metrics(continuous.out / "metrics.jsonl")
+    assert told == {
+        (name if "/" in name else f"run/{name}", line["step"], np.float32(value))
+        for line in lines
+        for name, value in line.items()
+        if name != "step" and value is not None
+    }
+    assert b'"status": "done"' in found.Tensors("summary")[0].tensor_proto.string_val[0]
 
 
 @pytest.mark.parametrize(

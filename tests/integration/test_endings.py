@@ -11,9 +11,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from audit import audit
 from processes import children, command_line, is_alive
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trace_audit import audit_trace
 
 import slipstream
@@ -22,6 +24,7 @@ from slipstream.controller.controller import Controller
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.executor import Executor
 from slipstream.core.types import GroupScored
+from slipstream.observe.metrics import read_metrics
 
 START_DEADLINE_S = 60.0
 
@@ -80,6 +83,7 @@ def test_interrupt_then_resume_trains_the_same_groups_as_an_undisturbed_run(tiny
 def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(tiny, tmp_path, monkeypatch):
     """Interrupted just after a group without signal was replaced: files and checkpoint agree that it was."""
     sync = tiny | {"max_staleness": 0, "weight_update": "between_batches", "steps": 8, "host": "inline"}
+    tracked = sync | {"trackers": {"names": ["tensorboard"]}}
     decide = Controller._decide
 
     def interrupting(self, event):
@@ -90,12 +94,19 @@ def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(ti
 
     with monkeypatch.context() as patch:
         patch.setattr(Controller, "_decide", interrupting)
-        interrupted = slipstream.run("quickstart", overrides=sync, out=tmp_path / "run", display=False)
+        interrupted = slipstream.run("quickstart", overrides=tracked, out=tmp_path / "run", display=False)
     assert interrupted.status == "interrupted"
     assert slipstream.run("quickstart", resume=tmp_path / "run", display=False).status == "done"
     whole = slipstream.run("quickstart", overrides=sync, out=tmp_path / "whole", display=False)
     assert audit(tmp_path / "run")["fates"] == audit(whole.out)["fates"]
     assert audit_trace(tmp_path / "run")["attempts"] == 2
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    rewards = [(event.step, np.float32(event.value)) for event in found.Scalars("run/reward")]
+    steps = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in line]
+    assert rewards == [(line["step"], np.float32(line["reward"])) for line in steps], (
+        "a tracker takes back what a resume does"
+    )
 
 
 @pytest.mark.parametrize(

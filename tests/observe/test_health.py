@@ -237,15 +237,16 @@ def test_alarms_survive_their_file(tmp_path):
     assert isinstance(alarms[0], Alarm)
 
 
-def test_an_alarm_that_is_to_end_the_run_does_and_is_on_file(tmp_path):
-    series = list(sick_series("poisoned", 0))
-    watchman = Watchman(HealthConfig(stop_on=["poisoned"]), tmp_path)
+def test_an_alarm_that_is_to_end_the_run_does_and_is_on_file_and_told(tmp_path):
+    series, told = list(sick_series("poisoned", 0)), []
+    watchman = Watchman(HealthConfig(stop_on=["poisoned"]), tmp_path, sinks=[told.append])
     for metrics in series[: ONSET + 3]:
         assert watchman.watch(metrics) == []
     with pytest.raises(AlarmError, match=f"'poisoned' began at step {ONSET + 3}"):
         watchman.watch(series[ONSET + 3])
     watchman.close()
     assert [alarm.name for alarm in read_alarms(tmp_path / "alarms.jsonl")] == ["poisoned"]
+    assert told == read_alarms(tmp_path / "alarms.jsonl")
 
 
 def test_after_a_resume_the_steps_on_file_ring_no_more(tmp_path):

@@ -118,12 +118,11 @@ class Controller:
         )
         self.ledger = Ledger(run_dir / "ledger.jsonl")
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
-        self.trackers = trackers
-        sinks = [] if trackers is None else [trackers.metrics]
-        self.metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=sinks)
+        told = [] if trackers is None else [trackers]
+        self.metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=[one.metrics for one in told])
         self.vitals = Vitals(config.samples_per_group, config.max_staleness)
         self.decided = Decided(schedule.next_ordinal)
-        self.watchman = Watchman(config.health, run_dir)
+        self.watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told])
         self.executors = Executors(
             config,
             pipeline,
@@ -398,8 +397,6 @@ class Controller:
         self.observer.stepped({"step": message.step, "version": message.version, "wall_s": wall_s} | metrics)
         for alarm in self.watchman.watch({"step": message.step} | metrics):
             self.observer.note(in_a_line(alarm))
-            if self.trackers is not None:
-                self.trackers.alarm(alarm)
 
     def _after_step(self) -> None:
         done, config = self.schedule.steps_done, self.config

@@ -10,7 +10,7 @@ An alarm is a suspicion, not a verdict. Nothing is changed by one, unless `healt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -322,13 +322,15 @@ class Health:
 
 
 class Watchman:
-    """The alarms of the run in `run_dir`: each goes to `alarms.jsonl`, and those of `health.stop_on` end the run.
+    """The alarms of the run in `run_dir`: each goes to `alarms.jsonl` and to all `sinks`; those of `health.stop_on` end
+    the run.
 
     After a resume it has seen the steps that `metrics.jsonl` still holds, and rings for none of them again.
     """
 
-    def __init__(self, config: HealthConfig, run_dir: Path) -> None:
+    def __init__(self, config: HealthConfig, run_dir: Path, *, sinks: Sequence[Callable[[Alarm], None]] = ()) -> None:
         self._config = config
+        self._sinks = sinks
         self._health = Health(config)
         self._run_dir = run_dir
         for line in read_metrics(run_dir / "metrics.jsonl"):
@@ -339,6 +341,9 @@ class Watchman:
         """The alarms that began or ended with a step. AlarmError for one that is to end the run."""
         alarms = self._health.update(metrics)
         self._writer.write(*alarms)
+        for alarm in alarms:
+            for sink in self._sinks:
+                sink(alarm)
         for alarm in alarms:
             if alarm.event == "began" and alarm.name in self._config.stop_on:
                 raise AlarmError(
