@@ -42,7 +42,7 @@ from slipstream.observe.states import kind
 from slipstream.observe.timeline import (
     Slice,
     Timeline,
-    account,
+    account_file,
     process_files,
     read_timeline,
     timeline_path,
@@ -68,7 +68,7 @@ def read_run(run_dir: Path) -> None:
     """Print both shares of the run in `run_dir`."""
     start_s, end_s, num_steps = loop_of(run_dir)
     path_s = end_s - start_s
-    states = account(list(read_timeline(timeline_path(run_dir, "trainer"))), start_s, end_s)
+    states = account_file(timeline_path(run_dir, "trainer"), start_s, end_s)
     print(f"trainer's critical path: {path_s:.2f} s, {num_steps} steps")
     joining = {
         state: seconds
@@ -87,7 +87,7 @@ def read_run(run_dir: Path) -> None:
     print(f"processor, {num_cores()} cores, over the same time:")
     total_s = 0.0
     for path in process_files(run_dir):
-        own = account(list(read_timeline(path)), start_s, end_s)
+        own = account_file(path, start_s, end_s)
         spent = {state: own[state] for state in JOINING if state in own}
         total_s += sum(spent.values())
         print(f"  {path.stem:<24} " + "  ".join(f"{state} {seconds:.3f} s" for state, seconds in spent.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -28,20 +29,26 @@ def audit_trace(run_dir: Path, *, is_whole: bool = True) -> dict[str, int]:
         if event["ph"] in "stf":
             flows[event["id"]].append(event)
 
+    num_sampled = 0
     for thread, own in slices.items():
         held = None
         for one in own:
             if thread.startswith("generator") and one["name"] == "swap":
                 held = one["args"]["version"]
             elif thread.startswith("generator") and one["name"] in SAMPLES:
-                assert one["args"]["version"] == held, f"{thread} holds version {held}: {one}"
+                version = one.get("args", {}).get("version", held)  # what goes on while it sleeps does not say so
+                assert version == held, f"{thread} holds version {held}: {one}"
+                num_sampled += "version" in one.get("args", {})
             elif one["name"] in ("forward_backward", "optimizer"):
                 assert isinstance(one["args"]["step"], int), one
 
+    assert num_sampled, "no slice says with which version it sampled"
+
+    starts = {thread: [one["ts"] for one in own] for thread, own in slices.items()}
+
     def at(event: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         thread = names[event["tid"]]
-        inside = [one for one in slices[thread] if one["ts"] <= event["ts"] < one["ts"] + one["dur"]]
-        return thread, inside[-1]
+        return thread, slices[thread][bisect.bisect_right(starts[thread], event["ts"]) - 1]
 
     joined = defaultdict(list)
     for events in flows.values():

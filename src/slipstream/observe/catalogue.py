@@ -6,7 +6,6 @@ is not here, and that nothing is here that the sources do not write.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -225,7 +224,7 @@ def described(name: str) -> tuple[str, Metric] | None:
     """The catalogue's name for metric `name` of a run, and what it is; None for one that is not there."""
     for group in CATALOGUE.values():
         for known, metric in group.items():
-            if _pattern(known).fullmatch(name):
+            if _fits(known, name):
                 return known, metric
     return None
 
@@ -240,9 +239,19 @@ def table(groups: Mapping[str, Mapping[str, Metric]]) -> Iterator[str]:
             yield f"| `{name}` | {metric.unit} | {metric.meaning} |"
 
 
-@cache
-def _pattern(known: str) -> re.Pattern[str]:
-    """What stands for a placeholder: numbers in `<k>` and `<edge>`, anything in others (terms may be paths)."""
-    parts = re.split(r"<(\w+)>", known)
-    fills = {"k": r"\d+", "edge": r"[0-9.]+", "term": ".+"}
-    return re.compile("".join(fills.get(part, "[^/]+") if i % 2 else re.escape(part) for i, part in enumerate(parts)))
+def _fits(known: str, name: str) -> bool:
+    """Whether `name` is `known` with its placeholders filled: `<k>` and `<edge>` with numbers, `<term>` with anything."""
+    if known.endswith("<term>"):
+        return name.startswith(known.removesuffix("<term>"))
+    parts, others = known.split("/"), name.split("/")
+    return len(parts) == len(others) and all(map(_part_fits, parts, others))
+
+
+def _part_fits(part: str, other: str) -> bool:
+    head, _, hole = part.partition("<")
+    if not hole:
+        return part == other
+    filling = other.removeprefix(head)
+    is_number = hole in ("k>", "edge>")
+    digits = filling.replace(".", "", 1) if hole == "edge>" else filling
+    return other.startswith(head) and (digits.isdigit() if is_number else bool(filling))
