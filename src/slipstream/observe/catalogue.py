@@ -240,7 +240,7 @@ def table(groups: Mapping[str, Mapping[str, Metric]]) -> Iterator[str]:
 
 
 def _fits(known: str, name: str) -> bool:
-    """Whether `name` is `known` with its placeholders filled: `<k>` and `<edge>` with numbers, `<term>` with anything."""
+    """Whether `name` is `known` with its placeholders filled: numbers in `<k>` and `<edge>`, anything in `<term>`."""
     if known.endswith("<term>"):
         return name.startswith(known.removesuffix("<term>"))
     parts, others = known.split("/"), name.split("/")
