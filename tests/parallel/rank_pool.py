@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 START_TIMEOUT_S = 120.0
-JOB_TIMEOUT_S = 90.0
+JOB_TIMEOUT_S = 120.0
 PRELOADED = ["torch._dynamo", "slipstream.generator.executor"]
 """Imported once, in the process that the ranks are forked from; the first is what models on "meta" pull in."""
 
@@ -37,15 +37,26 @@ class Rank:
 
 
 class RankPool:
-    """`world` ranks; a job is done by the first few of them. Every wait has a deadline."""
+    """`world` ranks; a job is done by the first few of them. Every wait has a deadline.
 
-    def __init__(self, world: int, folder: Path, *, timeout_s: float = 20.0) -> None:
+    A collective that failed ends its group: after a failure that no test asked for, the next job gets new ranks.
+    """
+
+    def __init__(self, world: int, folder: Path, *, timeout_s: float = 60.0) -> None:
+        self.world, self.folder, self.timeout_s = world, folder, timeout_s
+        self.num_starts = 0
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.processes, self.pipes = [], []
-        for rank in range(world):
+        self.is_damaged = False
+        store = str(self.folder / f"store_{self.num_starts}")
+        self.num_starts += 1
+        for rank in range(self.world):
             mine, theirs = context.Pipe()
-            args = (rank, world, str(folder / "store"), theirs, timeout_s)
+            args = (rank, self.world, store, theirs, self.timeout_s)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -58,21 +69,32 @@ class RankPool:
     def run(self, job: Callable[..., Any], *args: Any, world: int) -> list[Any]:
         """`job(Rank, *args)` on the first `world` ranks, together: what they return, by rank."""
         outcomes = self.outcomes(job, *args, world=world)
-        for rank, (status, value) in enumerate(outcomes):
-            assert status == "done", f"rank {rank}: {value}"
+        failures = [
+            f"rank {rank}: {status}: {value}" for rank, (status, value) in enumerate(outcomes) if status != "done"
+        ]
+        self.is_damaged = bool(failures)
+        assert not failures, "\n".join(failures)
         return [value for _, value in outcomes]
 
     def outcomes(self, job: Callable[..., Any], *args: Any, world: int) -> list[tuple[str, Any]]:
         """The same, by rank ("done", its result), ("failed", the traceback) or ("died", None)."""
+        if self.is_damaged:
+            self.close()
+            self._start()
+        self.is_damaged = True
         for pipe in self.pipes[:world]:
             pipe.send((job, args, world))
         deadline = time.monotonic() + JOB_TIMEOUT_S
-        return [_answer(pipe, deadline) for pipe in self.pipes[:world]]
+        outcomes = [_answer(pipe, deadline) for pipe in self.pipes[:world]]
+        self.is_damaged = ("died", None) in outcomes
+        return outcomes
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
+        for pipe in self.pipes:
+            pipe.close()
 
 
 def _answer(pipe: Connection, deadline: float) -> tuple[str, Any]:

@@ -29,7 +29,7 @@ from slipstream.core.channel import ChannelSpec, Kind, connect, wait
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import ModelConfig, RunConfig
 from slipstream.core.errors import RankError, WeightSyncError
-from slipstream.core.executor import Context, FlatWeights, Swap
+from slipstream.core.executor import Context, FlatWeights, Spans, Swap
 from slipstream.core.links import WakeUp
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
@@ -152,9 +152,14 @@ class Versions:
         *,
         is_threaded: bool,
         probes_prepared: bool = False,
+        spans: Spans,
     ) -> None:
         self._parameters, self._probe, self._tolerance = parameters, probe, tolerance
         assert probes_prepared == (self._rank.world == 1), "ranks probe together, so not while each of them stages"
+
+    @property
+    def is_staging(self) -> bool:
+        return False  # they arrive whole
 
     @property
     def has_more(self) -> bool:

@@ -1,0 +1,1 @@
+"""The papers' claims, small and side by side. `python -m experiments --help`."""

@@ -1,0 +1,177 @@
+"""Runs and measurements of experiments, kept under a name and a hash of all that they depend on.
+
+What is there is not made again: an experiment that was interrupted goes on where it was, and one that changes makes
+only what has changed. A run is `slipstream run` in a process of its own, as a user would call it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.config import RunConfig
+from slipstream.core.recipes import merge, resolve, save_config
+from slipstream.observe.hardware import describe
+from slipstream.observe.summary import versions
+
+DEFAULT_FOLDER = Path("runs") / "experiments"
+RUN_DEADLINE_S = 3600.0
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run: `recipe` (a name, or a path) with a preset and overrides. `name` tells it apart for people.
+
+    `stage`: the folder of another run whose files it begins with is part of `overrides`, as a path.
+    `cores`: how many of this machine's it gets; a run whose time matters gets all (None), alone.
+    """
+
+    name: str
+    recipe: str | Path
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    preset: str | None = None
+    cores: int | None = None
+
+    def config(self) -> RunConfig:
+        return resolve(self.recipe, self.overrides, self.preset)
+
+    def with_overrides(self, **tables: Any) -> Spec:
+        return Spec(self.name, self.recipe, merge(self.overrides, tables), self.preset, self.cores)
+
+
+class RunFailed(Exception):
+    """A run of an experiment ended without a result."""
+
+
+class Lab:
+    """Where runs and measurements are kept. `say` hears one line for each that is made."""
+
+    def __init__(self, folder: Path, say: Callable[[str], Any] = lambda line: None) -> None:
+        self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.say = say
+
+    # Runs
+
+    def place(self, spec: Spec) -> Path:
+        """The folder of `spec`'s run, there or not."""
+        return self.folder / f"{slug(spec.name)}-{digest(spec.config().model_dump_json(), spec.cores)}"
+
+    def is_done(self, spec: Spec) -> bool:
+        return _is_done(self.place(spec))
+
+    def run(self, spec: Spec) -> Path:
+        """The folder of a finished run of `spec`, made unless it is there. RunFailed with its last lines."""
+        folder = self.place(spec)
+        if _is_done(folder):
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        recipe, log = folder.with_suffix(".toml"), folder.with_suffix(".log")
+        save_config(spec.config(), recipe)
+        command = [sys.executable, "-m", "slipstream.cli", "run", str(recipe), "--out", str(folder)]
+        started_s = time.monotonic()
+        with log.open("wb") as out:
+            try:
+                done = subprocess.run(
+                    command, stdout=out, stderr=out, check=False, timeout=RUN_DEADLINE_S, env=_environment(spec.cores)
+                )
+            except subprocess.TimeoutExpired:
+                raise RunFailed(f"{spec.name}: not done after {RUN_DEADLINE_S:.0f} s; see {log}") from None
+        if done.returncode or not _is_done(folder):
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+            raise RunFailed(f"{spec.name}: exit code {done.returncode}; {log} ends with\n{tail}")
+        self.say(f"{spec.name}: {time.monotonic() - started_s:.0f} s")
+        return folder
+
+    def run_all(self, specs: Sequence[Spec]) -> list[Path]:
+        """The same of each: those with `cores` side by side, as many as fit; those that want all one by one, in order.
+
+        The first failure is raised when all that had begun are done.
+        """
+        missing = [spec for spec in specs if not self.is_done(spec)]
+        for index, spec in enumerate(missing):
+            if spec.cores is None:
+                self.say(f"[{index + 1}/{len(missing)}] {spec.name}")
+                self.run(spec)
+        shared = [spec for spec in missing if spec.cores is not None]
+        if shared:
+            wide = max(1, num_cores() // max(spec.cores or 1 for spec in shared))
+            with ThreadPoolExecutor(wide) as pool:
+                for _ in pool.map(self.run, shared):
+                    pass
+        return [self.place(spec) for spec in specs]
+
+    # Measurements
+
+    def measure(self, name: str, function: Callable[..., Any], **parameters: Any) -> Any:
+        """`function(**parameters)`, which must be JSON; kept by name and parameters.
+
+        `function` is not part of what it is kept by: give it a version as a parameter where it may change.
+        """
+        path = self.folder / f"{slug(name)}-{digest(json.dumps(parameters, sort_keys=True))}.json"
+        if path.is_file():
+            return json.loads(path.read_text())["found"]
+        started_s = time.monotonic()
+        found = function(**parameters)
+        seconds = time.monotonic() - started_s
+        record = {"name": name, "parameters": parameters, "found": found, "seconds": seconds} | provenance()
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(record))
+        part.replace(path)
+        self.say(f"{name}: {seconds:.0f} s")
+        return json.loads(json.dumps(found))
+
+    def measured_s(self, name: str, **parameters: Any) -> float:
+        """What `measure` took for it when it was made."""
+        path = self.folder / f"{slug(name)}-{digest(json.dumps(parameters, sort_keys=True))}.json"
+        return float(json.loads(path.read_text())["seconds"])
+
+
+def _is_done(folder: Path) -> bool:
+    path = folder / "summary.json"
+    return path.is_file() and json.loads(path.read_text())["status"] == "done"
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """A run's `summary.json`; of several stages, that of the RL stage is in its own folder."""
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """A run's `metrics.jsonl`, one dict per step."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def provenance() -> dict[str, Any]:
+    """Where and by what something was measured."""
+    return {"hardware": describe().lines(), "commit": versions().commit}
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def digest(*parts: Any) -> str:
+    return hashlib.sha256("\n".join(str(part) for part in parts).encode()).hexdigest()[:10]
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.=]+", "_", name)
+
+
+def _environment(cores: int | None) -> dict[str, str]:
+    """Of a run that shares the machine: as many threads as it has cores."""
+    return dict(os.environ) if cores is None else os.environ | {"OMP_NUM_THREADS": str(cores)}

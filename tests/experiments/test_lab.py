@@ -1,0 +1,143 @@
+"""What is there is not made again, what changed is, and a page's section is replaced where it stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from experiments import lab as lab_module
+from experiments.catalogue import EXPERIMENTS, HEADLINE
+from experiments.lab import Lab, RunFailed, Spec
+from experiments.section import PAGE, ROOT, Section, Verdict, markdown_table, render, spread, write
+
+TINY = Spec("a run", "quickstart", {"steps": 1, "seed": 3})
+
+
+def pretend(monkeypatch, *, status: str = "done", code: int = 0) -> list[list[str]]:
+    """Runs that only leave a summary behind; their commands."""
+    commands: list[list[str]] = []
+
+    def run(command, *, stdout, env, **_):
+        commands.append(command)
+        stdout.write(b"the last words\n")
+        folder = Path(command[-1])
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps({"status": status}))
+        return type("Done", (), {"returncode": code})
+
+    monkeypatch.setattr(lab_module.subprocess, "run", run)
+    return commands
+
+
+def test_a_run_is_made_once(tmp_path, monkeypatch):
+    commands = pretend(monkeypatch)
+    first = Lab(tmp_path).run(TINY)
+    assert Lab(tmp_path).run(TINY) == first
+    assert len(commands) == 1
+    assert commands[0][1:4] == ["-m", "slipstream.cli", "run"]
+    assert "seed = 3" in Path(commands[0][4]).read_text()
+
+
+def test_what_a_run_depends_on_makes_another(tmp_path, monkeypatch):
+    commands = pretend(monkeypatch)
+    others = [TINY.with_overrides(seed=4), Spec("a run", "quickstart", {"steps": 1, "seed": 3}, "sync")]
+    others += [Spec("a run", "quickstart", {"steps": 1, "seed": 3}, cores=1)]
+    places = {Lab(tmp_path).run(spec) for spec in (TINY, *others)}
+    assert len(places) == len(commands) == 4
+
+
+def test_a_run_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
+    lab = Lab(tmp_path)
+    lab.place(TINY).mkdir()
+    (lab.place(TINY) / "summary.json").write_text('{"status": "running"}')
+    commands = pretend(monkeypatch)
+    lab.run_all([TINY, TINY.with_overrides(seed=4)])
+    assert len(commands) == 2
+    assert lab.is_done(TINY)
+
+
+@pytest.mark.parametrize(("status", "code"), [("failed", 1), ("done", 1), ("interrupted", 0)])
+def test_a_run_that_fails_says_how_it_ended(tmp_path, monkeypatch, status, code):
+    pretend(monkeypatch, status=status, code=code)
+    with pytest.raises(RunFailed, match=r"a run: exit code \d; .*\n?.*the last words"):
+        Lab(tmp_path).run(TINY)
+
+
+def test_runs_that_share_the_machine_get_their_cores(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(lab_module, "num_cores", lambda: 2)
+    commands = pretend(monkeypatch)
+    original = lab_module.subprocess.run
+
+    def run(*args, env, **kwargs):
+        seen.append(env["OMP_NUM_THREADS"])
+        return original(*args, env=env, **kwargs)
+
+    monkeypatch.setattr(lab_module.subprocess, "run", run)
+    specs = [Spec(f"run {seed}", "quickstart", {"seed": seed}, cores=1) for seed in range(3)]
+    assert Lab(tmp_path).run_all(specs) == [Lab(tmp_path).place(spec) for spec in specs]
+    assert seen == ["1", "1", "1"]
+    assert len(commands) == 3
+
+
+def test_a_measurement_is_made_once_for_its_parameters(tmp_path):
+    calls = []
+
+    def double(*, value: int) -> dict[str, int]:
+        calls.append(value)
+        return {"twice": 2 * value}
+
+    for value in (1, 1, 2):
+        assert Lab(tmp_path).measure("doubles", double, value=value) == {"twice": 2 * value}
+    assert calls == [1, 2]
+    assert Lab(tmp_path).measured_s("doubles", value=1) >= 0
+
+
+SECTION = Section(
+    title="Does it?",
+    question="Does it?",
+    setup="Once.",
+    tables={"What was seen": markdown_table(["run", "step, s"], [("sync", spread([1.0, 2.0]))])},
+    figures={"One figure": "<svg/>"},
+    verdicts=[Verdict("It does.", "A, Fig. 1", True, "1.5"), Verdict("It does not.", "L", False, "1.5")],
+    cost="a minute",
+)
+
+
+def test_a_section_replaces_its_own_and_nothing_else(tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text("# Results\n\n<!-- one -->\nold\n<!-- end -->\n\n<!-- two -->\nkept\n<!-- end -->\n")
+    for _ in range(2):
+        write("one", SECTION, page=page, images=tmp_path / "images")
+    text = page.read_text()
+    assert text.startswith("# Results\n\n<!-- one -->\n## Does it?\n")
+    assert text.endswith("<!-- end -->\n\n<!-- two -->\nkept\n<!-- end -->\n")
+    assert "old" not in text
+    assert "| sync | 1.500 (0.500) |" in text
+    assert "| It does not. | L | **no** | 1.5 |" in text
+    assert (tmp_path / "images" / "one.svg").read_text() == "<svg/>"
+    with pytest.raises(ValueError, match="0 places"):
+        write("three", SECTION, page=page, images=tmp_path / "images")
+
+
+def test_every_experiment_is_complete():
+    """A module, a README that says what is expected and what it costs, a place on the page."""
+    page = PAGE.read_text()
+    for name in EXPERIMENTS:
+        folder = ROOT / "experiments" / name
+        assert (folder / "experiment.py").is_file(), name
+        readme = (folder / "README.md").read_text()
+        for heading in ("## Question", "## Setup", "## Expected", "## Command and cost"):
+            assert heading in readme, (name, heading)
+        assert f"python -m experiments {name}" in readme
+        assert page.count(f"<!-- {name} -->\n") == 1, name
+    assert set(HEADLINE) <= set(EXPERIMENTS)
+    assert sum(EXPERIMENTS[name].minutes for name in HEADLINE) < 180
+
+
+def test_a_section_without_figures_or_verdicts_is_plain():
+    bare = Section("Title", "Why?", "So.", {}, {}, [], "nothing", notes=["A note."])
+    assert render("bare", bare) == (
+        "## Title\n\n**Question.** Why?\n\n**Setup.** So.\n\n- A note.\n\n`python -m experiments bare`; nothing\n"
+    )
