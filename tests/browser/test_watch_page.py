@@ -35,8 +35,14 @@ def made() -> Loop:
 
 
 @pytest.fixture(scope="module")
-def page_of_made(made: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
-    with Watch(made.write(tmp_path_factory.mktemp("runs") / "made")) as page:
+def folder_of_made(made: Loop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write(tmp_path_factory.mktemp("runs") / "made")
+
+
+@pytest.fixture(autouse=True)
+def page_of_made(folder_of_made: Path) -> Iterator[Watch]:
+    """There before the browser comes and until it has gone, as it is used by every test: nobody hangs up on a server."""
+    with Watch(folder_of_made) as page:
         yield page
 
 
@@ -89,6 +95,7 @@ def test_a_finished_run_is_there_and_its_dots_lie_where_its_groups_are(visit: Vi
     settled(page, "document.querySelector('.dot')")
     assert page.title() == "made – Slipstream"
     assert text(page, "#life") == "done"
+    until(page, "document.getElementById('verdict').textContent")  # accounts are read beside
     assert text(page, "#verdict") == f"The whole run: {VERDICT}"
     assert "chain sum" not in text(page, "#facts")
     assert "4 prompts × 4 completions" in text(page, "#facts")

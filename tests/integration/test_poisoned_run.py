@@ -84,7 +84,7 @@ def test_a_run_outlives_poison_and_says_so(tiny, tmp_path):
 
 
 def test_poison_in_every_completion_ends_the_run_with_its_cause(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.controller.build.DROPPED_PER_GROUP", 4)
+    monkeypatch.setattr("slipstream.controller.policies.DROPPED_PER_GROUP", 4)
     with pytest.raises(SlipstreamError, match="every completion of a group fails") as caught:
         slipstream.run(
             "quickstart",
