@@ -6,8 +6,8 @@
     python -m experiments --list              what there is, and what each costs
     python -m experiments NAME --no-write     print the section only
 
-Runs are kept in `--folder` (runs/experiments) by what they depend on: the same command goes on where it was stopped, and
-one that has everything only draws. Times are valid on an idle machine only.
+Runs are kept in `--folder` (runs/experiments) by what they depend on: the same command goes on where it was stopped,
+and one that has everything only draws. Times are valid on an idle machine only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What experiments there are, in the order of docs/results.md. `experiments/<name>/experiment.py` has `section(lab)`."""
+"""What experiments there are, in the order of docs/results.md. `experiments/<name>/experiment.py`: `section(lab)`."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 COLOURS = ("#3b6fb6", "#c2541b", "#2f8f5b", "#8b4fa8", "#a88400", "#4a4a4a", "#c03a6b", "#1f8a99")
 MARKERS = "osD^vPX*"

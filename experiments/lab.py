@@ -58,7 +58,7 @@ class RunFailed(Exception):
 class Lab:
     """Where runs and measurements are kept. `say` hears one line for each that is made."""
 
-    def __init__(self, folder: Path, say: Callable[[str], Any] = lambda line: None) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], Any] = str) -> None:
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.say = say

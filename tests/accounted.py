@@ -89,10 +89,11 @@ def check_stage(path: Path) -> None:
 
 
 def check_runs(folder: Path) -> None:
-    """The same for every run and stage in `folder`, also for runs that failed."""
+    """The same for every run and stage in `folder`, also for runs that failed; and nothing kept a report from being."""
     for summary in folder.rglob("summary.json"):
         if (summary.parent / "timeline").is_dir():
             check_accounting(summary.parent)
+            assert (summary.parent / "report.html").is_file(), summary.parent
     for record in (*folder.rglob("stage.json"), *folder.rglob("evaluation.json")):
         if "accounting" in record.read_text():
             check_stage(record)

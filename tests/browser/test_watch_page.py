@@ -41,7 +41,7 @@ def folder_of_made(made: Loop, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(autouse=True)
 def page_of_made(folder_of_made: Path) -> Iterator[Watch]:
-    """There before the browser comes and until it has gone, as it is used by every test: nobody hangs up on a server."""
+    """There before the browser comes and until it has gone: connections end with each test."""
     with Watch(folder_of_made) as page:
         yield page
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from experiments import lab as lab_module
 from experiments.catalogue import EXPERIMENTS, HEADLINE
 from experiments.lab import Lab, RunFailed, Spec

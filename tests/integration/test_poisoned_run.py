@@ -98,3 +98,19 @@ def test_poison_in_every_completion_ends_the_run_with_its_cause(tiny, tmp_path, 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 0)
     assert summary["prompts"]["failed"] >= 16
+
+
+def test_a_report_that_cannot_be_drawn_hides_nothing(tiny, tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise ZeroDivisionError("of a chart")
+
+    monkeypatch.setattr("slipstream.controller.policies.DROPPED_PER_GROUP", 4)
+    monkeypatch.setattr("slipstream.stages.rl.write_report", fail)
+    out = tmp_path / "run"
+    with pytest.raises(SlipstreamError, match="every completion of a group fails"):
+        slipstream.run(
+            "quickstart", overrides=tiny | INLINE, out=out, pipeline=pipeline_with(AlwaysPoisoning), display=False
+        )
+    assert json.loads((out / "summary.json").read_text())["status"] == "failed"
+    assert f"`slipstream report {out}` tries again" in caplog.text
+    assert slipstream.report(out) == out / "report.html"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from slipstream.stages.resume import Resumed, prepare_resume
 from slipstream.trainer import checkpoint as one_rank
 from slipstream.trainer.checkpoint import Found, newest_whole, policy_shapes, read_manifest
 from slipstream.trainer.shard_storage import FORMAT as FORMAT_OF_RANKS
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -167,10 +170,20 @@ def _conclude(tally: Tally, run_dir: Path, observer: Observer, trackers: Tracker
     samples = write_samples(tally, run_dir)
     merge_timelines(run_dir)
     write_summary(summary, run_dir / "summary.json")
-    write_report(run_dir, describe())
+    _draw(run_dir)
     trackers.end(summary.status, flatten(msgspec.to_builtins(summary, str_keys=True)))
     observer.finished(samples, summary)
     return summary
+
+
+def _draw(run_dir: Path) -> None:
+    """The report shows what is saved already: whatever is wrong with it ends no run, and hides nothing that did."""
+    try:
+        write_report(run_dir, describe())
+    except DiskError:
+        raise
+    except Exception:
+        log.exception("there is no report.html: `slipstream report %s` tries again", run_dir)
 
 
 def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:

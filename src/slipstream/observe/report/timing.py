@@ -115,7 +115,7 @@ def _waste(run: Run) -> str:
             else "Not known: there are no decisions of this run."
         )
         return card("Wasted tokens", note, empty(why))
-    trained = max(1.0, *run.history.clocks["tokens"][-1:])
+    trained = max([1.0, *run.history.clocks["tokens"][-1:]])
     rows = [
         (
             WASTE.get(cause, cause.replace("_", " ")),
