@@ -13,11 +13,9 @@ OF_STAGE = {title.split("/")[0].strip("`"): set(group) for title, group in STAGE
 def check_metric_names(folder: Path) -> None:
     """AssertionError for a name in the `metrics.jsonl` of a run or stage in `folder` that is not in the catalogue."""
     for path in folder.rglob("metrics.jsonl"):
-        names = {name for line in path.read_bytes().split(b"\n")[:-1] for name in json.loads(line)}
-        if path.parent.name in OF_STAGE:
-            unknown = names - OF_STAGE[path.parent.name]
-        elif (path.parent / "ledger.jsonl").exists():
-            unknown = {name for name in names if described(name) is None}
-        else:
+        of_stage = OF_STAGE.get(path.parent.name)
+        if of_stage is None and not (path.parent / "ledger.jsonl").exists():
             continue  # made up
+        names = {name for line in path.read_bytes().split(b"\n")[:-1] for name in json.loads(line)}
+        unknown = names - of_stage if of_stage is not None else {name for name in names if described(name) is None}
         assert not unknown, f"{path} has metrics that observe/catalogue.py does not know: {sorted(unknown)}"

@@ -108,13 +108,13 @@ SECTION = Section(
 
 def test_a_section_replaces_its_own_and_nothing_else(tmp_path):
     page = tmp_path / "results.md"
-    page.write_text("# Results\n\n<!-- one -->\nold\n<!-- end -->\n\n<!-- two -->\nkept\n<!-- end -->\n")
+    page.write_text("# Results\n\n<!-- one -->\nstale\n<!-- end -->\n\n<!-- two -->\nkept\n<!-- end -->\n")
     for _ in range(2):
         write("one", SECTION, page=page, images=tmp_path / "images")
     text = page.read_text()
     assert text.startswith("# Results\n\n<!-- one -->\n## Does it?\n")
     assert text.endswith("<!-- end -->\n\n<!-- two -->\nkept\n<!-- end -->\n")
-    assert "old" not in text
+    assert "stale" not in text
     assert "| sync | 1.500 (0.500) |" in text
     assert "| It does not. | L | **no** | 1.5 |" in text
     assert (tmp_path / "images" / "one.svg").read_text() == "<svg/>"
