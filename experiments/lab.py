@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.config import RunConfig
-from slipstream.core.recipes import merge, resolve, save_config
+from slipstream.core.recipes import merge, resolve, save_config, stage_dir
+from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import versions
 
@@ -70,13 +72,16 @@ class Lab:
         return self.folder / f"{slug(spec.name)}-{digest(spec.config().model_dump_json(), spec.cores)}"
 
     def is_done(self, spec: Spec) -> bool:
-        return _is_done(self.place(spec))
+        """Whether every stage of `spec` left what it leaves when it is done."""
+        folder = self.place(spec)
+        return all(_is_done(stage, folder) for stage in spec.config().stages)
 
     def run(self, spec: Spec) -> Path:
         """The folder of a finished run of `spec`, made unless it is there. RunFailed with its last lines."""
+        return self.run_all([spec])[0]
+
+    def _make(self, spec: Spec) -> None:
         folder = self.place(spec)
-        if _is_done(folder):
-            return folder
         shutil.rmtree(folder, ignore_errors=True)
         recipe, log = folder.with_suffix(".toml"), folder.with_suffix(".log")
         save_config(spec.config(), recipe)
@@ -89,27 +94,26 @@ class Lab:
                 )
             except subprocess.TimeoutExpired:
                 raise RunFailed(f"{spec.name}: not done after {RUN_DEADLINE_S:.0f} s; see {log}") from None
-        if done.returncode or not _is_done(folder):
+        if done.returncode or not self.is_done(spec):
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
             raise RunFailed(f"{spec.name}: exit code {done.returncode}; {log} ends with\n{tail}")
         self.say(f"{spec.name}: {time.monotonic() - started_s:.0f} s")
-        return folder
 
     def run_all(self, specs: Sequence[Spec]) -> list[Path]:
         """The same of each: those with `cores` side by side, as many as fit; those that want all one by one, in order.
 
-        The first failure is raised when all that had begun are done.
+        What runs side by side shares no core. The first failure is raised when all that had begun are done.
         """
-        missing = [spec for spec in specs if not self.is_done(spec)]
+        missing = list({self.place(spec): spec for spec in specs if not self.is_done(spec)}.values())
         for index, spec in enumerate(missing):
             if spec.cores is None:
                 self.say(f"[{index + 1}/{len(missing)}] {spec.name}")
-                self.run(spec)
+                self._make(spec)
         shared = [spec for spec in missing if spec.cores is not None]
         if shared:
-            wide = max(1, num_cores() // max(spec.cores or 1 for spec in shared))
-            with ThreadPoolExecutor(wide) as pool:
-                for _ in pool.map(self.run, shared):
+            free = _free_cores(max(spec.cores or 1 for spec in shared))
+            with ThreadPoolExecutor(free.qsize(), initializer=lambda: _keep_to(free.get_nowait())) as pool:
+                for _ in pool.map(self._make, shared):
                     pass
         return [self.place(spec) for spec in specs]
 
@@ -139,9 +143,11 @@ class Lab:
         return float(json.loads(path.read_text())["seconds"])
 
 
-def _is_done(folder: Path) -> bool:
-    path = folder / "summary.json"
-    return path.is_file() and json.loads(path.read_text())["status"] == "done"
+def _is_done(stage: str, folder: Path) -> bool:
+    if stage == "rl":
+        path = folder / "summary.json"
+        return path.is_file() and json.loads(path.read_text())["status"] == "done"
+    return (folder / EVALUATION_FILE if stage == "evaluate" else stage_dir(folder, stage) / "stage.json").is_file()
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -161,7 +167,27 @@ def provenance() -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(_cores())
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _free_cores(each: int) -> queue.SimpleQueue[list[int]]:
+    """This machine's cores in sets of `each`; all of them as one set where there are fewer."""
+    cores, free = _cores(), queue.SimpleQueue[list[int]]()
+    for index in range(max(1, len(cores) // each)):
+        free.put(cores[index * each : (index + 1) * each])
+    return free
+
+
+def _keep_to(cores: list[int]) -> None:
+    """This thread, and the processes that it starts, run on these cores: a run takes as many threads as it may use."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def digest(*parts: Any) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -65,21 +67,42 @@ def test_a_run_that_fails_says_how_it_ended(tmp_path, monkeypatch, status, code)
         Lab(tmp_path).run(TINY)
 
 
-def test_runs_that_share_the_machine_get_their_cores(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(lab_module, "num_cores", lambda: 2)
+def test_runs_that_share_the_machine_get_cores_of_their_own(tmp_path, monkeypatch):
     commands = pretend(monkeypatch)
-    original = lab_module.subprocess.run
+    original, seen, together = lab_module.subprocess.run, [], Barrier(min(2, lab_module.num_cores()))
 
     def run(*args, env, **kwargs):
-        seen.append(env["OMP_NUM_THREADS"])
+        together.wait(timeout=30)  # as many as fit are under way at once
+        seen.append((env["OMP_NUM_THREADS"], frozenset(os.sched_getaffinity(0))))
         return original(*args, env=env, **kwargs)
 
     monkeypatch.setattr(lab_module.subprocess, "run", run)
-    specs = [Spec(f"run {seed}", "quickstart", {"seed": seed}, cores=1) for seed in range(3)]
-    assert Lab(tmp_path).run_all(specs) == [Lab(tmp_path).place(spec) for spec in specs]
-    assert seen == ["1", "1", "1"]
-    assert len(commands) == 3
+    monkeypatch.setattr(lab_module, "_cores", lambda: sorted(os.sched_getaffinity(0))[:2])
+    specs = [Spec(f"run {seed}", "quickstart", {"seed": seed}, cores=1) for seed in range(2)]
+    assert Lab(tmp_path).run_all([*specs, specs[0]]) == [Lab(tmp_path).place(spec) for spec in (*specs, specs[0])]
+    assert len(commands) == 2  # one that is asked for twice is made once
+    assert [threads for threads, _ in seen] == ["1", "1"]
+    assert {len(cores) for _, cores in seen} == {1}
+    assert len({cores for _, cores in seen}) == together.parties
+    assert len(os.sched_getaffinity(0)) >= together.parties  # ours are what they were
+
+
+STAGES = ("sft", "preferences", "reward_model")
+LEFT = dict.fromkeys([*(f"{stage}/stage.json" for stage in STAGES), "evaluation.json"], "{}")
+LEFT["summary.json"] = '{"status": "done"}'
+
+
+@pytest.mark.parametrize("missing", LEFT)
+def test_a_run_is_done_when_all_its_stages_are(tmp_path, missing):
+    """A run of several stages that was cut off between two of them is not; one without RL has no summary."""
+    lab, spec = Lab(tmp_path), Spec("stages", "tldr_mini")
+    for stage in STAGES:
+        (lab.place(spec) / stage).mkdir(parents=True)
+    for name in LEFT.keys() - {missing}:
+        (lab.place(spec) / name).write_text(LEFT[name])
+    assert not lab.is_done(spec)
+    (lab.place(spec) / missing).write_text(LEFT[missing])
+    assert lab.is_done(spec)
 
 
 def test_a_measurement_is_made_once_for_its_parameters(tmp_path):
