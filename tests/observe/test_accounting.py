@@ -230,6 +230,19 @@ def test_at_staleness_0_the_sides_take_turns_on_the_same_threads(tmp_path: Path)
     )
 
 
+def test_a_split_baseline_takes_turns_on_threads_that_another_split_would_balance(tmp_path: Path):
+    """0.4 and 0.55 thread-seconds of work of two threads: 0.84 and 1.16 would be even."""
+    found = make_run(
+        tmp_path,
+        trainer=[("wait_generation", 0.6), ("forward_backward", 0.4)],
+        generator=[("decode", 0.55), ("wait_trainer", 0.45)],
+        config='max_staleness = 0\nsync_placement = "split"\nweight_update = "between_batches"\n',
+    )
+    assert (found.balance.starves, found.balance.bottleneck) == ("both", "turns")
+    assert found.balance.split is not None
+    assert found.balance.split.balanced["trainer"] == pytest.approx(2 * 0.4 / 0.95)
+
+
 def test_at_staleness_0_they_take_turns_however_unequal_they_are(tmp_path: Path):
     found = make_run(
         tmp_path,

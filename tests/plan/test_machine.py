@@ -21,8 +21,9 @@ WORKLOAD = Workload(groups=8, group_size=4, lengths=Lengths(4.0, (10,), "test"))
 ROWS, TOKENS = 352, 320
 
 
-def machine(*, workload=WORKLOAD, cores=2, memory_bytes=16e9, **curves):
-    config = resolve("quickstart", {"groups_per_step": 8, "completions_per_group": 4, "trainer": {"minibatches": 1}})
+def machine(*, workload=WORKLOAD, cores=2, memory_bytes=16e9, overrides=None, **curves):
+    tables = {"groups_per_step": 8, "completions_per_group": 4, "trainer": {"minibatches": 1}} | (overrides or {})
+    config = resolve("quickstart", tables)
     return Machine(
         config=config,
         shape=quickstart_shape(),
@@ -88,6 +89,15 @@ def test_where_taking_turns_is_as_fast_it_is_recommended():
     assert plan_for_machine(machine(), max_staleness=2).max_staleness == 0
     slower_trainer = machine(train_s=lambda cores, _: 0.030 / cores**0.2)
     assert plan_for_machine(slower_trainer, max_staleness=2).max_staleness == 1
+
+
+def test_the_best_way_to_take_turns_is_on_all_cores_whatever_the_recipe_says():
+    split = machine(overrides={"sync_placement": "split"})
+    plans = [plan_for_machine(one, max_staleness=1) for one in (split, machine())]
+    assert plans[0].synchronous is not None
+    assert plans[1].synchronous is not None
+    assert plans[0].synchronous.seconds == plans[1].synchronous.seconds
+    assert split.planned(plans[0].best.plan, 0).is_colocated
 
 
 def test_both_sides_slow_each_other_while_they_overlap():

@@ -4,7 +4,8 @@ Thread counts decide every number on a CPU, so they are fixed before torch is im
 
 Seen on two cores, decode and train steps per second: alone with two threads 397 and 17, together with one each 240
 and 7, together with two each 93 and 5. Executors that run at the same time therefore share the cores without overlap;
-phases that cannot overlap (warm start, evaluation at the ends, everything at staleness 0) get all of them.
+phases that cannot overlap (warm start, evaluation at the ends, everything at staleness 0) get all of them, unless
+`sync_placement = "split"` asks for the baseline that leaves the other side's cores idle.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ def num_cores() -> int:
 def place(config: RunConfig, cores: int) -> dict[str, Threads]:
     """Threads of each process of the computing executors, by the first word of their names.
 
-    At staleness 0 trainer and generator take turns, so each gets everything; otherwise trainer and replicas divide the
-    cores, the trainer taking what is left over. Reward models get as much as a replica, once cores suffice for both,
-    and so does a reference with an executor of its own: they read each token once, which is a small part of what
-    sampling it costs. The ranks of a group divide what it
-    gets. What computes on a GPU takes one core for each replica or rank.
+    At staleness 0 trainer and generator take turns, so each gets everything, unless `sync_placement` splits them;
+    otherwise trainer and replicas divide the cores, the trainer taking what is left over. Reward models get as much as
+    a replica, once cores suffice for both, and so does a reference with an executor of its own: they read each token
+    once, which is a small part of what sampling it costs. The ranks of a group divide what it gets. What computes on a
+    GPU takes one core for each replica or rank.
     """
     whole = _place_groups(config, cores)
     ranks = {
@@ -85,7 +86,7 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
     others = sum(groups for _, groups, _, device in beside if device == "cpu")
     each = max(1, free // (others + 1))
     trainer = max(1, free - each * others)
-    if config.max_staleness == 0 and config.schedule.policy == "oldest_first":  # nobody else takes turns
+    if config.is_colocated:
         trainer, each = cores, max(1, cores // replicas)
     placed = {"trainer": Threads(together=trainer, alone=cores)}
     for name, groups, _, device in beside:

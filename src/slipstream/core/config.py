@@ -126,6 +126,12 @@ class RunConfig(Section):
     weight_update: Literal["between_batches", "in_flight"] = Field(
         "in_flight", description="Swap weights only between completions, or between any two decode steps."
     )
+    sync_placement: Literal["colocated", "split"] = Field(
+        "colocated",
+        description="What trainer and generators compute on where they take turns, at max_staleness = 0: all cores in "
+        "each turn (LlamaRL's baseline), or the shares they have when they work side by side, which lie idle while it "
+        "is the other's turn (that of Asynchronous RLHF).",
+    )
     publish_every: Positive = Field(1, description="Steps between published versions; skipped ones count in the bound.")
     reorder_window: Positive = Field(
         1, description="W: an ordinal is trained before any W or more above it. At most (k - publish_every + 1) P + 1."
@@ -198,6 +204,27 @@ class RunConfig(Section):
         return self.max_staleness if self.schedule.policy in HARD_BOUND else None
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether trainer and generators never work at the same time."""
+        return self.max_staleness == 0 and self.schedule.policy == "oldest_first"
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether each of them has all cores in its turn."""
+        return self.takes_turns and self.sync_placement == "colocated"
+
+    @property
+    def logprob_temperature(self) -> float:
+        """By which the trainer divides all logits: those of policy and reference."""
+        own = self.trainer.logprob_temperature
+        return self.generator.temperature if own is None else own
+
+    @property
+    def rereads_behaviour(self) -> bool:
+        """Whether the trainer takes other behaviour logprobs than those recorded when the tokens were sampled."""
+        return self.logprob_temperature != self.generator.temperature
+
+    @property
     def updates_per_step(self) -> int:
         return self.trainer.minibatches * self.trainer.epochs
 
@@ -259,6 +286,7 @@ class RunConfig(Section):
         self._check_device()
         self._check_sets()
         self._check_loss()
+        self._check_temperature()
         self._check_whitening()
         if self.trainer.minibatches > self.groups_per_step:
             raise ConfigError(
@@ -512,6 +540,16 @@ class RunConfig(Section):
                 "too few completions of a prompt to compare",
                 got=f"{candidates} with reward_model.candidates = {self.reward_model.candidates}",
                 hint="raise preferences.samples_per_prompt",
+            )
+
+    def _check_temperature(self) -> None:
+        if self.rereads_behaviour and self.staleness_bound != 0:
+            raise ConfigError(
+                "behaviour logprobs at another temperature than that of sampling are read by the policy that sampled, "
+                "which a stale batch's trainer no longer has",
+                got=f"trainer.logprob_temperature = {self.logprob_temperature:g}, generator.temperature = "
+                f"{self.generator.temperature:g}, max_staleness = {self.max_staleness}",
+                allowed="max_staleness = 0, or trainer.logprob_temperature = null",
             )
 
     def _check_whitening(self) -> None:

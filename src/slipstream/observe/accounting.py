@@ -307,7 +307,7 @@ def _balance(
             num_steps=num_steps,
             length_s=sum(next(iter(loop.values()), {}).values()),
             unit="threads" if all(on_cpu) else None if any(on_cpu) else "GPUs",
-            shares_units=dials is not None and dials.takes_turns and all(on_cpu),
+            shares_units=config is not None and config.is_colocated and all(on_cpu),
             dials=dials,
         )
     )
@@ -332,7 +332,7 @@ def _dials(config: RunConfig | None) -> Dials | None:
     is_ours = config.schedule.policy == "oldest_first"
     return Dials(
         max_staleness=config.max_staleness,
-        takes_turns=config.max_staleness == 0 and is_ours,
+        takes_turns=config.takes_turns,
         publish_every=config.publish_every,
         reorder_window=config.reorder_window,
         widest_window=(config.max_staleness - config.publish_every + 1) * config.groups_per_step + 1 if is_ours else 1,

@@ -167,7 +167,8 @@ class Machine:
 
     def _placed(self, replicas: int, max_staleness: int) -> RunConfig:
         generator = self.config.generator.model_copy(update={"replicas": replicas})
-        return self.config.model_copy(update={"generator": generator, "max_staleness": max_staleness})
+        changes = {"generator": generator, "max_staleness": max_staleness, "sync_placement": "colocated"}
+        return self.config.model_copy(update=changes)
 
     def _slots(self, replicas: int, max_staleness: int) -> list[int]:
         in_flight = math.ceil((max_staleness + 1) * self.workload.rollouts / replicas / ROW_MULTIPLE) * ROW_MULTIPLE

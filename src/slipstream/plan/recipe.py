@@ -83,7 +83,7 @@ def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int
         },
     }
     if not max_staleness:
-        tables["weight_update"] = "between_batches"
+        tables |= {"weight_update": "between_batches", "sync_placement": "colocated"}
     if on_gpu:
         tables["trainer"] |= {
             "ranks": trainer.devices,
