@@ -8,11 +8,12 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow test-chaos test-cluster check bench bench-engine vllm-env test-vllm
+.PHONY: help venv quickstart test test-slow test-chaos test-cluster check bench bench-engine vllm-env test-vllm \
+    experiments experiments-all
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: .venv/dev ## create .venv with everything for development
 
@@ -47,6 +48,14 @@ bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by
 bench-engine: .venv/run ## compare decoding with transformers' and, after `make vllm-env`, vLLM's: ten minutes
 	$(BIN)/python benchmarks/engine.py
 
+experiments: .venv/experiments ## rerun the headline experiments into docs/results.md: under three hours on two idle cores
+	$(BIN)/python -m experiments
+
+# Without TRL (no network, say) the others run all the same, and the page says that it was not there.
+experiments-all: .venv/experiments ## the same with all of them, and TRL beside us: seven hours; both go on where they were stopped
+	-$(MAKE) $(TRL)/installed
+	$(BIN)/python -m experiments --all
+
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Slipstream needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
@@ -60,6 +69,10 @@ bench-engine: .venv/run ## compare decoding with transformers' and, after `make 
 
 .venv/dev: .venv/pyvenv.cfg pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
+	@touch $@ .venv/run .venv/experiments
+
+.venv/experiments: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	$(INSTALL) -e '.[experiments]'
 	@touch $@ .venv/run
 
 # vLLM in an environment of its own: it pins torch and transformers.

@@ -1,4 +1,4 @@
-"""Run experiments and write what they found into docs/results.md.
+"""Run experiments and write what they found into docs/results.md, and in short into README.md.
 
     python -m experiments                     the headline set
     python -m experiments --all               every experiment
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from experiments.catalogue import EXPERIMENTS, HEADLINE
 from experiments.lab import DEFAULT_FOLDER, Lab, RunFailed
+from experiments.readme import write_table
 from experiments.section import render, write
 
 
@@ -41,9 +42,9 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{name:24}{entry.minutes:5} min  {'headline  ' if name in HEADLINE else '          '}{entry.title}")
         return 0
     names = options.names or (list(EXPERIMENTS) if options.all else list(HEADLINE))
-    lab = Lab(options.folder, say=lambda line: print(f"  {line}", file=sys.stderr, flush=True))
     failed = []
     for name in names:
+        lab = Lab(options.folder, say=lambda line: print(f"  {line}", file=sys.stderr, flush=True))
         entry, started_s = EXPERIMENTS[name], time.monotonic()
         print(f"{name}: {entry.title} (about {entry.minutes} minutes)", file=sys.stderr, flush=True)
         try:
@@ -53,9 +54,10 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{name} failed: {failure}", file=sys.stderr, flush=True)
             continue
         if options.no_write:
-            print(render(name, section))
+            print(render(name, section, lab.cost()))
         else:
-            write(name, section)
+            write(name, section, lab.cost())
+            write_table()
         print(f"{name}: done in {(time.monotonic() - started_s) / 60:.1f} minutes", file=sys.stderr, flush=True)
     return int(bool(failed))
 

@@ -17,14 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import replace_file
 from slipstream.core.recipes import merge, resolve, save_config, stage_dir
 from slipstream.observe.evaluation import EVALUATION_FILE
-from slipstream.observe.hardware import describe
+from slipstream.observe.hardware import cpu_model, describe
 from slipstream.observe.summary import versions
 
 DEFAULT_FOLDER = Path("runs") / "experiments"
@@ -57,13 +58,30 @@ class RunFailed(Exception):
     """A run of an experiment ended without a result."""
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a run or a measurement took when it was made: `seconds` of `cores` out of `of_cores`, and on what."""
+
+    what: Literal["run", "measurement"]
+    seconds: float
+    cores: int
+    of_cores: int
+    cpu: str
+    commit: str | None
+
+
 class Lab:
-    """Where runs and measurements are kept. `say` hears one line for each that is made."""
+    """Where runs and measurements are kept. `say` hears one line for each that is made.
+
+    `used` tells what those took that were asked for, whenever they were made.
+    """
 
     def __init__(self, folder: Path, say: Callable[[str], Any] = str) -> None:
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.say = say
+        self.used: dict[Path, Made] = {}
+        self.of_cores = num_cores()  # a thread that keeps to some sees no others
 
     # Runs
 
@@ -76,6 +94,10 @@ class Lab:
         folder = self.place(spec)
         return all(_is_done(stage, folder) for stage in spec.config().stages)
 
+    def _is_kept(self, spec: Spec) -> bool:
+        """Whether it is done, and what it took is known: that is written last."""
+        return beside(self.place(spec), "json").is_file() and self.is_done(spec)
+
     def run(self, spec: Spec) -> Path:
         """The folder of a finished run of `spec`, made unless it is there. RunFailed with its last lines."""
         return self.run_all([spec])[0]
@@ -83,7 +105,7 @@ class Lab:
     def _make(self, spec: Spec) -> None:
         folder = self.place(spec)
         shutil.rmtree(folder, ignore_errors=True)
-        recipe, log = folder.with_suffix(".toml"), folder.with_suffix(".log")
+        recipe, log = beside(folder, "toml"), beside(folder, "log")
         save_config(spec.config(), recipe)
         command = [sys.executable, "-m", "slipstream.cli", "run", str(recipe), "--out", str(folder)]
         started_s = time.monotonic()
@@ -97,14 +119,16 @@ class Lab:
         if done.returncode or not self.is_done(spec):
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
             raise RunFailed(f"{spec.name}: exit code {done.returncode}; {log} ends with\n{tail}")
-        self.say(f"{spec.name}: {time.monotonic() - started_s:.0f} s")
+        made = self._made("run", time.monotonic() - started_s, spec.cores)
+        _write(beside(folder, "json"), asdict(made))
+        self.say(f"{spec.name}: {made.seconds:.0f} s")
 
     def run_all(self, specs: Sequence[Spec]) -> list[Path]:
         """The same of each: those with `cores` side by side, as many as fit; those that want all one by one, in order.
 
         What runs side by side shares no core. The first failure is raised when all that had begun are done.
         """
-        missing = list({self.place(spec): spec for spec in specs if not self.is_done(spec)}.values())
+        missing = list({self.place(spec): spec for spec in specs if not self._is_kept(spec)}.values())
         for index, spec in enumerate(missing):
             if spec.cores is None:
                 self.say(f"[{index + 1}/{len(missing)}] {spec.name}")
@@ -115,7 +139,9 @@ class Lab:
             with ThreadPoolExecutor(free.qsize(), initializer=lambda: _keep_to(free.get_nowait())) as pool:
                 for _ in pool.map(self._make, shared):
                     pass
-        return [self.place(spec) for spec in specs]
+        folders = [self.place(spec) for spec in specs]
+        self.used |= {folder: Made(**json.loads(beside(folder, "json").read_text())) for folder in folders}
+        return folders
 
     # Measurements
 
@@ -124,23 +150,52 @@ class Lab:
 
         `function` is not part of what it is kept by: give it a version as a parameter where it may change.
         """
-        path = self.folder / f"{slug(name)}-{digest(json.dumps(parameters, sort_keys=True))}.json"
+        path = self._measurement(name, parameters)
         if path.is_file():
-            return json.loads(path.read_text())["found"]
-        started_s = time.monotonic()
-        found = function(**parameters)
-        seconds = time.monotonic() - started_s
-        record = {"name": name, "parameters": parameters, "found": found, "seconds": seconds} | provenance()
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(record))
-        part.replace(path)
-        self.say(f"{name}: {seconds:.0f} s")
-        return json.loads(json.dumps(found))
+            record = json.loads(path.read_text())
+        else:
+            started_s = time.monotonic()
+            found = function(**parameters)
+            made = asdict(self._made("measurement", time.monotonic() - started_s, None))
+            record = {"name": name, "parameters": parameters, "made": made, "found": found} | provenance()
+            _write(path, record)
+            self.say(f"{name}: {made['seconds']:.0f} s")
+        self.used[path] = Made(**record["made"])
+        return json.loads(json.dumps(record["found"]))
 
     def measured_s(self, name: str, **parameters: Any) -> float:
         """What `measure` took for it when it was made."""
-        path = self.folder / f"{slug(name)}-{digest(json.dumps(parameters, sort_keys=True))}.json"
-        return float(json.loads(path.read_text())["seconds"])
+        return float(json.loads(self._measurement(name, parameters).read_text())["made"]["seconds"])
+
+    def _measurement(self, name: str, parameters: Mapping[str, Any]) -> Path:
+        return self.folder / f"{slug(name)}-{digest(json.dumps(parameters, sort_keys=True))}.json"
+
+    # What it cost
+
+    def _made(self, what: Literal["run", "measurement"], seconds: float, cores: int | None) -> Made:
+        return Made(what, seconds, cores or self.of_cores, self.of_cores, cpu_model(), versions().commit)
+
+    def cost(self) -> str:
+        """What all that was asked for took when it was made, as minutes of the whole machine; empty for nothing."""
+        if not self.used:
+            return ""
+        made = list(self.used.values())
+        counts = {what: sum(one.what == what for one in made) for what in ("run", "measurement")}
+        parts = " and ".join(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items() if count)
+        minutes = sum(one.seconds * one.cores / one.of_cores for one in made) / 60
+        machines = ", ".join(sorted({f"{one.of_cores} cores of {one.cpu}" for one in made}))
+        commits = ", ".join(sorted({f"`{one.commit[:7]}`" for one in made if one.commit}))
+        return f"{parts}, {minutes:.0f} minutes on {machines}" + (f", commit {commits}" if commits else "")
+
+
+def beside(folder: Path, ending: str) -> Path:
+    """A file named like the folder of a run, dots in the run's name or not (`lr=0.5`)."""
+    return folder.with_name(f"{folder.name}.{ending}")
+
+
+def _write(path: Path, record: Any) -> None:
+    """All of it or nothing: what is there is believed."""
+    replace_file(path, json.dumps(record).encode())
 
 
 def _is_done(stage: str, folder: Path) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,8 @@ def pretend(monkeypatch, *, status: str = "done", code: int = 0) -> list[list[st
         return type("Done", (), {"returncode": code})
 
     monkeypatch.setattr(lab_module.subprocess, "run", run)
+    monkeypatch.setattr(lab_module, "versions", lambda: SimpleNamespace(commit="abcdef1234"))
+    monkeypatch.setattr(lab_module, "cpu_model", lambda: "an abacus")
     return commands
 
 
@@ -116,6 +119,36 @@ def test_a_measurement_is_made_once_for_its_parameters(tmp_path):
         assert Lab(tmp_path).measure("doubles", double, value=value) == {"twice": 2 * value}
     assert calls == [1, 2]
     assert Lab(tmp_path).measured_s("doubles", value=1) >= 0
+
+
+def test_what_it_cost_is_told_whenever_it_was_made(tmp_path, monkeypatch):
+    """Seconds of the whole machine: a run that had one of four cores took a quarter of its own."""
+    pretend(monkeypatch)
+    monkeypatch.setattr(lab_module, "num_cores", lambda: 4)
+    seconds = iter(range(0, 100_000, 240))  # each takes four minutes
+    monkeypatch.setattr(lab_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    specs = [TINY, TINY.with_overrides(seed=4), Spec("small", "quickstart", cores=1)]
+    for lab in (Lab(tmp_path), Lab(tmp_path)):
+        assert lab.cost() == ""
+        lab.run_all(specs)
+        lab.run(TINY)  # counts once
+        lab.measure("one", lambda: 1)
+        assert lab.cost() == "3 runs and 1 measurement, 13 minutes on 4 cores of an abacus, commit `abcdef1`"
+
+
+def test_a_run_whose_cost_is_lost_is_made_again(tmp_path, monkeypatch):
+    commands = pretend(monkeypatch)
+    folder = Lab(tmp_path).run(TINY)
+    folder.with_name(f"{folder.name}.json").unlink()
+    Lab(tmp_path).run(TINY)
+    assert len(commands) == 2
+
+
+def test_names_with_dots_keep_their_files_apart(tmp_path, monkeypatch):
+    pretend(monkeypatch)
+    specs = [Spec("lr=0.5", "quickstart", {"seed": seed}) for seed in range(2)]
+    Lab(tmp_path).run_all(specs)
+    assert len(list(tmp_path.glob("*.toml"))) == len(list(tmp_path.glob("*.log"))) == 2
 
 
 SECTION = Section(
