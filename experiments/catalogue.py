@@ -13,6 +13,8 @@ class Entry:
     minutes: int
 
 
-EXPERIMENTS: dict[str, Entry] = {}
-HEADLINE: tuple[str, ...] = ()
+EXPERIMENTS: dict[str, Entry] = {
+    "async_vs_sync": Entry("asynchronous equals synchronous in quality, and beats it in time", 95),
+}
+HEADLINE: tuple[str, ...] = ("async_vs_sync",)
 """What `make experiments` runs, in under three hours."""

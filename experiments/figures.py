@@ -47,12 +47,10 @@ def lines(axis: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[Seque
     """Name -> (x [N], y [N, repeats]): the means as a line, bars over the range of the repeats."""
     for index, (name, (x, y)) in enumerate(series.items()):
         means = [sum(values) / len(values) for values in y]
-        below = [mean - min(values) for mean, values in zip(means, y, strict=True)]
-        above = [max(values) - mean for mean, values in zip(means, y, strict=True)]
         axis.errorbar(
             x,
             means,
-            yerr=[below, above],
+            yerr=ranges(y),
             label=name,
             color=COLOURS[index % len(COLOURS)],
             marker=MARKERS[index % len(MARKERS)],
@@ -61,6 +59,13 @@ def lines(axis: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[Seque
             elinewidth=0.8,
             capsize=2,
         )
+
+
+def ranges(y: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """How far the repeats [N, repeats] reach below and above their means, [N] each; rounding of a mean is none."""
+    means = [sum(values) / len(values) for values in y]
+    below = [max(0.0, mean - min(values)) for mean, values in zip(means, y, strict=True)]
+    return below, [max(0.0, max(values) - mean) for mean, values in zip(means, y, strict=True)]
 
 
 def svg(figure: Figure) -> str:
