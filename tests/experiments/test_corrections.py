@@ -1,0 +1,187 @@
+"""What is read from runs and what is said of it, on runs made up by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.corrections.experiment import (
+    AIPO,
+    LOSSES,
+    LR,
+    MIXTURE,
+    NONE,
+    ONE,
+    SEEDS,
+    SYNC,
+    TASKS,
+    K,
+    Outcome,
+    figure,
+    largest_fall,
+    outcome,
+    section,
+    smoothed,
+    specs,
+    table,
+    verdicts,
+)
+from experiments.corrections.slow import one_millisecond
+from experiments.lab import Lab, Spec
+from experiments.section import render
+from slipstream.rewards.functions import check_term
+from slipstream.rewards.protocol import Term
+
+STEADY = Outcome(
+    rewards=tuple(0.2 + 0.005 * step for step in range(100)),
+    before=0.2,
+    after=0.7,
+    staleness=7.9,
+    effective_share=0.9,
+)
+
+
+def falling(depth: float, **changed: float) -> Outcome:
+    """Rises, and then falls by `depth` at once and for good."""
+    rewards = [0.5 + 0.001 * step for step in range(60)] + [0.559 - depth] * 40
+    return replace(STEADY, rewards=tuple(rewards), **changed)
+
+
+def all_runs(**groups: list[Outcome]) -> dict[tuple[str, str], list[Outcome]]:
+    """Steady ones everywhere but in `groups`, of the mixture, by loss."""
+    runs = {(tasks, loss): [STEADY] * len(SEEDS[tasks]) for tasks in TASKS for loss in (SYNC, *LOSSES)}
+    names = {"none": NONE, "aipo": AIPO, "sync": SYNC, "clip": "PPO's clip", "decoupled": "decoupled PPO"}
+    return runs | {(MIXTURE, names[name]): group for name, group in groups.items()}
+
+
+def said(runs: dict[tuple[str, str], list[Outcome]]) -> list[bool | None]:
+    return [verdict.holds for verdict in verdicts(runs)]
+
+
+def test_falls_are_of_windowed_means():
+    assert smoothed([1, 2, 3, 4], 2) == [1.5, 2.5, 3.5]
+    assert smoothed([1, 2], 10) == [1.5]
+    assert largest_fall([0, 4, 0, 4, 0, 4], 2) == 0  # noise within a window is no fall
+    assert largest_fall([1, 1, 3, 3, 0, 0, 3, 3], 2) == 3
+    assert largest_fall([3, 2, 1, 5], 1) == 2  # the rise afterwards does not undo it
+    assert falling(0.2).fall == pytest.approx(0.1955)  # the best mean of ten is 0.5545
+    assert falling(0.2).is_unstable
+    assert not falling(0.09).is_unstable
+    assert STEADY.fall == 0
+
+
+def test_an_outcome_is_read_from_a_runs_files():
+    steps = [
+        {"step": step, "reward_mean": step / 100, "staleness_mean": min(step, K), "ess": None if step == 30 else 0.5}
+        for step in range(40)
+    ]
+    evaluations = [{"step": 20, "eval_accuracy": 0.9}]
+    told = {"eval": {"before": {"sampled_accuracy": 0.1}, "after": {"sampled_accuracy": 0.6}}}
+    found = outcome([*steps[:20], *evaluations, *steps[20:]], told)
+    assert found.rewards == tuple(step / 100 for step in range(40))
+    assert (found.before, found.after) == (0.1, 0.6)
+    assert found.staleness == K  # the first 2 k steps, on the way there, are left out
+    assert found.effective_share == pytest.approx(0.5 * 23 / 24)  # a ratio that is not finite leaves no sample
+
+
+def test_claims_that_hold():
+    runs = all_runs(none=[falling(0.3), falling(0.2), falling(0.3), falling(0.25), falling(0.05)])
+    assert said(runs) == [True, True, True, True, True, True, None]
+
+
+def test_instability_that_correction_does_not_cure():
+    falls = [falling(0.3)] * 5
+    assert said(all_runs(none=falls, aipo=[falling(0.3), *[STEADY] * 4]))[1] is False
+    assert said(all_runs())[:3] == [False, None, None]  # nothing to cure
+    assert said(all_runs(none=falls, sync=falls))[0] is None  # nor does staleness do it
+
+
+def test_quality_claims_that_do_not_hold():
+    worse = [replace(STEADY, after=value) for value in (0.5, 0.51, 0.52, 0.53, 0.54)]
+    assert said(all_runs(aipo=worse))[3:] == [False, False, False, None]
+    assert said(all_runs(clip=worse))[6] is True
+    assert said(all_runs(decoupled=worse))[6] is False
+    better = [replace(STEADY, after=value) for value in (0.5, 0.6, 0.68, 0.69, 0.9)]
+    assert said(all_runs(aipo=better))[3:5] == [True, True]  # no more than 0.05 below
+
+
+def test_one_rho_that_fails_is_enough():
+    runs = all_runs()
+    runs[MIXTURE, "AIPO, rho = 10"] = [replace(STEADY, after=0.5 + 0.01 * seed) for seed in range(5)]
+    assert said(runs)[4] is False
+
+
+def test_without_staleness_nothing_is_said():
+    runs = all_runs(none=[falling(0.3)] * 5)
+    runs[ONE, AIPO] = [replace(STEADY, staleness=6.5)] * 3
+    assert said(runs) == [None] * 7
+    assert "6.5 steps old" in verdicts(runs)[0].found
+    runs = all_runs(none=[falling(0.3)] * 5, sync=[replace(STEADY, staleness=0.0)] * 5)
+    assert said(runs)[0] is True  # the baseline is on-policy
+
+
+def test_the_table_has_a_row_for_each_loss():
+    rows = table({NONE: [falling(0.3), STEADY], SYNC: [STEADY]}).splitlines()
+    assert rows[2].startswith("| no correction | 0.200 (0.000) | 0.700 (0.000) | 0.148 (0.148) | 1 of 2 | 7.90 (0.00)")
+    assert len(rows) == 4
+
+
+def test_the_figure_shows_every_loss():
+    image = figure(all_runs(), {(loss, lr): [STEADY] * 3 for loss in (SYNC, NONE, AIPO) for lr in (LR, 2 * LR)})
+    assert image.startswith("<?xml")
+    assert all(loss.replace("'", "&#x27;") in image or loss in image for loss in LOSSES)
+
+
+class MadeUp(Lab):
+    """Stale runs without correction fall, all others stay as they are."""
+
+    def run_all(self, specs: Sequence[Spec]) -> list[Path]:
+        for spec in specs:
+            config, folder = spec.config(), self.place(spec)
+            folder.mkdir()
+            lag, collapses = config.max_staleness, config.loss.name == "reinforce" and config.max_staleness > 0
+            rewards = [0.5 if not collapses or step < 60 else 0.1 for step in range(80)]
+            lines = [
+                {"step": step, "reward_mean": reward, "staleness_mean": lag - 0.1 * (lag > 0), "ess": 0.9}
+                for step, reward in enumerate(rewards)
+            ]
+            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            told = {"before": {"sampled_accuracy": 0.2}, "after": {"sampled_accuracy": 0.1 if collapses else 0.8}}
+            (folder / "summary.json").write_text(json.dumps({"eval": told}))
+        return [self.place(spec) for spec in specs]
+
+
+def test_a_section_from_the_files_of_runs(tmp_path):
+    found = section(MadeUp(tmp_path))
+    text = render("corrections", found)
+    assert [verdict.holds for verdict in found.verdicts] == [True, True, None, True, True, True, None]
+    assert "7.90 steps old" in found.setup
+    assert "120 steps of 16 x 8 completions in 2 updates" in found.setup
+    assert "| no correction | 0.200 (0.000) | 0.100 (0.000) | 0.400 (0.000) | 5 of 5 | 7.90 (0.00) |" in text
+    assert "| synchronous | 0.200 (0.000) | 0.800 (0.000) | 0.000 (0.000) | 0 of 3 | 0.00 (0.00) |" in text
+    assert len(found.figures) == 1
+
+
+def test_runs_are_what_the_readme_says():
+    cells = specs()
+    assert len({one.name for one in cells.values()}) == len(cells)
+    for (tasks, loss, lr, seed), one in cells.items():
+        config = one.config()
+        assert (config.seed, config.trainer.optimizer.lr) == (seed, lr)
+        assert [task.name for task in config.prompts.tasks] == [task["name"] for task in TASKS[tasks]]
+        assert config.max_staleness == (0 if loss == SYNC else K)
+        assert config.loss.advantages == "group_mean"
+        assert len(config.rewards.terms) == (1 if loss == SYNC else 2)
+        assert (config.host, one.cores) == ("inline", 1)
+
+
+def test_the_slow_reward_is_one_and_abstains():
+    check_term(Term(function="experiments.corrections.slow:one_millisecond", params={}))
+    started_s = time.monotonic()
+    assert one_millisecond(["p"] * 20, ["c"] * 20, [[1]] * 20, answer=["a"] * 20) == [None] * 20
+    assert time.monotonic() - started_s >= 0.02
