@@ -64,6 +64,7 @@ def test_derived_values() -> None:
     [
         ({"publish_every": 4, "max_staleness": 2}, "publish_every leaves"),
         ({"reorder_window": 2, "max_staleness": 0}, "reorder_window is too wide"),
+        ({"trainer": {"logprob_temperature": 0.5}, "max_staleness": 1}, "read by the policy that sampled"),
         ({"reorder_window": 34, "groups_per_step": 16, "max_staleness": 2}, r"allowed: 1\.\.33"),
         ({"schedule": {"policy": "sample_budget"}}, "staleness_threshold belongs"),
         ({"schedule": {"staleness_threshold": 0.5}}, "staleness_threshold belongs"),

@@ -66,6 +66,11 @@ def test_columns_of_a_batch_are_the_same_ones():
         ({"loss": {"name": "decoupled_ppo"}}, ("proximal_logprobs",)),
         ({"loss": {"name": "online_dpo", "select": "best_and_worst"}}, ("reference_logprobs",)),
         ({"kl": {"coef": 0.1}}, ("reference_logprobs",)),
+        ({"generator": {"temperature": 0.7}, "trainer": {"logprob_temperature": 0.7}}, ()),
+        (
+            {"max_staleness": 0, "generator": {"temperature": 0.7}, "trainer": {"logprob_temperature": 1.0}},
+            ("behaviour_logprobs",),
+        ),
         ({"loss": {"name": "ppo", "advantages": "gae"}}, ("values",)),
         ({"loss": {"name": "ppo", "advantages": "gae"}, "critic": {"vtrace": True}}, ("proximal_logprobs", "values")),
     ],
@@ -107,6 +112,39 @@ def test_the_proximal_policy_is_the_one_at_the_start_of_the_batch(minibatches):
             np.testing.assert_allclose(microbatch.proximal_logprobs[at], before[key], atol=1e-5)
             np.testing.assert_allclose(microbatch.reference_logprobs[at], frozen[key], atol=1e-5)
             np.testing.assert_array_equal(values.setdefault(key, microbatch.values[at]), microbatch.values[at])
+
+
+def test_at_another_temperature_behaviour_and_reference_are_read_at_it():
+    """Sampled at 0.5, trained at 1: recorded logprobs play no part, and the first ratio is 1 all the same."""
+    config = run_config(
+        max_staleness=0,
+        loss={"name": "ppo", "advantages": "group_mean"},
+        kl={"coef": 0.1},
+        generator={"max_new_tokens": 16, "temperature": 0.5},
+        trainer={"logprob_temperature": 1.0, "epochs": 2, "optimizer": {"lr": 1e-2}},
+    )
+    model, flat = tiny_policy()
+    reference = new_model(config.model, model.config.vocab_size, 7)
+    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    groups = make_groups()
+    sequences = {sequence.key: sequence for sequence in sequences_of(groups)}
+    before, frozen = (
+        {key: probe_logprobs(policy, s.tokens)[s.mask[1:]] for key, s in sequences.items()}
+        for policy in (model, reference)
+    )
+    recording = Recording()
+    metrics = train_on_batch(
+        model, optimizer, groups, config=config, step=0, batching=recording, auxiliary=Auxiliary(reference)
+    )
+    (trained,) = recording.packed[-1]
+    for segment, key in enumerate(trained.keys):
+        at = trained.segment_ids == segment
+        np.testing.assert_allclose(trained.behaviour_logprobs[at], before[key], atol=1e-5)
+        np.testing.assert_allclose(trained.reference_logprobs[at], frozen[key], atol=1e-5)
+    assert metrics["logprob_diff_max/lag_0"] < 1e-5
+    assert metrics["kl_reference_sum"] == pytest.approx(
+        np.mean([(before[key] - frozen[key]).sum() for key in sequences]), rel=1e-4
+    )
 
 
 def test_the_first_update_of_decoupled_ppo_has_ratio_1_to_the_bit():

@@ -560,6 +560,12 @@ class TrainerConfig(Section):
     microbatch_tokens: Positive = Field(
         8192, description="Tokens of a microbatch (M7, M8); a prompt that completions share counts once."
     )
+    logprob_temperature: PositiveFloat | None = Field(
+        None,
+        description="Temperature of every logprob in training; null: generator.temperature, that of sampling (N). "
+        "Another one is for seeing what that is good for: behaviour logprobs are then read again, as recorded ones "
+        "are of another distribution, and only max_staleness = 0 has the policy for that.",
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer and schedule.")
     checkpoint_every: NonNegative = Field(
         50,

@@ -119,8 +119,8 @@ def limits_of(model: Transformer, config: RunConfig) -> Limits:
 def reference_logprobs(
     model: Transformer, rollouts: Sequence[Rollout], *, config: RunConfig, batching: Batching
 ) -> list[Rollout]:
-    """`rollouts` with the logprobs of `model` for their sampled tokens: under the temperature, and over the kept sets,
-    that they were drawn with.
+    """`rollouts` with the logprobs of `model` for their sampled tokens: at the trainer's temperature, and over the
+    kept sets that they were drawn from.
 
     Identity: what the trainer measures with the same model, whatever else is among `rollouts`, up to rounding.
     """
@@ -130,7 +130,7 @@ def reference_logprobs(
         for index, rollout in enumerate(rollouts)
     ]
     columns = measure(
-        partial(_logprobs, model, config.generator.temperature),
+        partial(_logprobs, model, config.logprob_temperature),
         sequences,
         microbatch_tokens=config.trainer.microbatch_tokens,
         batching=batching,

@@ -277,6 +277,7 @@ def needed_columns(config: RunConfig) -> tuple[str, ...]:
     """What has to be measured on a batch before its first update, for its loss, its penalty and its critic."""
     requires = loss_named(config.loss.name, config.loss.params).requires
     is_needed = {
+        "behaviour_logprobs": config.rereads_behaviour,
         "reference_logprobs": "reference_logprobs" in requires or config.kl.coef > 0,
         "proximal_logprobs": "proximal_logprobs" in requires or (config.has_critic and config.critic.vtrace),
         "values": config.has_critic,
@@ -302,7 +303,12 @@ class _Labels:
         self._spans.did(num_tokens)
 
 
-MEASURED_IN = {"reference_logprobs": "reference", "proximal_logprobs": "proximal", "values": "values"}
+MEASURED_IN = {
+    "behaviour_logprobs": "proximal",
+    "reference_logprobs": "reference",
+    "proximal_logprobs": "proximal",
+    "values": "values",
+}
 """The state in which each column is measured."""
 
 
@@ -338,6 +344,7 @@ class _Update:
         Of a reference with an executor of its own, as the rollouts have brought them.
         """
         readers: dict[str, Callable[[PackedMicrobatch], Tensor]] = {
+            "behaviour_logprobs": partial(self._logprobs, self.model),  # at staleness 0, the only case, it sampled
             "reference_logprobs": partial(self._logprobs, self.auxiliary.reference),
             "proximal_logprobs": partial(self._logprobs, self.model),
             "values": self._values,
@@ -361,7 +368,7 @@ class _Update:
 
     def _logprobs(self, model: Transformer | None, microbatch: PackedMicrobatch) -> Tensor:
         assert model is not None, "the config needs a reference policy, and none was built"
-        return microbatch_logprobs(model, microbatch, temperature=self.config.generator.temperature)[0]
+        return microbatch_logprobs(model, microbatch, temperature=self.config.logprob_temperature)[0]
 
     def _values(self, microbatch: PackedMicrobatch) -> Tensor:
         critic = self.auxiliary.critic
@@ -392,7 +399,7 @@ class _Update:
                     optimizer.before_backward(is_last=index == len(microbatches) - 1)
                 states = at_targets(self.model, microbatch)
                 logprobs, entropies = microbatch_logprobs(
-                    self.model, microbatch, temperature=self.config.generator.temperature, states=states
+                    self.model, microbatch, temperature=self.config.logprob_temperature, states=states
                 )
                 inputs = self._inputs(microbatch, logprobs, num_units=num_units)
                 policy_loss, microbatch_parts = self.loss(inputs)
