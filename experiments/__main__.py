@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.catalogue import EXPERIMENTS, HEADLINE
-from experiments.lab import DEFAULT_FOLDER, Lab, RunFailed
+from experiments.lab import DEFAULT_FOLDER, Lab, RunFailed, Unavailable
 from experiments.readme import write_table
 from experiments.section import render, write
 
@@ -49,6 +49,10 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{name}: {entry.title} (about {entry.minutes} minutes)", file=sys.stderr, flush=True)
         try:
             section = importlib.import_module(f"experiments.{name}.experiment").section(lab)
+        except Unavailable as lack:
+            failed += [name] if options.names else []
+            print(f"{name} left out: {lack}", file=sys.stderr, flush=True)
+            continue
         except RunFailed as failure:
             failed.append(name)
             print(f"{name} failed: {failure}", file=sys.stderr, flush=True)

@@ -58,6 +58,10 @@ class RunFailed(Exception):
     """A run of an experiment ended without a result."""
 
 
+class Unavailable(Exception):
+    """This machine lacks what an experiment needs, such as a GPU."""
+
+
 @dataclass(frozen=True)
 class Made:
     """What a run or a measurement took when it was made: `seconds` of `cores` out of `of_cores`, and on what."""
