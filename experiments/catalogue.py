@@ -15,6 +15,8 @@ class Entry:
 
 EXPERIMENTS: dict[str, Entry] = {
     "async_vs_sync": Entry("asynchronous equals synchronous in quality, and beats it in time", 95),
+    "staleness_by_loss": Entry("how much staleness each loss bears", 100),
+    "policy_or_reward_size": Entry("policy size or reward-model size", 60),
     "gpu": Entry("GPU edition of async_vs_sync, stale_kv_cache and peers; left out without a GPU", 90),
 }
 HEADLINE: tuple[str, ...] = ("async_vs_sync",)

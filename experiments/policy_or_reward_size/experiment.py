@@ -1,0 +1,206 @@
+"""Which model's size buys robustness to staleness: the policy's or the reward model's (README.md beside this file)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from experiments.comparison import is_as_great
+from experiments.figures import COLOURS, MARKERS, panels, svg
+from experiments.lab import Lab, Spec
+from experiments.rlhf import (
+    SEEDS,
+    SIZES,
+    USUAL,
+    Cell,
+    Pipeline,
+    all_of,
+    cell_of,
+    drift_axes,
+    is_greater_by_seed,
+    mean_by_seed,
+    num_parameters,
+    reward_accuracy,
+    share,
+    shares_kept,
+)
+from experiments.section import Section, Verdict, markdown_table, spread
+
+LOSS = "online_dpo"
+ON_POLICY = 1
+SMALL, LARGE = "S", "L"
+AS_GOOD = 0.05
+"""Win rates at most this much lower are as good."""
+
+Models = tuple[str, str]
+"""Sizes of policy and reward model."""
+Key = tuple[Models, int]
+POLICIES: tuple[Models, ...] = tuple((size, USUAL) for size in SIZES)
+REWARD_MODELS: tuple[Models, ...] = tuple((USUAL, size) for size in SIZES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run: every size of either model beside the usual one of the other, at every N, on every seed."""
+
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    seeds: Sequence[int] = SEEDS
+    minibatches: Sequence[int] = (ON_POLICY, 4, 16, 64)
+
+    def cells(self) -> Iterator[Key]:
+        for models in dict.fromkeys([*POLICIES, *REWARD_MODELS]):
+            yield from ((models, num) for num in self.minibatches)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the runs came to. `accuracies` are those of the reward models on held-out pairs, by size and seed."""
+
+    cells: Mapping[Key, Cell]
+    parameters: Mapping[str, int]
+    accuracies: Mapping[str, Sequence[float]]
+
+    @property
+    def minibatches(self) -> list[int]:
+        return sorted({num for _, num in self.cells})
+
+    def kept(self, models: Models) -> list[float] | None:
+        """By seed, the share of the gain at N = 1 that is kept, mean over all larger N. None as in `shares_kept`."""
+        on_policy = self.cells[models, ON_POLICY]
+        shares = [shares_kept(self.cells[models, num], on_policy) for num in self.minibatches if num > ON_POLICY]
+        known = [one for one in shares if one is not None]
+        return mean_by_seed(known) if len(known) == len(shares) else None
+
+    def grown(self, smaller: Models, larger: Models) -> list[float] | None:
+        """By seed, how much more of its gain the larger one keeps."""
+        less, more = self.kept(smaller), self.kept(larger)
+        return None if less is None or more is None else [b - a for a, b in zip(less, more, strict=True)]
+
+
+def specs(lab: Lab, plan: Plan) -> dict[Key, list[Spec]]:
+    """The RL runs of each cell, by seed."""
+    return {
+        (models, num): [
+            plan.pipeline.rl(lab, LOSS, num, seed, policy=models[0], reward_model=models[1]) for seed in plan.seeds
+        ]
+        for models, num in plan.cells()
+    }
+
+
+def read(lab: Lab, plan: Plan, made: Mapping[Key, Sequence[Spec]]) -> Found:
+    folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
+    judges = {size: [lab.place(plan.pipeline.models(lab, seed, size)) for seed in plan.seeds] for size in SIZES}
+    return Found(
+        cells={key: cell_of(runs) for key, runs in folders.items()},
+        parameters={models[0]: num_parameters(runs[0]) for (models, _), runs in folders.items()},
+        accuracies={size: [reward_accuracy(run) for run in runs] for size, runs in judges.items()},
+    )
+
+
+# The claims, each by the rule that README.md states
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    return [policy_size_helps(found), reward_size_does_not(found), reward_size_saves_drift(found)]
+
+
+def policy_size_helps(found: Found) -> Verdict:
+    grown = found.grown((SMALL, USUAL), (LARGE, USUAL))
+    return Verdict(
+        "A larger policy is more robust to staleness",
+        "A, Fig. 5",
+        None if grown is None else is_greater_by_seed(grown, [0.0] * len(grown)),
+        "share of the gain kept: " + ", ".join(f"{one[0]} {share(found.kept(one))}" for one in POLICIES),
+    )
+
+
+def reward_size_does_not(found: Found) -> Verdict:
+    """No where it helps; yes where it helps less than the policy's size does."""
+    by_policy = found.grown((SMALL, USUAL), (LARGE, USUAL))
+    by_reward = found.grown((USUAL, SMALL), (USUAL, LARGE))
+    holds = None
+    if by_policy is not None and by_reward is not None:
+        helps = is_greater_by_seed(by_reward, [0.0] * len(by_reward))
+        holds = False if helps else is_greater_by_seed(by_policy, by_reward) or None
+    return Verdict(
+        "A larger reward model is not",
+        "A, Fig. 5",
+        holds,
+        "share of the gain kept: " + ", ".join(f"{one[1]} {share(found.kept(one))}" for one in REWARD_MODELS),
+    )
+
+
+def reward_size_saves_drift(found: Found) -> Verdict:
+    small, large = (found.cells[(USUAL, size), ON_POLICY] for size in (SMALL, LARGE))
+    kl = {size: [one.kl for one in cell.ended] for size, cell in ((SMALL, small), (LARGE, large))}
+    rates = {SMALL: small.win_rates(), LARGE: large.win_rates()}
+    is_as_good = is_as_great(rates[LARGE], rates[SMALL], AS_GOOD, paired=True)
+    holds = all_of([is_greater_by_seed(kl[SMALL], kl[LARGE]), is_as_good])
+    told = ", ".join(f"{size}: {spread(rates[size], 2)} at {spread(kl[size], 2)} nats" for size in (SMALL, LARGE))
+    return Verdict("A larger reward model wins as often at less drift (N = 1)", "A, Fig. 5", holds, told)
+
+
+# What is shown
+
+
+def tables(found: Found) -> dict[str, str]:
+    def rows(what: str) -> Iterator[list[str]]:
+        for models in dict.fromkeys([*POLICIES, *REWARD_MODELS]):
+            cells = (found.cells[models, num] for num in found.minibatches)
+            yield [*models, *(spread([getattr(one, what) for one in cell.ended], 2) for cell in cells)]
+
+    def kept() -> Iterator[list[str]]:
+        for models in dict.fromkeys([*POLICIES, *REWARD_MODELS]):
+            cell = found.cells[models, ON_POLICY]
+            began = spread([one.win_rate for one in cell.began], 2)
+            yield [*models, began, spread(cell.gains(), 2), share(found.kept(models))]
+
+    head = ["policy", "reward model", *(f"N = {num}" for num in found.minibatches)]
+    sizes = ([size, f"{found.parameters[size]:,}", spread(found.accuracies[size], 2)] for size in SIZES)
+    larger = " and ".join([", ".join(map(str, found.minibatches[1:-1])), str(found.minibatches[-1])])
+    return {
+        "Gold win rate against the references": markdown_table(head, rows("win_rate"), left=2),
+        "Drift: KL from the SFT policy in nats per completion": markdown_table(head, rows("kl"), left=2),
+        f"What is kept of the gain in win rate at N = 1, mean over N = {larger}": markdown_table(
+            ["policy", "reward model", "RL begins at", "gain at N = 1", "share kept"], kept(), left=2
+        ),
+        "The sizes": markdown_table(["size", "parameters", "right on held-out pairs"], sizes),
+    }
+
+
+def figure(found: Found) -> str:
+    """Win rate against KL: sizes of the policy, and of the reward model, each a line through N."""
+    titles = {"Policy (reward model M)": POLICIES, "Reward model (policy M)": REWARD_MODELS}
+    drawn, axes = panels(list(titles))
+    for axis, several, place in zip(axes, titles.values(), (0, 1), strict=True):
+        for models, colour in zip(several, COLOURS, strict=False):
+            cells = {num: found.cells[models, num] for num in found.minibatches}
+            kl = {num: [one.kl for one in cell.ended] for num, cell in cells.items()}
+            means = [(fmean(kl[num]), fmean(cell.win_rates())) for num, cell in cells.items()]
+            axis.plot(*zip(*means, strict=True), "-", color=colour, linewidth=1.0, alpha=0.5)
+            for (num, cell), mean, marker in zip(cells.items(), means, MARKERS, strict=False):
+                axis.plot(kl[num], cell.win_rates(), marker, color=colour, markersize=3, alpha=0.4, markeredgewidth=0)
+                axis.plot(*mean, marker, color=colour, markersize=7, label=f"{models[place]}, N = {num}")
+        axis.set(ylabel="gold win rate")
+        axis.legend(fontsize=6, ncols=3, loc="lower right")
+    drift_axes(axes, max(one.kl for cell in found.cells.values() for one in cell.ended))
+    return svg(drawn)
+
+
+def section(lab: Lab, plan: Plan | None = None) -> Section:
+    plan = plan or Plan()
+    made = specs(lab, plan)
+    plan.pipeline.make(lab, plan.seeds, list(SIZES), [spec for some in made.values() for spec in some])
+    found = read(lab, plan, made)
+    return Section(
+        title="Policy size or reward-model size",
+        question="Does a larger policy bear more staleness, and does a larger reward model?",
+        setup=f"Online DPO on {plan.pipeline.told}, on {len(plan.seeds)} seeds. Three sizes of either model beside the "
+        "middle one of the other. A reward model of any size begins as the SFT policy of that size and learns from the "
+        "same pairs. N as in the section on losses, whose runs of the middle sizes these are.",
+        tables=tables(found),
+        figures={"Win rate against KL by size and N": figure(found)},
+        verdicts=verdicts(found),
+        cost="60 minutes on two cores, 10 of which the section on losses may have spent already",
+    )

@@ -1,0 +1,293 @@
+"""RLHF in miniature, shared by experiments: the recipe `tldr_mini`, its models made once per seed and size.
+
+Asynchronous RLHF's dial (arXiv:2410.18252, section 3.2): N minibatches are sampled by one policy, then each of them is
+trained on once. Here that is one step of N minibatches at staleness 0: its update j (0 <= j < N) trains on completions
+that are j updates old.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+
+from experiments.comparison import is_as_great, is_greater
+from experiments.lab import Lab, Spec, metrics, summary
+from experiments.section import spread
+from slipstream.core.recipes import merge, stage_dir
+
+RECIPE = "tldr_mini"
+SEEDS = (0, 1, 2, 3, 4)
+"""Five, so that a difference which all of them show counts (`experiments/comparison.py`)."""
+
+SIZES: dict[str, dict[str, int]] = {
+    "S": {"hidden_size": 64, "intermediate_size": 192, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4},
+    "M": {"hidden_size": 128, "intermediate_size": 384, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4},
+    "L": {"hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 8, "num_kv_heads": 8},
+}
+"""Policies and reward models; M is the recipe's."""
+USUAL = "M"
+
+LR = 2e-4
+KL_COEF = 0.1
+_NO_PENALTY = {"coef": 0.0}
+_LEAVE_ONE_OUT = {"advantages": "leave_one_out", "whiten_advantages": "no"}
+_GROUP_MEAN = {"advantages": "group_mean", "whiten_advantages": "no"}
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo": {"loss": {"name": "ppo", "advantages": "gae", "whiten_advantages": "minibatch"}},
+    "rloo": {"loss": {"name": "rloo", **_LEAVE_ONE_OUT}},
+    "proximal_rloo": {"loss": {"name": "proximal_rloo", **_LEAVE_ONE_OUT}},
+    "copg": {"loss": {"name": "copg", **_LEAVE_ONE_OUT}},
+    "online_dpo": {
+        "loss": {"name": "online_dpo", "params": {"beta": 0.1}, "select": "best_and_worst", **_GROUP_MEAN},
+        "kl": _NO_PENALTY,  # beta is the penalty
+    },
+    "best_of_2": {
+        "loss": {"name": "best_of_n", "select": "best", **_GROUP_MEAN},
+        "kl": _NO_PENALTY,
+        "trainer": {"optimizer": {"lr": LR / 3}},  # A: 1e-6 where the others have 3e-6
+    },
+    "grpo": {"loss": {"name": "grpo", "advantages": "group_normalised", "whiten_advantages": "no"}},
+    "aipo": {"loss": {"name": "aipo", **_GROUP_MEAN}},
+}
+"""What each loss changes, its advantages and penalty included."""
+
+NAMES = {
+    "ppo": "PPO",
+    "rloo": "RLOO",
+    "proximal_rloo": "Proximal RLOO",
+    "copg": "CoPG",
+    "online_dpo": "Online DPO",
+    "best_of_2": "Best of 2",
+    "grpo": "GRPO",
+    "aipo": "AIPO",
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How long RL is: `updates` of `prompts_per_update` x 2 completions, whatever N. `overrides` are every run's."""
+
+    updates: int = 192
+    prompts_per_update: int = 32
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def told(self) -> str:
+        """For a section's setup."""
+        return (
+            "`tldr_mini`: each seed has its own SFT policy and reward model, from which all of its runs begin; "
+            f"{self.updates} updates of {self.prompts_per_update} prompts x 2 completions whatever N, learning rate "
+            f"{LR:g} falling to 0; win rate and KL on 500 held-out prompts x 2 completions at temperature 1"
+        )
+
+    def models(self, lab: Lab, seed: int, size: str = USUAL) -> Spec:
+        """SFT policy and reward model of one size.
+
+        Preferences are between completions of the usual size's policy, which is also what scores are normalised on: a
+        reward model of another size learns from the same pairs.
+        """
+        own: dict[str, Any] = {"stages": ["sft", "preferences", "reward_model"], "model": SIZES[size]}
+        if size != USUAL:
+            usual = lab.place(self.models(lab, seed))
+            own = {
+                "stages": ["sft", "reward_model"],
+                "model": {**SIZES[size], "path": model_of(usual, "sft")},
+                "reward_model": {
+                    "path": "stage:sft",
+                    "preferences": str(stage_dir(usual, "preferences") / "preferences.jsonl"),
+                },
+            }
+        return self._spec(f"rlhf models {size} seed {seed}", seed, own)
+
+    def rl(
+        self,
+        lab: Lab,
+        loss: str,
+        num_minibatches: int,
+        seed: int,
+        *,
+        policy: str = USUAL,
+        reward_model: str = USUAL,
+    ) -> Spec:
+        """RL and its evaluation, from the models of that seed; N = `num_minibatches`, which divides `updates`."""
+        if self.updates % num_minibatches:
+            raise ValueError(f"{self.updates} updates are no whole number of steps of {num_minibatches}")
+        start = model_of(lab.place(self.models(lab, seed, policy)), "sft")
+        judge = model_of(lab.place(self.models(lab, seed, reward_model)), "reward_model")
+        own = {
+            "stages": ["rl", "evaluate"],
+            "steps": self.updates // num_minibatches,
+            "groups_per_step": self.prompts_per_update * num_minibatches,
+            "completions_per_group": 2,
+            "max_staleness": 0,
+            "weight_update": "between_batches",
+            "model": {"path": start},
+            "kl": {"reference": start, "coef": KL_COEF},
+            "rewards": {"models": [{"path": judge}]},
+            "critic": {"path": judge},
+            "loss": {"skip_no_signal": False},  # else a policy that repeats itself would sample more than another
+            "trainer": {
+                "minibatches": num_minibatches,
+                "checkpoint_every": 0,
+                "optimizer": {"lr": LR, "schedule": "linear"},
+            },
+            "eval": {"num_prompts": 64},
+            "evaluation": {"num_samples": 2},
+            "observe": {"tokens_every": 0},
+        }
+        name = f"rlhf {loss} N={num_minibatches} policy {policy} reward model {reward_model} seed {seed}"
+        return self._spec(name, seed, merge(own, LOSSES[loss]))
+
+    def make(self, lab: Lab, seeds: Iterable[int], sizes: Sequence[str], runs: Sequence[Spec]) -> list[Path]:
+        """The folders of `runs`; what they begin with is made before them, the usual size first."""
+        seeds = list(seeds)
+        for some in ([USUAL], [size for size in sizes if size != USUAL]):
+            lab.run_all([self.models(lab, seed, size) for size in some for seed in seeds])
+        return lab.run_all(runs)
+
+    def _spec(self, name: str, seed: int, own: Mapping[str, Any]) -> Spec:
+        every = {"seed": seed, "host": "inline"}
+        return Spec(name, RECIPE, merge(merge(every, own), self.overrides), cores=1)
+
+
+def model_of(run: Path, stage: str) -> str:
+    """The checkpoint that a stage of a run left or will leave."""
+    return str(stage_dir(run, stage) / "model")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What `evaluation.json` says of the policy that RL began with, or ended with.
+
+    `win_rate` is gold's, against the references, a tie being half a win; `kl` in nats per completion from the SFT
+    policy; `perplexity` the SFT policy's, per response token.
+    """
+
+    win_rate: float
+    gold: float
+    kl: float
+    perplexity: float
+
+
+def ended(evaluation: Mapping[str, Any], moment: str = "after") -> Ended:
+    """One of the two moments of an `evaluation.json`."""
+    found = evaluation[moment]
+    return Ended(
+        win_rate=found["gold"]["win_rate"]["mean"],
+        gold=found["gold"]["mean_score"],
+        kl=found["drift"]["kl"]["per_sequence"]["mean"],
+        perplexity=found["drift"]["perplexity"]["per_response_token"]["mean"],
+    )
+
+
+def read_evaluation(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "evaluation.json").read_text())
+    return found
+
+
+def trodden(run: Path) -> list[tuple[float, float]]:
+    """(KL in nats per completion, mean gold score) of what each step was trained on."""
+    return [
+        (line["kl_reference_sum"], line["reward_parts/overlap"]) for line in metrics(run) if "kl_reference_sum" in line
+    ]
+
+
+def oldest_update(run: Path) -> int:
+    """Optimizer updates between sampling and training of the stalest minibatch: N - 1."""
+    return int(summary(run)["staleness"]["updates_max"])
+
+
+def num_parameters(run: Path) -> int:
+    """Of the policy."""
+    return int(summary(run)["model_params"])
+
+
+def reward_accuracy(run: Path) -> float:
+    """Of the reward model that a run of `Pipeline.models` made, on held-out pairs."""
+    record = json.loads((stage_dir(run, "reward_model") / "stage.json").read_text())
+    return float(record["held_out_accuracy"])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One loss (or size) at one N over the seeds, in their order; `began` is where RL began, by seed too."""
+
+    began: Sequence[Ended]
+    ended: Sequence[Ended]
+
+    def win_rates(self) -> list[float]:
+        return [one.win_rate for one in self.ended]
+
+    def gains(self) -> list[float]:
+        """Win rate at the end less that at the beginning."""
+        return [after.win_rate - before.win_rate for before, after in zip(self.began, self.ended, strict=True)]
+
+
+def cell_of(runs: Sequence[Path]) -> Cell:
+    """The runs of one cell, one per seed."""
+    evaluations = [read_evaluation(run) for run in runs]
+    return Cell([ended(one, "before") for one in evaluations], [ended(one) for one in evaluations])
+
+
+LEAST_GAIN = 0.05
+"""A run that gains less at N = 1 has learned too little for a share of it to mean anything."""
+
+
+def shares_kept(cell: Cell, on_policy: Cell) -> list[float] | None:
+    """By seed, the gain in win rate as a share of what the same seed gains at N = 1.
+
+    None where some seed gains less than LEAST_GAIN there.
+    """
+    base = on_policy.gains()
+    if min(base) < LEAST_GAIN:
+        return None
+    return [ours / theirs for ours, theirs in zip(cell.gains(), base, strict=True)]
+
+
+def share(values: Sequence[float] | None) -> str:
+    """`shares_kept` for people."""
+    return "too little gained" if values is None else spread(values, 2)
+
+
+def is_greater_by_seed(ours: Sequence[float], theirs: Sequence[float]) -> bool | None:
+    """`is_greater` of values at the same seeds, which began with the same models."""
+    return is_greater(ours, theirs, paired=True)
+
+
+def is_near_by_seed(ours: Sequence[float], theirs: Sequence[float], margin: float) -> bool | None:
+    """Whether the means are at most `margin` apart; None where they are not, but within the noise of the seeds."""
+    return all_of([is_as_great(*pair, margin, paired=True) for pair in ((ours, theirs), (theirs, ours))])
+
+
+def all_of(answers: Iterable[bool | None]) -> bool | None:
+    """No if any answer is no, yes if all are yes, else None."""
+    found = list(answers)
+    return False if False in found else None if None in found else True
+
+
+def mean_by_seed(several: Sequence[Sequence[float]]) -> list[float]:
+    """The mean over the first index of [settings][seeds]."""
+    return [fmean(values) for values in zip(*several, strict=True)]
+
+
+def drift_axes(axes: Sequence[Axes], largest: float) -> None:
+    """The same axis of KL, 0 to `largest` nats, for all panels: straight up to 2, logarithmic beyond."""
+    ticks = [tick for tick in (0, 1, 2, 5, 10, 20, 50, 100, 200) if tick <= 1.1 * largest]
+    for axis in axes:
+        axis.set_xscale("symlog", linthresh=2.0)
+        axis.set_xticks(ticks, labels=map(str, ticks), minor=False)
+        axis.set_xticks([], minor=True)
+        axis.set(xlim=(-0.1, 1.1 * largest), ylim=(-0.02, 1.02), xlabel="KL from the SFT policy, nats per completion")
+
+
+def shades_of(minibatches: Sequence[int]) -> dict[int, Any]:
+    """A colour for each N, from dark to light."""
+    return dict(zip(minibatches, matplotlib.colormaps["viridis"].resampled(len(minibatches) + 1).colors, strict=False))

@@ -1,0 +1,189 @@
+"""The shared pipeline: N changes when completions are sampled and nothing else; numbers are those of the files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.lab import Lab
+from experiments.rlhf import (
+    LOSSES,
+    NAMES,
+    SIZES,
+    Cell,
+    Ended,
+    Pipeline,
+    all_of,
+    cell_of,
+    is_greater_by_seed,
+    is_near_by_seed,
+    mean_by_seed,
+    oldest_update,
+    reward_accuracy,
+    shares_kept,
+    trodden,
+)
+from slipstream.core.recipes import resolve
+
+PIPELINE = Pipeline()
+
+
+def without(tables: dict, *dotted: str) -> dict:
+    """A copy that lacks some fields."""
+    kept = json.loads(json.dumps(tables))
+    for path in dotted:
+        *sections, name = path.split(".")
+        inner = kept
+        for section in sections:
+            inner = inner[section]
+        del inner[name]
+    return kept
+
+
+@pytest.fixture
+def lab(tmp_path) -> Lab:
+    return Lab(tmp_path / "lab")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_all_n_train_on_as_many_samples_in_as_many_updates(lab, loss):
+    """Update j of a step is j updates away from the weights that its minibatch was sampled with."""
+    first = PIPELINE.rl(lab, loss, 1, seed=2).config()
+    assert (first.host, first.seed, first.loss.name) == ("inline", 2, LOSSES[loss]["loss"]["name"])
+    for num in (2, 4, 8, 16, 64):
+        config = PIPELINE.rl(lab, loss, num, seed=2).config()
+        assert config.max_staleness == 0
+        assert (config.updates_per_step, config.trainer.epochs) == (num, 1)
+        assert config.steps * config.updates_per_step == first.steps == 192
+        assert config.groups_per_step == 32 * num
+        assert config.completions_per_group == 2
+        changed = ("steps", "groups_per_step", "trainer.minibatches")
+        assert without(config.model_dump(), *changed) == without(first.model_dump(), *changed)
+
+
+def test_an_n_that_leaves_a_rest_is_refused(lab):
+    with pytest.raises(ValueError, match="192 updates are no whole number of steps of 7"):
+        PIPELINE.rl(lab, "ppo", 7, seed=0)
+
+
+def test_nothing_is_whitened_or_penalised_across_minibatches(lab):
+    """Else N would change the advantages, not only their age."""
+    for loss in LOSSES:
+        config = PIPELINE.rl(lab, loss, 8, seed=0).config()
+        assert config.loss.whiten_advantages in ("no", "minibatch")
+        assert config.kl.target is None
+        assert not config.loss.skip_no_signal
+        assert config.kl.coef == (0.0 if loss in ("online_dpo", "best_of_2") else 0.1)
+
+
+def test_every_loss_differs_from_ppo_in_its_own_fields_only(lab):
+    ppo = PIPELINE.rl(lab, "ppo", 4, seed=0).config().model_dump()
+    for loss in LOSSES.keys() - {"ppo"}:
+        ours = PIPELINE.rl(lab, loss, 4, seed=0).config().model_dump()
+        own = ("loss", "kl.coef", *(("trainer.optimizer.lr",) if loss == "best_of_2" else ()))
+        assert without(ours, *own) == without(ppo, *own)
+        assert ours["loss"]["name"] != "ppo"
+    assert NAMES.keys() == LOSSES.keys()
+
+
+def test_runs_begin_with_the_models_of_their_seed_and_sizes(lab):
+    place = {(seed, size): lab.place(PIPELINE.models(lab, seed, size)) for seed in (0, 1) for size in SIZES}
+    assert len(set(place.values())) == 6
+    config = PIPELINE.rl(lab, "online_dpo", 4, seed=1, policy="L", reward_model="S").config()
+    assert config.model.path == config.kl.reference == str(place[1, "L"] / "sft" / "model")
+    assert [model.path for model in config.rewards.models] == [str(place[1, "S"] / "reward_model" / "model")]
+    assert config.critic.path == config.rewards.models[0].path
+    assert config.stages == ["rl", "evaluate"]
+    usual = PIPELINE.models(lab, 1).config()
+    assert usual.stages == ["sft", "preferences", "reward_model"]
+    for size in ("S", "L"):
+        config = PIPELINE.models(lab, 1, size).config()
+        assert config.stages == ["sft", "reward_model"]
+        assert config.model.hidden_size == SIZES[size]["hidden_size"] != usual.model.hidden_size
+        assert config.reward_model.preferences == str(place[1, "M"] / "preferences" / "preferences.jsonl")
+        assert (config.reward_model.path, config.model.path) == ("stage:sft", str(place[1, "M"] / "sft" / "model"))
+
+
+def test_the_usual_models_are_the_recipes(lab):
+    ours, recipe = PIPELINE.models(lab, 0).config(), resolve("tldr_mini")
+    assert ours.model_dump(exclude={"host", "stages"}) == recipe.model_dump(exclude={"host", "stages"})
+
+
+def test_models_are_made_before_what_begins_with_them_the_usual_size_first(lab, monkeypatch):
+    made: list[list[str]] = []
+    monkeypatch.setattr(lab, "run_all", lambda specs: made.append([spec.name for spec in specs]) or [])
+    PIPELINE.make(lab, [0, 1], ["S", "M"], [PIPELINE.rl(lab, "ppo", 1, seed=0)])
+    assert [names[0].split(" seed")[0] for names in made] == [
+        "rlhf models M",
+        "rlhf models S",
+        "rlhf ppo N=1 policy M reward model M",
+    ]
+    assert [len(names) for names in made] == [2, 2, 1]
+
+
+def evaluation(before: float, after: float, kl: float = 1.5) -> dict:
+    def moment(win_rate: float, kl: float) -> dict:
+        return {
+            "gold": {"win_rate": {"mean": win_rate}, "strict_win_rate": 0.0, "mean_score": win_rate + 0.25},
+            "drift": {
+                "kl": {"per_sequence": {"mean": kl}, "per_token": 0.0},
+                "perplexity": {"per_response_token": {"mean": 4.0}, "per_text_token": {"mean": 1.2}},
+            },
+        }
+
+    return {"before": moment(before, 0.0), "after": moment(after, kl)}
+
+
+def test_a_cell_is_what_the_evaluations_of_its_seeds_say(tmp_path):
+    for index, after in enumerate((0.5, 0.75)):
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "evaluation.json").write_text(json.dumps(evaluation(0.25, after, kl=index)))
+    cell = cell_of([tmp_path / "0", tmp_path / "1"])
+    assert cell.ended == [Ended(0.5, 0.75, 0, 4.0), Ended(0.75, 1.0, 1, 4.0)]
+    assert cell.began == [Ended(0.25, 0.5, 0.0, 4.0)] * 2
+    assert cell.win_rates() == [0.5, 0.75]
+    assert cell.gains() == [0.25, 0.5]
+
+
+def test_other_files_are_read_as_well(tmp_path):
+    steps = [
+        {"kl_reference_sum": 0.0, "reward_parts/overlap": 0.5},
+        {"kl_reference_sum": 1.0, "reward_parts/overlap": 0.75},
+    ]
+    lines = [{"step": 0, "eval_accuracy": 0.1}, *steps, {"step": 2, "eval_accuracy": 0.2}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert trodden(tmp_path) == [(0.0, 0.5), (1.0, 0.75)]
+    (tmp_path / "summary.json").write_text(json.dumps({"staleness": {"updates_max": 15}}))
+    assert oldest_update(tmp_path) == 15
+    (tmp_path / "reward_model").mkdir()
+    (tmp_path / "reward_model" / "stage.json").write_text('{"held_out_accuracy": 0.75}')
+    assert reward_accuracy(tmp_path) == 0.75
+
+
+def cell(before: list[float], after: list[float]) -> Cell:
+    return Cell(*([Ended(value, 0.0, 0.0, 0.0) for value in values] for values in (before, after)))
+
+
+def test_shares_are_of_the_same_seeds_gain():
+    on_policy = cell([0.25, 0.25], [0.75, 0.5])
+    assert shares_kept(cell([0.25, 0.25], [0.5, 0.5]), on_policy) == [0.5, 1.0]
+    assert shares_kept(cell([0.25, 0.25], [0.0, 0.25]), on_policy) == [-0.5, 0.0]
+    assert shares_kept(on_policy, cell([0.25, 0.25], [0.75, 0.29])) is None  # one seed learned nothing to keep
+    assert mean_by_seed([[0.0, 1.0], [1.0, 2.0]]) == [0.5, 1.5]
+
+
+def test_five_seeds_count_when_they_agree():
+    zeros = [0.0] * 5
+    assert is_greater_by_seed([0.1, 0.2, 0.1, 0.3, 0.01], zeros) is True
+    assert is_greater_by_seed([0.1, 0.2, 0.1, 0.3, -0.01], zeros) is None
+    assert is_greater_by_seed([-0.1, -0.2, -0.1, -0.3, -0.01], zeros) is False
+
+
+def test_near_is_a_matter_of_means_far_of_noise_as_well():
+    zeros = [0.0] * 5
+    assert is_near_by_seed([0.05, 0.03, 0.06, 0.04, 0.05], zeros, 0.05) is True
+    assert is_near_by_seed([-0.1, -0.2, -0.1, -0.1, -0.1], zeros, 0.05) is False
+    assert is_near_by_seed([0.1, 0.2, 0.1, 0.1, 0.1], zeros, 0.05) is False
+    assert is_near_by_seed([0.2, 0.3, 0.2, 0.1, -0.1], zeros, 0.05) is None
+    assert [all_of(answers) for answers in ([True, True], [True, None], [None, False])] == [True, None, False]

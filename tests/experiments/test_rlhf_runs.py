@@ -1,0 +1,61 @@
+"""Both experiments on `tldr_mini` as a whole, at toy size: every kind of run, its files, and what is said of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.lab import Lab
+from experiments.policy_or_reward_size import experiment as by_size
+from experiments.rlhf import Pipeline
+from experiments.staleness_by_loss import experiment as by_loss
+
+pytestmark = pytest.mark.slow
+
+TOY = Pipeline(
+    updates=64,
+    prompts_per_update=4,
+    overrides={
+        "prompts": {"num_train": 300, "num_eval": 40},
+        "generator": {"num_slots": 16},
+        "sft": {"steps": 20, "batch_size": 32, "num_demonstrations": 200},
+        "preferences": {"num_prompts": 40, "held_out": 0.3},
+        "reward_model": {"epochs": 1, "normalise_samples": 32},
+        "eval": {"num_prompts": 8, "num_slots": 8},
+        "evaluation": {"num_prompts": 40},
+    },
+)
+LOSSES = ("ppo", "proximal_rloo", "copg", "online_dpo", "best_of_2")
+BY_LOSS = by_loss.Plan(TOY, seeds=(0,), losses=LOSSES, minibatches=(1, 2, 16))
+BY_SIZE = by_size.Plan(TOY, seeds=(0,), minibatches=(1, 4))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lab")
+
+
+@pytest.mark.timeout(900)
+def test_staleness_by_loss(folder):
+    """CoPG and RLOO, of one gradient, end alike to the last bit; what is there is not made again."""
+    section = by_loss.section(Lab(folder), BY_LOSS)
+    assert len(section.verdicts) == 10
+    assert "the stalest minibatch is 0, 1, 15, 63 updates old" in next(iter(section.tables))
+    assert "bit for bit" in section.notes[0]
+    made: list[str] = []
+    assert by_loss.section(Lab(folder, say=made.append), BY_LOSS) == section
+    assert made == []
+
+
+@pytest.mark.timeout(900)
+def test_policy_or_reward_size(folder):
+    """The middle sizes at N = 1 are the other experiment's."""
+    made: list[str] = []
+    section = by_size.section(Lab(folder, say=made.append), BY_SIZE)
+    assert not any("N=1 policy M reward model M" in line for line in made)
+    assert len(section.verdicts) == 3
+    *_, sizes = section.tables.values()
+    small, middle, large = (int(number.replace(",", "")) for number in re.findall(r"\| [SML] \| ([\d,]+) ", sizes))
+    assert 4 * small < middle < large / 4
