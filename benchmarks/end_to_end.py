@@ -25,7 +25,6 @@ import random
 import shlex
 import statistics
 import string
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trl_call import INSTALL, TRL_PYTHON, call_trl, trl_version
 
 import slipstream
 from slipstream.core.config import ModelConfig
@@ -153,15 +153,19 @@ def states_per_step(run_dir: Path, first: int, last: int) -> dict[str, dict[str,
 
 def measure_trl(case: Case, python: Path, folder: Path, *, steps: int, warm_up: int) -> Measurement:
     """Run TRL in its own environment."""
-    result = folder / "trl.json"
-    command = [str(python), str(HERE / "trl_baseline.py"), "--model", str(folder / "trl")]
-    command += ["--prompts", str(folder / "prompts.jsonl"), "--out", str(result), "--lr", str(LR), "--seed", str(SEED)]
-    command += ["--completions", str(NUM_PROMPTS * GROUP_SIZE), "--completions-per-prompt", str(GROUP_SIZE)]
-    command += ["--max-new-tokens", str(case.max_new_tokens), "--steps", str(steps), "--warm-up", str(warm_up)]
-    if not case.can_end:
-        command += ["--min-new-tokens", str(case.max_new_tokens)]
-    subprocess.run(command, check=True, timeout=1800, stdout=subprocess.DEVNULL)
-    measured = json.loads(result.read_text(encoding="utf-8"))["steps"]
+    measured = call_trl(
+        python,
+        model=folder / "trl",
+        prompts=folder / "prompts.jsonl",
+        lr=LR,
+        seed=SEED,
+        completions=NUM_PROMPTS * GROUP_SIZE,
+        completions_per_prompt=GROUP_SIZE,
+        max_new_tokens=case.max_new_tokens,
+        min_new_tokens=0 if case.can_end else case.max_new_tokens,
+        steps=steps,
+        warm_up=warm_up,
+    )["steps"]
     step_s, generation_s, tokens = (
         statistics.mean(step[key] for step in measured) for key in ("step_s", "generation_s", "tokens")
     )
@@ -242,10 +246,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="measured steps per run")
-    parser.add_argument("--trl-python", type=Path, default=HERE.parent / ".venv-trl" / "bin" / "python")
+    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON)
     arguments = parser.parse_args()
-    if not arguments.trl_python.exists():
-        parser.error(f"{arguments.trl_python} does not exist; `make bench` installs it")
+    if trl_version(arguments.trl_python) is None:
+        parser.error(f"there is no TRL in the environment of {arguments.trl_python}; `{INSTALL}` installs it")
     print(f"command: python {shlex.join(sys.argv)}")
     print(f"versions: {versions()}")
     for name, value in describe().lines().items():

@@ -1,4 +1,4 @@
-"""The reward of the speed benchmarks, for both sides: TRL's signature, cheap, and rarely equal within a group."""
+"""Rewards of the benchmarks, for both sides, ours and TRL's: in TRL's signature, and cheap."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ SLOW_S = 0.02
 
 
 def vowel_share(completions: list[str], **columns: Any) -> list[float]:
-    """Share of vowels among each completion's characters, in [0, 1]; 0 for an empty one."""
+    """Share of vowels among each completion's characters, in [0, 1]; 0 for an empty one. Rarely equal in a group."""
     return [sum(character in "aeiou" for character in text) / max(1, len(text)) for text in completions]
+
+
+def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """1 for the answer, 0 for anything else; surrounding whitespace apart."""
+    return [float(text.strip() == right.strip()) for text, right in zip(completions, answer, strict=True)]
 
 
 def slow(completions: list[str], **columns: Any) -> list[float]:

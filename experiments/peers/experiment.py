@@ -1,0 +1,159 @@
+"""TRL and the scheduling policies of our peers beside ours: pace, waste, staleness, who is left out, learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from matplotlib.axes import Axes
+
+from experiments.figures import COLOURS, MARKERS, lines, panels, svg
+from experiments.lab import Lab
+from experiments.peers.contenders import CONTENDERS, K
+from experiments.peers.reading import BINS, LONGEST, TARGET, WINDOW, Seen, trailing_means
+from experiments.peers.runs import Found, Scale, find
+from experiments.peers.verdicts import NOT_THERE, verdicts
+from experiments.section import Section, markdown_table, spread
+
+DRAWN = ("trl_grpo", "sync", "ours", "drop_stale", "areal", "finish_order")
+"""In the panels that would be unreadable with all of them."""
+PANELS = (
+    "Left: reward against seconds. Middle: pace against staleness. Right: age when trained, by length of the answer"
+)
+
+
+def section(lab: Lab, scale: Scale | None = None) -> Section:
+    scale = scale or Scale()
+    found = find(lab, scale)
+    return Section(
+        title="Against peers, on one machine",
+        question="Beside TRL, and beside the rules by which other asynchronous systems admit, drop, drain and order: "
+        "how fast is it, what is thrown away, how stale is what is trained, who is left out, and when has it learned?",
+        setup=setup(found, scale),
+        tables=tables(found.seen),
+        figures={PANELS: figure(found.seen)},
+        verdicts=verdicts(found),
+        cost="45 minutes on two idle cores",
+        notes=notes(found),
+    )
+
+
+def setup(found: Found, scale: Scale) -> str:
+    trl = f"TRL {found.trl} has both cores, in an environment of its own" if found.trl else NOT_THERE
+    return (
+        "All start from one checkpoint of 0.6 M parameters that counts down or up, and learn to count down: 16 prompts "
+        f"of 8 completions a step, one update each, {scale.steps} steps. Answers have 4 to 171 tokens, lognormal with "
+        f"sigma 1, as their prompts ask. Policies that look at k have k = {K}. The rules of other systems run in our "
+        "scheduler: engine, channels, transfer of weights and kept caches around them are ours, and the same for all. "
+        f"{trl}. Seeds {', '.join(map(str, scale.seeds))}, contenders in turn. All the rest, and the rules for the "
+        "verdicts: `experiments/peers/README.md`."
+    )
+
+
+def notes(found: Found) -> list[str]:
+    told = [
+        "TRL decodes a batch until its longest answer is done, and trains it then: nothing is discarded or stale, and "
+        "padding is in its pace.",
+        "*Drain* and *abort and re-prefill* are our schedule with another way to bring in weights. In the systems "
+        "named, all engines stop for that together, which one generator cannot show.",
+        "Mean staleness is over tokens, length bias over groups. *left* is sampled and not trained when the run ended.",
+    ]
+    return told if found.trl else [f"{NOT_THERE}. Its rows and verdicts are missing.", *told]
+
+
+# Tables
+
+
+def tables(seen: Mapping[str, Sequence[Seen]]) -> dict[str, str]:
+    reached = f"reward {TARGET:g} after"
+    pace = ("contender", "whose", "completions/s", f"{reached}, s", "steps", "accuracy, end", "trainer waits, %")
+    longest = f"longest {100 * LONGEST:g} % trained, %"
+    trained = (
+        "contender",
+        "discarded, %",
+        "left, %",
+        "read again, %",
+        "staleness",
+        "largest",
+        "length bias, %",
+        longest,
+    )
+    return {
+        "How fast, and how soon": markdown_table(pace, (_pace(*one) for one in seen.items()), left=2),
+        "What is thrown away, how old the rest is (the largest is that of all seeds), and whom it leaves out": (
+            markdown_table(trained, (_trained(*one) for one in seen.items()))
+        ),
+    }
+
+
+def _pace(name: str, runs: Sequence[Seen]) -> tuple[str, ...]:
+    return (
+        CONTENDERS[name].title,
+        CONTENDERS[name].whose,
+        spread([one.completions_per_s for one in runs], 0),
+        _reached([one.reached_s for one in runs], 1),
+        _reached([one.reached for one in runs], 0),
+        spread([one.accuracy for one in runs]),
+        spread([100 * one.trainer_idle for one in runs if one.trainer_idle is not None], 0),
+    )
+
+
+def _trained(name: str, runs: Sequence[Seen]) -> tuple[str, ...]:
+    return (
+        CONTENDERS[name].title,
+        spread([100 * one.discarded for one in runs], 1),
+        spread([100 * one.left for one in runs], 1),
+        spread([100 * one.reread for one in runs], 1),
+        spread([one.staleness_mean for one in runs], 2),
+        str(max(one.staleness_max for one in runs)),
+        spread([100 * one.length_bias for one in runs], 1),
+        spread([100 * one.longest_trained for one in runs], 0),
+    )
+
+
+def _reached(values: Sequence[float | None], digits: int) -> str:
+    """Of the seeds that got there, and how many did where not all."""
+    there = [value for value in values if value is not None]
+    text = spread(there, digits) if there else "never"
+    return text if len(there) in (0, len(values)) else f"{text}, {len(there)} of {len(values)}"
+
+
+# Figure
+
+
+def figure(seen: Mapping[str, Sequence[Seen]]) -> str:
+    figure, (learning, pace, age) = panels(["Reward", "Pace and staleness", "Age when trained"])
+    drawn = {name: seen[name] for name in DRAWN if name in seen}
+    lines(learning, {CONTENDERS[name].title: _curve(runs) for name, runs in drawn.items()})
+    learning.axhline(TARGET, color="#888888", linewidth=0.8, linestyle="--")
+    learning.set(xscale="log", xlabel="seconds since RL began", ylabel=f"reward, mean of {WINDOW} batches")
+    learning.legend(fontsize=7)
+    for index, (name, runs) in enumerate(seen.items()):
+        where = fmean(one.staleness_mean for one in runs), fmean(one.completions_per_s for one in runs)
+        pace.plot(*where, **_style(index))
+        pace.annotate(CONTENDERS[name].title, where, xytext=(4, 3), textcoords="offset points", fontsize=6)
+    pace.set(xlabel="mean staleness, steps", ylabel="completions/s", ylim=(0, None))
+    _draw_ages(age, drawn)
+    return svg(figure)
+
+
+def _draw_ages(axis: Axes, drawn: Mapping[str, Sequence[Seen]]) -> None:
+    places = range(len(BINS) + 1)
+    for index, (name, runs) in enumerate(drawn.items()):
+        ages = {place: [age for one in runs if (age := one.age[place]) is not None] for place in places}
+        means = {place: fmean(own) for place, own in ages.items() if own}
+        axis.plot(list(means), list(means.values()), label=CONTENDERS[name].title, **_style(index))
+    axis.set_xticks(list(places), [*(f"to {edge}" for edge in BINS), "more"])
+    axis.set(xlabel="tokens of the answer", ylabel="age of the oldest token, steps", ylim=(0, None))
+
+
+def _style(index: int) -> dict[str, object]:
+    return {"marker": MARKERS[index % len(MARKERS)], "color": COLOURS[index % len(COLOURS)], "markersize": 4}
+
+
+def _curve(runs: Sequence[Seen]) -> tuple[list[float], list[list[float]]]:
+    """(seconds, rewards by seed) after every `WINDOW`-th step, seconds being means over seeds."""
+    steps = range(WINDOW - 1, min(len(one.rewards) for one in runs), WINDOW)
+    means = [trailing_means(one.rewards, WINDOW) for one in runs]
+    rewards = [[mean for own in means if (mean := own[step]) is not None] for step in steps]
+    return [fmean(one.ended_s[step] for one in runs) for step in steps], rewards

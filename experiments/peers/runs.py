@@ -1,0 +1,114 @@
+"""Which runs there are, and in what order they are made."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trl_call import TRL_PYTHON, call_trl, trl_version
+from experiments.lab import Lab, Spec
+from experiments.peers import workload
+from experiments.peers.contenders import CONTENDERS
+from experiments.peers.reading import Seen, read_run, read_trl
+from slipstream.core.recipes import merge
+from slipstream.prompts.stream import PromptStream
+
+RECIPE = Path(__file__).with_name("recipe.toml")
+WARM_UP = 1
+"""Steps that TRL's script leaves out of its own means, which nobody reads here: the curve has all."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run; the defaults are what the README promises. `overrides` are every run's, the checkpoint's too."""
+
+    names: Sequence[str] = tuple(CONTENDERS)
+    seeds: Sequence[int] = (0, 1, 2)
+    steps: int = 80
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was seen of each contender, by seed; `trl` is its version, None where it is not installed."""
+
+    seen: Mapping[str, Sequence[Seen]]
+    trl: str | None
+
+
+def checkpoint(train: Path, held_out: Path, overrides: Mapping[str, Any]) -> Spec:
+    """The policy that all start from."""
+    data = {"prompts": {"dataset": str(train), "eval_dataset": str(held_out)}}
+    return Spec("peers checkpoint", RECIPE, merge(merge(data, {"stages": ["sft"]}), overrides))
+
+
+def contest(name: str, seed: int, start: Spec, model: Path, steps: int) -> Spec:
+    """The run of a contender from the checkpoint `model`, which `start` has made."""
+    common = {"stages": ["rl"], "model": {"path": str(model)}, "seed": seed, "steps": steps}
+    overrides = merge(merge(start.overrides, common), CONTENDERS[name].overrides)
+    return Spec(f"peers {name} {seed}", RECIPE, overrides)
+
+
+def find(lab: Lab, scale: Scale, *, trl_python: Path = TRL_PYTHON) -> Found:
+    """Make what is missing, one by one, and read all of it. Seeds outside, contenders inside, in turn: a machine that
+    drifts hits all alike. TRL's are left out, and said to be, where it is not installed.
+    """
+    train, held_out = workload.write(lab.folder)
+    start = checkpoint(train, held_out, scale.overrides)
+    model = lab.run(start) / "sft" / "model"
+    rows, version = workload.read(train), trl_version(trl_python)
+    seen: dict[str, list[Seen]] = {}
+    for turn, seed in enumerate(scale.seeds):
+        shift = turn * len(scale.names) // len(scale.seeds)
+        for name in (*scale.names[shift:], *scale.names[:shift]):
+            spec, trainer = contest(name, seed, start, model, scale.steps), CONTENDERS[name].trl
+            if trainer is None:
+                one = read_run(lab.run(spec), partial(answer_tokens, PromptStream(rows, seed)))
+            elif version is None:
+                lab.say(f"{spec.name}: left out, TRL is not installed")
+                continue
+            else:
+                measure = partial(measure_trl, python=trl_python)
+                config = spec.config().model_dump(mode="json", exclude_none=True)
+                one = read_trl(lab.measure(spec.name, measure, trainer=trainer, config=config, version=version))
+            seen.setdefault(name, []).append(one)
+    return Found({name: seen[name] for name in scale.names if name in seen}, version)
+
+
+def answer_tokens(prompts: PromptStream, ordinal: int) -> int:
+    """Tokens of the answer to the prompt of group `ordinal`; `prompts` are rows of the workload."""
+    row: Any = prompts.prompt(ordinal)
+    return workload.num_tokens(row["answer"])
+
+
+def measure_trl(*, trainer: str, config: Mapping[str, Any], version: str, python: Path = TRL_PYTHON) -> dict[str, Any]:
+    """TRL's `trainer` on what `config` says of model, prompts, batch and optimizer; our evaluation of its policy.
+
+    `version` is TRL's, and here only to be part of what the measurement is kept by.
+    """
+    from slipstream.evals.evaluate import evaluate_model
+
+    completions = config["groups_per_step"] * config["completions_per_group"]
+    with tempfile.TemporaryDirectory() as scratch:
+        trained = Path(scratch) / "model"
+        measured = call_trl(
+            python,
+            trainer=trainer,
+            reward="exact",
+            model=config["model"]["path"],
+            prompts=config["prompts"]["dataset"],
+            max_new_tokens=config["generator"]["max_new_tokens"],
+            completions=completions,
+            completions_per_prompt=config["completions_per_group"],
+            lr=config["trainer"]["optimizer"]["lr"],
+            seed=config["seed"],
+            steps=config["steps"] - WARM_UP,
+            warm_up=WARM_UP,
+            save=trained,
+        )
+        accuracy = evaluate_model(trained, recipe=config).sampled_accuracy
+    return {**measured["curve"], "completions_per_step": completions, "accuracy": accuracy, "trl": version}

@@ -1,0 +1,126 @@
+"""What is claimed of contenders, and whether it holds: by the rules that the README fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from experiments.comparison import is_as_great, is_greater
+from experiments.peers.contenders import CONTENDERS, K
+from experiments.peers.reading import TARGET, Seen
+from experiments.peers.runs import Found
+from experiments.section import Verdict, spread
+
+MARGIN = 0.02
+"""Of accuracy: as good as."""
+NOT_THERE = "TRL is not installed: `make .venv-trl/installed`"
+SOONER = {"trl_grpo": "ours", "trl_rloo": "ours_rloo"}
+UNBOUNDED = {
+    "areal": ("Admission by count bounds no token's age", "SkyRL, of AReaL's rule"),
+    "sample_budget": ("A budget of samples bounds no token's age", "docs/staleness.md"),
+    "finish_order": ("A queue of bounded size bounds no token's age", "docs/staleness.md"),
+}
+SLOWER = {
+    "sync": ("Asynchronous has a higher pace than synchronous", "A, Fig. 1; L, Table 3"),
+    "one_step": ("Two steps ahead have a higher pace than one", "P2"),
+    "drain": ("Swapping in flight has a higher pace than draining before each update", "M1; verl #4896"),
+    "re_prefill": ("Keeping caches has a higher pace than reading them again", "M4; slime #1694"),
+}
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    """In this order; those about contenders of ours that were not run are left out."""
+    seen = found.seen
+    told = [_sooner(found, theirs, ours) for theirs, ours in SOONER.items()]
+    if "ours" in seen:
+        told.append(_keeps_promises(seen["ours"]))
+        told += [_faster(*SLOWER[name], seen["ours"], seen[name]) for name in SLOWER if name in seen]
+    if {"ours", "drop_stale"} <= seen.keys():
+        claim = "A hard bound costs pace where tails are heavy: dropping what is stale has a higher one"
+        told.append(_faster(claim, "docs/staleness.md", seen["drop_stale"], seen["ours"]))
+        told.append(_drops_the_long(seen["drop_stale"]))
+    told += [_unbounded(*UNBOUNDED[name], seen[name]) for name in UNBOUNDED if name in seen]
+    if "sync" in seen:
+        told.append(_learns_as_much(seen))
+    return told
+
+
+def _sooner(found: Found, theirs: str, ours: str) -> Verdict:
+    """Cannot be said where a run of ours never got there; one of theirs counts with all it took."""
+    title, source = CONTENDERS[theirs].title, "README, Speed"
+    claim = f"Ours has learned sooner than {title}"
+    if not {theirs, ours} <= found.seen.keys():
+        return Verdict(claim, source, None, NOT_THERE if found.trl is None else "not run")
+    late = sum(one.reached is None for name in (theirs, ours) for one in found.seen[name])
+    theirs_s, ours_s = ([until_s(one) for one in found.seen[name]] for name in (theirs, ours))
+    got = f"reward {TARGET:g} after {spread(ours_s, 1)} s, {title} after {spread(theirs_s, 1)} s"
+    got += f": {fmean(theirs_s) / fmean(ours_s):.1f} times" + (f"; {late} runs never got there" if late else "")
+    is_known = all(one.reached is not None for one in found.seen[ours])
+    return Verdict(claim, source, is_greater(theirs_s, ours_s) if is_known else None, got)
+
+
+def until_s(one: Seen) -> float:
+    """Seconds until it had learned; all it took where it had not."""
+    return one.ended_s[-1] if one.reached_s is None else one.reached_s
+
+
+def _faster(claim: str, source: str, fast: Sequence[Seen], slow: Sequence[Seen]) -> Verdict:
+    paces, others = ([one.completions_per_s for one in runs] for runs in (fast, slow))
+    got = f"{spread(paces, 0)} and {spread(others, 0)} completions/s: {fmean(paces) / fmean(others):.2f} times"
+    return Verdict(claim, source, is_greater(paces, others), got)
+
+
+def _keeps_promises(runs: Sequence[Seen]) -> Verdict:
+    """Exactly, in every run."""
+    oldest, bias = max(one.staleness_max for one in runs), max(abs(one.length_bias) for one in runs)
+    discarded, longest = max(one.discarded for one in runs), min(one.longest_trained for one in runs)
+    return Verdict(
+        f"Ours trains no token staler than k = {K}, discards nothing, and leaves no length out",
+        "P1; docs/staleness.md",
+        oldest <= K and discarded == 0 and bias == 0 and longest == 1,
+        f"largest staleness {oldest}, discarded {_percent([discarded])}, length bias {_percent([bias])}, "
+        f"of the longest {_percent([longest], 0)} trained",
+    )
+
+
+def _drops_the_long(runs: Sequence[Seen]) -> Verdict:
+    """In every run."""
+    discarded, bias = [one.discarded for one in runs], [one.length_bias for one in runs]
+    longest = [one.longest_trained for one in runs]
+    return Verdict(
+        "Dropping what is stale throws work away, and the long answers first",
+        "tinker-cookbook #822; marin #8936",
+        min(discarded) > 0 and max(bias) < 0 and max(longest) < 1,
+        f"discarded {_percent(discarded)}, length bias {_percent(bias)}, of the longest {_percent(longest, 0)} trained",
+    )
+
+
+def _unbounded(claim: str, source: str, runs: Sequence[Seen]) -> Verdict:
+    """In any run."""
+    ages = [one.staleness_max for one in runs]
+    return Verdict(claim, source, max(ages) > K, f"largest staleness {max(ages)}, with k = {K}")
+
+
+def _learns_as_much(seen: Mapping[str, Sequence[Seen]]) -> Verdict:
+    """Each of our scheduler with synchronous's loss against synchronous: no if any learns less, yes if all as much."""
+    accuracies = {
+        name: [one.accuracy for one in runs]
+        for name, runs in seen.items()
+        if CONTENDERS[name].trl is None and "loss" not in CONTENDERS[name].overrides
+    }
+    sync = accuracies.pop("sync")
+    claim = f"None of the policies learns less than synchronous in as many steps (accuracy, margin {MARGIN:g})"
+    if not accuracies:
+        return Verdict(claim, "A, Fig. 1; L12", None, "not run")
+    told = {is_as_great(own, sync, MARGIN) for own in accuracies.values()}
+    least = min(accuracies, key=lambda name: fmean(accuracies[name]))
+    return Verdict(
+        claim,
+        "A, Fig. 1; L12",
+        False if False in told else None if None in told else True,
+        f"synchronous {spread(sync)}; the least: {CONTENDERS[least].title}, {spread(accuracies[least])}",
+    )
+
+
+def _percent(values: Sequence[float], digits: int = 1) -> str:
+    return f"{spread([100 * value for value in values], digits)} %"
