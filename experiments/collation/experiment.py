@@ -85,11 +85,12 @@ def verdicts(paddings: Mapping[int, Paddings], seconds: Seconds) -> list[Verdict
             "Greedy collation reduces padding.",
             "M, online training",
             all(value > 0 for value in every),
-            f"on {len(VARIABLE)} distributions, 1 and 8 workers: {percent(min(means))} to {percent(max(means))} of the "
+            f"on {len(VARIABLE)} distributions, {' and '.join(map(str, paddings))} workers: {percent(min(means))} to "
+            f"{percent(max(means))} of the "
             "padding tokens of first-come packing",
         ),
         _published(means),
-        _homogeneous(paddings[max(paddings)]),
+        _homogeneous(paddings[max(paddings)], workers=max(paddings)),
         _faster(seconds),
     ]
 
@@ -106,8 +107,7 @@ def _published(means: Sequence[float]) -> Verdict:
     )
 
 
-def _homogeneous(paddings: Paddings) -> Verdict:
-    """Of several workers."""
+def _homogeneous(paddings: Paddings, *, workers: int) -> Verdict:
 
     def worst(way: str) -> float:
         return max(fmean(column(paddings, name, way, "imbalance")) for name in VARIABLE)
@@ -116,7 +116,7 @@ def _homogeneous(paddings: Paddings) -> Verdict:
         "It ensures a homogeneous workload across training workers.",
         "M, online training",
         worst("greedy") <= SMALL_IMBALANCE,
-        f"8 workers with preset shares wait up to {percent(worst('greedy'))} of their slots for the slowest "
+        f"{workers} workers with preset shares wait up to {percent(worst('greedy'))} of their slots for the slowest "
         f"(first-come {percent(worst('first-come'))}); with shares dealt by length up to "
         f"{percent(worst('greedy, balanced'))}",
     )

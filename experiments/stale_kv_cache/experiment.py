@@ -149,7 +149,7 @@ def _slightly(errors: Errors) -> Verdict:
 
 def _unnecessary(runs: Runs) -> Verdict:
     keep, recompute = column(runs, KEEP, "reward"), column(runs, RECOMPUTE, "reward")
-    learned = min(min(one.rewards[-LAST_STEPS:]) - one.rewards[0] for way in WAYS for one in runs[way])
+    learned = min(one.reward - one.rewards[0] for way in WAYS for one in runs[way])
     stale = fmean(column(runs, KEEP, "stale_share"))
     holds = is_as_great(keep, recompute, MARGIN)
     told = f"reward of the last {LAST_STEPS} steps {spread(keep)} kept, {spread(recompute)} made anew"
@@ -218,6 +218,7 @@ def section(lab: Lab) -> Section:
             "*error*: |recorded - fresh| under the new weights, *early*: the 16 tokens behind the swap; *change*: "
             "what the new weights themselves do to the same tokens' logprobs; *std of ratio*: of the importance "
             "ratio that corrects for the cache.",
+            "Where the cache is kept, prompts that were stored ahead and have not begun are read again.",
             "Recorded logprobs are those of the distribution that was sampled from, stale cache included, so a loss "
             "with importance weights corrects for it.",
         ],
@@ -251,10 +252,11 @@ def speed_table(speeds: Speeds) -> str:
     rows = []
     for every in speeds[KEEP]:
         kept, anew = ([one["tokens_per_s"] for one in speeds[way][every]] for way in WAYS)
-        again = fmean(one["re_prefilled"] for one in speeds[RECOMPUTE][every])
-        cells = [spread(kept, 0), spread(anew, 0), f"{fmean(kept) / fmean(anew):.2f}", f"{again:.2f}"]
+        again = [f"{fmean(one['re_prefilled'] for one in speeds[way][every]):.2f}" for way in WAYS]
+        cells = [spread(kept, 0), spread(anew, 0), f"{fmean(kept) / fmean(anew):.2f}", *again]
         rows.append([every if every != "0" else "none", *cells])
-    return markdown_table(["steps", "kept", "made anew", "kept / anew", "tokens read again per token sampled"], rows)
+    head = ["steps", "kept", "made anew", "kept / anew", "read again per token sampled, kept", "made anew"]
+    return markdown_table(head, rows)
 
 
 def figure(errors: Errors, runs: Runs, speeds: Speeds) -> str:

@@ -119,10 +119,10 @@ def made_up(factors: dict[str, float]) -> dict[str, list[dict[str, Any]]]:
     ("factors", "words"),
     [
         ((2.0, 3.0, 5.0), [True, True, True]),
-        ((2.0, 2.0, 2.0), [True, False, None]),
+        ((1.5, 1.5, 1.5), [True, False, None]),
         ((5.0, 4.0, 3.5), [True, True, False]),
         ((0.5, 0.5, 0.5), [False, False, None]),
-        ((0.5, 2.0, 2.5), [None, False, True]),
+        ((0.5, 1.5, 1.8), [None, False, True]),
     ],
 )
 def test_verdicts_follow_the_rules_of_the_readme(factors, words):
@@ -157,13 +157,14 @@ def test_the_whole_experiment_at_toy_size(tmp_path, monkeypatch):
         "sft": {"steps": 50, "num_demonstrations": 200},
         "preferences": {"num_prompts": 40, "held_out": 0.3},
         "reward_model": {"epochs": 1, "normalise_samples": 32},
+        "eval": {"num_prompts": 10},
     }
     monkeypatch.setattr(experiment, "PIPELINE", PIPELINE.with_overrides(**small))
     original = sft_spec
     monkeypatch.setattr(
         experiment,
         "sft_spec",
-        lambda size: original(size).with_overrides(**{name: small[name] for name in ("prompts", "sft")}),
+        lambda size: original(size).with_overrides(**{name: small[name] for name in ("prompts", "sft", "eval")}),
     )
     monkeypatch.setattr(experiment, "SIZES", {"0.1M": SIZES["0.1M"]})
     monkeypatch.setattr(experiment, "NAMES", (experiment.MIDDLE, "0.1M"))

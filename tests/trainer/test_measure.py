@@ -15,6 +15,8 @@ from slipstream.trainer.measure import measure, with_columns
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.step import Auxiliary, microbatch_logprobs, needed_columns, train_on_batch
 
+SHORT = {"max_new_tokens": 16}
+
 
 def sequences_of(groups):
     return [train_sequence(rollout.completion) for group in groups for rollout in group.rollouts]
@@ -66,9 +68,9 @@ def test_columns_of_a_batch_are_the_same_ones():
         ({"loss": {"name": "decoupled_ppo"}}, ("proximal_logprobs",)),
         ({"loss": {"name": "online_dpo", "select": "best_and_worst"}}, ("reference_logprobs",)),
         ({"kl": {"coef": 0.1}}, ("reference_logprobs",)),
-        ({"generator": {"temperature": 0.7}, "trainer": {"logprob_temperature": 0.7}}, ()),
+        ({"generator": {**SHORT, "temperature": 0.7}, "trainer": {"logprob_temperature": 0.7}}, ()),
         (
-            {"max_staleness": 0, "generator": {"temperature": 0.7}, "trainer": {"logprob_temperature": 1.0}},
+            {"max_staleness": 0, "generator": {**SHORT, "temperature": 0.7}, "trainer": {"logprob_temperature": 1.0}},
             ("behaviour_logprobs",),
         ),
         ({"loss": {"name": "ppo", "advantages": "gae"}}, ("values",)),
