@@ -21,11 +21,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from accounted import check_runs
 from adversary import Adversary, Growth
 from chaos_config import RECIPE
 from lineage_audit import lines
 from process_tree import adopt_orphans, descendants, is_alive, reap, roles, state
+
+sys.path.append(str(Path(__file__).parents[1]))  # for the scripts of this folder; under pytest it is there
+from accounted import check_runs  # noqa: E402
 
 MAX_ATTEMPTS = 60
 QUIET_S = 150.0
