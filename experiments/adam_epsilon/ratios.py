@@ -125,7 +125,7 @@ def after_epochs(
                 tokens=tokens,
             )
             found[adam][str(count)] = ratio_statistics(
-                *_columns(config, trained, batch, tokens), clip=config.loss.params["eps_high"]
+                *_columns(config, trained, batch, tokens), clip=float(config.loss.params["eps_high"])
             )
             if count == 1:
                 found["weights"] = weights_below(trained, config.trainer.optimizer.eps)

@@ -19,7 +19,8 @@ SHORTEST = 16
 
 
 def _cut(lengths: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(lengths), SHORTEST, LONGEST).astype(np.int64)
+    cut: np.ndarray = np.clip(np.rint(lengths), SHORTEST, LONGEST).astype(np.int64)
+    return cut
 
 
 def _two_kinds(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,14 +136,19 @@ def verdicts(runs: Runs, errors: Errors) -> list[Verdict]:
     return [_unnecessary(runs), _slightly(errors), _faster(runs)]
 
 
+def share(found: Sequence[Mapping[str, float]]) -> float:
+    """What the cache changes of logprobs, against what new weights do; infinite where these changed nothing."""
+    error, shift = (fmean(one[value] for one in found) for value in ("error", "shift"))
+    return error / shift if shift else math.inf
+
+
 def _slightly(errors: Errors) -> Verdict:
-    shares = [
-        fmean(one["error"] for one in found) / fmean(one["shift"] for one in found) for found in errors[KEEP].values()
-    ]
+    shares = [share(found) for found in errors[KEEP].values()]
+    holds = None if math.isinf(max(shares)) else True if max(shares) <= SLIGHT else False if max(shares) > 1 else None
     return Verdict(
         "Kept keys and values are slightly outdated.",
         "M, online training",
-        True if max(shares) <= SLIGHT else False if max(shares) > 1 else None,
+        holds,
         f"they change a logprob by {min(shares):.2f} to {max(shares):.2f} of what the new weights change it by",
     )
 
@@ -191,7 +197,7 @@ def section(lab: Lab) -> Section:
     )
     keys = [(way, seed) for seed in SEEDS for way in WAYS]
     folders = dict(zip(keys, lab.run_all([trained(dataset, policy, *key) for key in keys]), strict=True))
-    runs = {
+    runs: Runs = {
         way: [
             outcome(summary(folder), metrics(folder), read_rollouts(folder / "rollouts.jsonl"))
             for folder in (folders[way, seed] for seed in SEEDS)
@@ -202,7 +208,7 @@ def section(lab: Lab) -> Section:
         title="Keep or recompute the cache",
         question="When weights change under sequences that go on, what does it cost to keep the keys and values of the "
         "old ones, in logprobs and in quality, and what to make them anew, in tokens per second?",
-        setup=f"Counting with a long tail (`async_vs_sync`, 0.64M parameters), continuous, k = {K}, {SLOTS} slots "
+        setup=f"The task of `async_vs_sync` with its long tail, 0.64M parameters, continuous, k = {K}, {SLOTS} slots "
         f"for 64 completions a step, {STEPS} steps, seeds {', '.join(map(str, SEEDS))}. Errors: {SWAPS['num_prompts']} "
         f"completions begin under one version of such a run and go on under a later one from token "
         f"{SWAPS['swap_at']} on; their recorded logprobs against those of the new weights with a cache of their own. "
@@ -232,7 +238,7 @@ def error_table(errors: Errors) -> str:
     for lag, kept in errors[KEEP].items():
         anew = errors[RECOMPUTE][lag]
         row = [lag, *(spread([one[value] for one in kept], 4) for value in ("error", "early", "largest", "shift"))]
-        row.append(f"{fmean(one['error'] for one in kept) / fmean(one['shift'] for one in kept):.2f}")
+        row.append(f"{share(kept):.2f}")
         row.append(spread([one["ratio_std"] for one in kept], 4))
         row.append(f"{fmean(one['error'] for one in anew):.1e}")
         rows.append(row)

@@ -243,6 +243,7 @@ def made_up_errors(error: float = 0.01, shift: float = 0.1) -> dict[str, dict[st
         ({"tokens_per_s": 400.0}, {}, [True, True, False]),
         ({"tokens_per_s": 500.0}, {}, [True, True, None]),
         ({}, {"error": 0.07}, [True, None, True]),
+        ({}, {"error": 0.0, "shift": 0.0}, [True, None, True]),  # versions that are all the same
         ({}, {"error": 0.2}, [True, False, True]),
     ],
 )
