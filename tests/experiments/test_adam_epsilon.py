@@ -130,6 +130,19 @@ def test_verdicts_follow_the_rules_of_the_readme(factors, words):
     assert [verdict.holds for verdict in verdicts(found)] == words
 
 
+def test_where_nothing_is_clipped_there_is_nothing_to_compare():
+    found = made_up(dict(zip(NAMES, (2.0, 3.0, 5.0), strict=True)))
+    for seed in found[NAMES[0]]:
+        for adam in ("torch", "tensorflow"):
+            for numbers in seed[adam].values():
+                numbers["policy/clipfrac"] = 0.0
+    direction = verdicts(found)[0]
+    assert direction.holds
+    assert "69 of 69 comparisons" in direction.found
+    assert "3 more are ties" in direction.found
+    assert "| `policy/clipfrac`, after two epochs | 3.9 |  | 3.01 (0.01) |" in excess_table(found)
+
+
 def test_some_of_the_published_factors_are_no_verdict():
     found = made_up(dict(zip(NAMES, (2.0, 3.0, 5.0), strict=True)))
     for seed in found[NAMES[-1]]:
