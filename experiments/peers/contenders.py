@@ -28,6 +28,7 @@ CONTENDERS: dict[str, Contender] = {
     "trl_rloo": Contender("TRL, RLOO", "TRL", trl="rloo"),
     "sync": Contender("synchronous", "Slipstream, k = 0", {"max_staleness": 0, "weight_update": "between_batches"}),
     "ours": Contender("oldest first", f"Slipstream, k = {K}"),
+    "ours_k8": Contender("oldest first, k = 8", "Slipstream, k = 8", {"max_staleness": 8}),
     "ours_rloo": Contender("oldest first, RLOO", f"Slipstream, k = {K}", {"loss": RLOO}),
     "drain": Contender("drain before each update", "slime (`train_async.py`)", {"weight_update": "between_batches"}),
     "re_prefill": Contender(

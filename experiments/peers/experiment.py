@@ -15,7 +15,7 @@ from experiments.peers.runs import Found, Scale, find
 from experiments.peers.verdicts import NOT_THERE, verdicts
 from experiments.section import Section, markdown_table, spread
 
-DRAWN = ("trl_grpo", "sync", "ours", "drop_stale", "areal", "finish_order")
+DRAWN = ("trl_grpo", "sync", "ours", "ours_k8", "drop_stale", "areal", "finish_order")
 """In the panels that would be unreadable with all of them."""
 PANELS = (
     "Left: reward against seconds. Middle: pace against staleness. Right: age when trained, by length of the answer"
@@ -42,7 +42,7 @@ def setup(found: Found, scale: Scale) -> str:
     trl = f"TRL {found.trl} has both cores, in an environment of its own" if found.trl else NOT_THERE
     return (
         "All start from one checkpoint of 0.6 M parameters that counts down or up, and learn to count down: 16 prompts "
-        f"of 8 completions a step, one update each, {scale.steps} steps. Answers have 4 to 171 tokens, lognormal with "
+        f"of 8 completions a step, one update each, {scale.steps} steps. Answers have 6 to 180 tokens, lognormal with "
         f"sigma 1, as their prompts ask. Policies that look at k have k = {K}. The rules of other systems run in our "
         "scheduler: engine, channels, transfer of weights and kept caches around them are ours, and the same for all. "
         f"{trl}. Seeds {', '.join(map(str, scale.seeds))}, contenders in turn. All the rest, and the rules for the "

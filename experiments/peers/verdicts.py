@@ -39,6 +39,9 @@ def verdicts(found: Found) -> list[Verdict]:
         claim = "A hard bound costs pace where tails are heavy: dropping what is stale has a higher one"
         told.append(_faster(claim, "docs/staleness.md", seen["drop_stale"], seen["ours"]))
         told.append(_drops_the_long(seen["drop_stale"]))
+    if {"ours", "ours_k8"} <= seen.keys():
+        claim = "Room for the tail pays that back: k = 8 has a higher pace than k = 2"
+        told.append(_faster(claim, "docs/staleness.md", seen["ours_k8"], seen["ours"]))
     told += [_unbounded(*UNBOUNDED[name], seen[name]) for name in UNBOUNDED if name in seen]
     if "sync" in seen:
         told.append(_learns_as_much(seen))

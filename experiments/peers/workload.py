@@ -1,9 +1,10 @@
 """Counting down: answers whose lengths have a heavy tail that the prompt decides.
 
-    kqv5>   5 4 3 2 1
+    kqv05>   05 04 03 02 01
 
-Numbers are lognormal, median 3, sigma 1, cut at 60, twenty medians: the tail with which docs/staleness.md runs the same
-scheduling policies in virtual time. The word before the number keeps prompts distinct and says nothing. Counting up,
+Each number takes three tokens of one character, the space or the end behind it included. How many there are is
+lognormal, median 3, sigma 1, cut at 60, twenty medians: the tail with which docs/staleness.md runs the same scheduling
+policies in virtual time. The word before the number keeps prompts distinct and says nothing. Counting up,
 which the policy has learned as well, takes as many tokens, so lengths stay what they are while it learns.
 """
 
@@ -56,8 +57,8 @@ def _kept(folder: Path, name: str, found: Sequence[dict[str, str]]) -> Path:
 
 
 def _row(word: str, number: int) -> dict[str, str]:
-    numbers = [str(n) for n in range(number, 0, -1)]
-    return {"prompt": f"{word}{number}>", "answer": " ".join(numbers), "upward": " ".join(reversed(numbers))}
+    numbers = [f"{n:02d}" for n in range(number, 0, -1)]
+    return {"prompt": f"{word}{number:02d}>", "answer": " ".join(numbers), "upward": " ".join(reversed(numbers))}
 
 
 def _number(chance: random.Random) -> int:
