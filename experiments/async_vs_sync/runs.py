@@ -21,7 +21,8 @@ MAX_STALENESS = 4
 SEGMENT_TOKENS = 64
 COLD_STEPS, LAST_STEPS = 5, MAX_STALENESS
 """Left out of step times at both ends: there the loop fills, and there it runs dry."""
-JUDGE_WORKERS = 64
+JUDGE_WORKERS = 96
+"""More than a step's 64 completions, which fit together in turns; overlapped, steps shorter than 0.33 s would wait."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def start(size: str, dataset: Path) -> Spec:
     width = SIZES[size]
     model = {"hidden_size": width, "intermediate_size": 3 * width}
     return Spec(
-        f"counting start {size}", RECIPE, {"stages": ["sft"], "model": model, "prompts": {"dataset": str(dataset)}}
+        f"spelling start {size}", RECIPE, {"stages": ["sft"], "model": model, "prompts": {"dataset": str(dataset)}}
     )
 
 

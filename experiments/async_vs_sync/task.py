@@ -1,40 +1,43 @@
-"""Counting from one number to another: a task whose answers have exactly the lengths that we choose.
+"""Spelling a word round and round while counting down: answers have exactly the lengths that we choose.
 
-    008-011>   008 009 010 011
+    kfb004>   k004f003b002k001
 
-Each number takes four tokens of one character, the space or the end behind it included. Lengths are quantiles of their
-distribution, not draws from it, so that every data set of `NUM_ROWS` rows has the same ones.
+An item takes four tokens of one character, and the end one more. Where to end is easy to see, so that lengths are the
+task's from the start and stay so. Lengths are quantiles of their distribution, not draws from it: every data set of
+`NUM_ROWS` rows has the same ones.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import groupby, permutations
 from pathlib import Path
 
 from experiments.lab import digest
 
 NUM_ROWS = 4200
-TOKENS_PER_NUMBER = 4
-LARGEST = 999
+TOKENS_PER_ITEM = 4
+LETTERS = "abcdefghijkl"
+WORD = 3
 SHORTEST, LONGEST = 8, 120
 TAIL = 1.2
 """Pareto's alpha: P(n > x) = (SHORTEST / x) ** TAIL. Below 2 the variance without the cut at LONGEST is infinite."""
 EQUAL = 25
-"""Of the control: the mean of the tailed lengths, in whole numbers."""
+"""Of the control: the mean of the tailed lengths, rounded up."""
 SEED = 0
 
 
 def tailed(num_rows: int) -> list[int]:
-    """Numbers in each answer: n = min(LONGEST, floor(SHORTEST * u^(-1 / TAIL))) at u = (i + 1/2) / num_rows."""
+    """Items in each answer: n = min(LONGEST, floor(SHORTEST * u^(-1 / TAIL))) at u = (i + 1/2) / num_rows."""
     quantiles = [(index + 0.5) / num_rows for index in range(num_rows)]
     return [min(LONGEST, int(SHORTEST * u ** (-1 / TAIL))) for u in quantiles]
 
 
 def equal(num_rows: int) -> list[int]:
-    """As many numbers in every answer."""
+    """As many items in every answer."""
     return [EQUAL] * num_rows
 
 
@@ -42,22 +45,17 @@ LENGTHS: dict[str, Callable[[int], list[int]]] = {"tailed": tailed, "equal": equ
 
 
 def most_rows(lengths: str) -> int:
-    """Distinct rows that there are, at most NUM_ROWS: answers of n numbers begin at 0 to LARGEST + 1 - n."""
-    return NUM_ROWS if lengths == "tailed" else LARGEST + 2 - EQUAL
+    """Distinct rows that there are, at most NUM_ROWS: of answers of one length one for each word."""
+    return NUM_ROWS if lengths == "tailed" else math.perm(len(LETTERS), WORD)
 
 
 def rows(lengths: str) -> list[dict[str, str]]:
-    """Columns `prompt`, `answer` and `downward`, the answer of a policy that counts the other way. All distinct."""
+    """Columns `prompt`, `answer` and `backward`, the answer of a policy that spells the other way. All distinct."""
     chance = random.Random(SEED)
-    counts = LENGTHS[lengths](most_rows(lengths))
-    places = defaultdict(list)
-    for index, count in enumerate(counts):
-        places[count].append(index)
-    firsts = [0] * len(counts)
-    for count, indices in places.items():
-        for index, first in zip(indices, chance.sample(range(LARGEST + 2 - count), len(indices)), strict=True):
-            firsts[index] = first
-    found = [_row(first, count) for first, count in zip(firsts, counts, strict=True)]
+    words = ["".join(letters) for letters in permutations(LETTERS, WORD)]
+    found = []
+    for count, alike in groupby(sorted(LENGTHS[lengths](most_rows(lengths)))):
+        found += [_row(word, count) for word in chance.sample(words, len(list(alike)))]
     chance.shuffle(found)
     return found
 
@@ -65,7 +63,7 @@ def rows(lengths: str) -> list[dict[str, str]]:
 def write(lengths: str, folder: Path) -> Path:
     """The rows as JSON lines in `folder`, under a name that stands for what is in them."""
     text = "".join(json.dumps(row) + "\n" for row in rows(lengths))
-    path = folder / f"counting-{lengths}-{digest(text)}.jsonl"
+    path = folder / f"spelling-{lengths}-{digest(text)}.jsonl"
     if not path.is_file():
         part = path.with_suffix(".part")
         part.write_text(text)
@@ -75,7 +73,7 @@ def write(lengths: str, folder: Path) -> Path:
 
 def described(lengths: str) -> dict[str, float]:
     """Tokens of an answer: mean, median, quantiles, longest; of all of them, the share in the longest tenth."""
-    tokens = sorted(TOKENS_PER_NUMBER * count for count in LENGTHS[lengths](most_rows(lengths)))
+    tokens = sorted(num_tokens(count) for count in LENGTHS[lengths](most_rows(lengths)))
     tenth = tokens[-(len(tokens) // 10) :]
     return {
         "mean": sum(tokens) / len(tokens),
@@ -87,13 +85,21 @@ def described(lengths: str) -> dict[str, float]:
     }
 
 
-def _row(first: int, count: int) -> dict[str, str]:
-    numbers = [f"{number:03d}" for number in range(first, first + count)]
+def num_tokens(count: int) -> int:
+    """Of an answer of so many items, its end included."""
+    return TOKENS_PER_ITEM * count + 1
+
+
+def _row(word: str, count: int) -> dict[str, str]:
     return {
-        "prompt": f"{numbers[0]}-{numbers[-1]}>",
-        "answer": " ".join(numbers),
-        "downward": " ".join(reversed(numbers)),
+        "prompt": f"{word}{count:03d}>",
+        "answer": _spelled(word, count),
+        "backward": _spelled(word[::-1], count),
     }
+
+
+def _spelled(word: str, count: int) -> str:
+    return "".join(f"{word[index % len(word)]}{count - index:03d}" for index in range(count))
 
 
 def _quantile(ordered: Sequence[int], share: float) -> float:

@@ -11,7 +11,7 @@ import pytest
 from experiments.async_vs_sync import experiment, reading, runs, task
 from experiments.async_vs_sync.experiment import Found, reaches, told, verdicts
 from experiments.async_vs_sync.reading import Curve, Times, curve_of, overlapped_s, time_to, times_of
-from experiments.async_vs_sync.reward import counted
+from experiments.async_vs_sync.reward import spelled
 from experiments.async_vs_sync.runs import CONDITIONS, MODES, SEEDS
 from experiments.lab import Lab, metrics
 from slipstream.core.recipes import resolve
@@ -21,31 +21,28 @@ from slipstream.observe.balance import Balance, Interference
 # The task
 
 
-def test_answers_count_and_their_lengths_are_those_that_were_announced():
-    for lengths, (mean, median, p90, longest) in {"tailed": (97, 56, 216, 480), "equal": (100, 100, 100, 100)}.items():
+def test_answers_spell_and_count_and_their_lengths_are_those_that_were_announced():
+    assert task.rows("tailed")[0].keys() == {"prompt", "answer", "backward"}
+    for lengths, (mean, median, p90, longest) in {"tailed": (98, 57, 217, 481), "equal": (101, 101, 101, 101)}.items():
         found = task.rows(lengths)
         assert len({row["prompt"] for row in found}) == len(found) == task.most_rows(lengths)
         for row in found[::50]:
-            first, last = map(int, row["prompt"].rstrip(">").split("-"))
-            numbers = [int(number) for number in row["answer"].split(" ")]
-            assert numbers == list(range(first, last + 1))
-            assert row["downward"].split(" ") == row["answer"].split(" ")[::-1]
+            word, count = row["prompt"][:3], int(row["prompt"][3:6])
+            for column, letters in (("answer", word), ("backward", word[::-1])):
+                assert row[column][0::4] == (letters * count)[:count]
+                numbers = [int(row[column][at : at + 3]) for at in range(1, 4 * count, 4)]
+                assert numbers == list(range(count, 0, -1))
         tokens = sorted(len(row["answer"]) + 1 for row in found)  # and the end
         assert round(sum(tokens) / len(tokens)) == mean
         assert (tokens[len(tokens) // 2], tokens[9 * len(tokens) // 10], tokens[-1]) == (median, p90, longest)
-        told_of = task.described(lengths)
-        assert (round(told_of["mean"]), told_of["median"], told_of["p90"], told_of["longest"]) == (
-            mean,
-            median,
-            p90,
-            longest,
-        )
+        about = task.described(lengths)
+        assert (round(about["mean"]), about["median"], about["p90"], about["longest"]) == (mean, median, p90, longest)
 
 
 def test_rows_are_the_same_every_time_and_their_file_is_named_by_them(tmp_path: Path, monkeypatch):
     first = task.write("equal", tmp_path)
     assert task.write("equal", tmp_path) == first
-    assert first.read_text().count("\n") == 976
+    assert first.read_text().count("\n") == 12 * 11 * 10
     monkeypatch.setattr(task, "SEED", 1)
     assert task.write("equal", tmp_path) != first
 
@@ -53,17 +50,17 @@ def test_rows_are_the_same_every_time_and_their_file_is_named_by_them(tmp_path: 
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("008 009 010", 1.0),
-        ("010 009 008", 0.0),  # downward
-        ("008 010 010", 1 / 3),  # nothing counts behind a mistake
-        ("008 009", 2 / 3),
-        ("008 009 010 011", 3 / 4),
-        ("008 009 010 ", 3 / 4),
+        ("k003f002b001", 1.0),
+        ("b003f002k001", 0.0),  # backward
+        ("k003b002b001", 1 / 3),  # nothing counts behind a mistake
+        ("k003f002", 2 / 3),
+        ("k003f002b001k000", 3 / 4),
+        ("k003f002b001k", 3 / 4),
         ("", 0.0),
     ],
 )
 def test_reward_is_the_share_that_is_right_before_the_first_mistake(completion: str, expected: float):
-    assert counted([completion], ["008 009 010"], prompts=["008-010>"]) == [expected]
+    assert spelled([completion], ["k003f002b001"], prompts=["kfb003>"]) == [expected]
 
 
 # The runs
@@ -103,7 +100,8 @@ def test_the_judge_has_a_worker_for_each_completion_of_a_step():
     config = runs.run(
         ("judge", "sync, split", 0), dataset=Path("d"), start=Path("s"), condition=CONDITIONS["judge"]
     ).config()
-    assert config.rewards.num_workers == config.completions_per_step == 64
+    assert config.completions_per_step == 64
+    assert config.rewards.num_workers == 96
     assert config.rewards.terms[0].function.endswith(":judged")
     assert config.rewards.timeout_s > 2 * 0.5
 
@@ -294,10 +292,12 @@ def test_what_the_readme_fixes_in_advance_is_what_is_run():
         assert [cell.strip() for cell in row.split("|")[3:7]] == words
     recipe = resolve(runs.RECIPE, {"prompts": {"dataset": "d"}})
     assert (recipe.groups_per_step, recipe.completions_per_group, recipe.generator.num_slots) == (8, 8, 64)
-    assert recipe.generator.max_new_tokens == task.TOKENS_PER_NUMBER * task.LONGEST
+    assert recipe.generator.max_new_tokens >= task.num_tokens(task.LONGEST)
+    assert recipe.prompts.max_prompt_tokens >= len("kfb120>")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_runs_of_each_kind_are_made_read_and_measured(tmp_path: Path, monkeypatch):
     """Whole runs, with a policy that has learned next to nothing: 30 steps of fine-tuning, short answers."""
     monkeypatch.chdir(Path(experiment.__file__).parents[2])
