@@ -22,7 +22,7 @@ from slipstream.observe.recorder import RolloutLine, read_rollouts
 VERSION = 1
 """Of what is measured: raised when it changes."""
 SEEDS = (0, 1, 2)
-STEPS = 50
+STEPS = 60
 K = 4
 SLOTS = 192
 """Three times the completions of a step: so each lives for about three steps."""

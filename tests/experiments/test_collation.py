@@ -190,6 +190,7 @@ def test_verdicts_follow_the_rules_of_the_readme():
     mixed = dict(made_up_seconds())
     mixed[VARIABLE[0]] = mixed[VARIABLE[0]] | {"greedy, filled": [3.0, 3.0]}
     assert words(good, mixed)[3] is None
+    assert "10% to 20%" in verdicts(good, made_up_seconds())[1].found
     assert reductions(good[1])[VARIABLE[0]][0] == pytest.approx(1 - (0.1 / 0.9) / (0.2 / 0.8))
 
 
