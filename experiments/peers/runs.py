@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trl_call import TRL_PYTHON, call_trl, trl_version
-from experiments.lab import Lab, Spec
+from benchmarks.trl_call import TRL_PYTHON, TrlFailed, call_trl, trl_version
+from experiments.lab import Lab, RunFailed, Spec
 from experiments.peers import workload
 from experiments.peers.contenders import CONTENDERS
 from experiments.peers.reading import Seen, read_run, read_trl
@@ -72,11 +72,18 @@ def find(lab: Lab, scale: Scale, *, trl_python: Path = TRL_PYTHON) -> Found:
                 lab.say(f"{spec.name}: left out, TRL is not installed")
                 continue
             else:
-                measure = partial(measure_trl, python=trl_python)
-                config = spec.config().model_dump(mode="json", exclude_none=True)
-                one = read_trl(lab.measure(spec.name, measure, trainer=trainer, config=config, version=version))
+                one = read_trl(_measured(lab, spec, trainer, version, trl_python))
             seen.setdefault(name, []).append(one)
     return Found({name: seen[name] for name in scale.names if name in seen}, version)
+
+
+def _measured(lab: Lab, spec: Spec, trainer: str, version: str, python: Path) -> dict[str, Any]:
+    measure, config = partial(measure_trl, python=python), spec.config().model_dump(mode="json", exclude_none=True)
+    try:
+        found: dict[str, Any] = lab.measure(spec.name, measure, trainer=trainer, config=config, version=version)
+    except TrlFailed as failure:
+        raise RunFailed(f"{spec.name}: {failure}") from failure
+    return found
 
 
 def answer_tokens(prompts: PromptStream, ordinal: int) -> int:

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import trl_call
 from benchmarks.reward import exact
-from experiments.lab import Lab
+from experiments.lab import Lab, RunFailed
 from experiments.peers import experiment, reading, runs, workload
 from experiments.peers.contenders import CONTENDERS, GROUPS_PER_STEP, K
 from experiments.peers.reading import Seen
@@ -469,8 +469,27 @@ def test_a_call_passes_options_and_returns_what_was_measured(script):
 
 def test_a_call_that_fails_says_why(script):
     script.write_text("raise SystemExit('no such model')\n")
-    with pytest.raises(RuntimeError, match="TRL ended with 1:\nno such model"):
+    with pytest.raises(trl_call.TrlFailed, match="TRL ended with 1:\nno such model"):
         trl_call.call_trl(Path(sys.executable))
+
+
+def test_a_call_that_hangs_ends(script, monkeypatch):
+    script.write_text("import signal\nsignal.pause()\n")
+    monkeypatch.setattr(trl_call, "DEADLINE_S", 0.2)
+    with pytest.raises(trl_call.TrlFailed, match="not done after 0 s"):
+        trl_call.call_trl(Path(sys.executable))
+
+
+def test_a_trl_that_fails_is_a_run_that_fails(lab, monkeypatch):
+    """So that the experiments after this one are made all the same."""
+
+    def fail(*_, **__):
+        raise trl_call.TrlFailed("no memory")
+
+    monkeypatch.setattr(runs, "trl_version", lambda python: "1.16.0")
+    monkeypatch.setattr(lab, "measure", fail)
+    with pytest.raises(RunFailed, match="peers trl_grpo 0: no memory"):
+        runs.find(lab, Scale(names=("trl_grpo",), seeds=(0,), steps=2))
 
 
 def test_where_there_is_no_trl(tmp_path):
