@@ -1,4 +1,4 @@
-"""RLHF in miniature, shared by experiments: the recipe `tldr_mini`, its models made once per seed and size.
+"""RLHF in miniature, shared by experiments: the recipe `tldr_mini`, with models that many runs begin with made once.
 
 Asynchronous RLHF's dial (arXiv:2410.18252, section 3.2): N minibatches are sampled by one policy, then each of them is
 trained on once. Here that is one step of N minibatches at staleness 0: its update j (0 <= j < N) trains on completions
@@ -27,14 +27,25 @@ SEEDS = (0, 1, 2, 3, 4)
 """Five, so that a difference which all of them show counts (`experiments/comparison.py`)."""
 
 SIZES: dict[str, dict[str, int]] = {
-    "S": {"hidden_size": 64, "intermediate_size": 192, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4},
+    "S": {"hidden_size": 64, "intermediate_size": 192, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4},
     "M": {"hidden_size": 128, "intermediate_size": 384, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4},
-    "L": {"hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 8, "num_kv_heads": 8},
+    "L": {"hidden_size": 256, "intermediate_size": 768, "num_layers": 3, "num_heads": 8, "num_kv_heads": 8},
 }
 """Policies and reward models; M is the recipe's."""
 USUAL = "M"
 
-LR = 2e-4
+SFT_SEED = 0
+"""All seeds begin with one SFT policy per size, as with one base model: some seeds of a fresh one learn to copy late or
+never, and leave a reward model near chance, from which nothing can be gained (docs/log.md)."""
+
+MORE_DATA: dict[str, Any] = {
+    "prompts": {"num_train": 12000},
+    "sft": {"steps": 1000, "num_demonstrations": 12000},
+    "preferences": {"num_prompts": 2000},
+}
+"""Twice the recipe's, or more."""
+
+LR = 1e-4
 KL_COEF = 0.1
 _NO_PENALTY = {"coef": 0.0}
 _LEAVE_ONE_OUT = {"advantages": "leave_one_out", "whiten_advantages": "no"}
@@ -83,29 +94,43 @@ class Pipeline:
     def told(self) -> str:
         """For a section's setup."""
         return (
-            "`tldr_mini`: each seed has its own SFT policy and reward model, from which all of its runs begin; "
+            "`tldr_mini` with more data; one SFT policy, preferences and a reward model of its own for each seed; "
             f"{self.updates} updates of {self.prompts_per_update} prompts x 2 completions whatever N, learning rate "
             f"{LR:g} falling to 0; win rate and KL on 500 held-out prompts x 2 completions at temperature 1"
         )
 
-    def models(self, lab: Lab, seed: int, size: str = USUAL) -> Spec:
-        """SFT policy and reward model of one size.
+    def sft(self, size: str = USUAL) -> Spec:
+        """The SFT policy of one size, with which every seed begins."""
+        own = {
+            "stages": ["sft"],
+            "model": SIZES[size],
+            "critic": {"path": "stage:sft"},  # there is no stage yet that makes the recipe's
+            "rewards": {"models": []},
+        }
+        return self._spec(f"rlhf sft {size}", SFT_SEED, own)
+
+    def judge(self, lab: Lab, seed: int, size: str = USUAL) -> Spec:
+        """The reward model of one size, which begins as the SFT policy of that size.
 
         Preferences are between completions of the usual size's policy, which is also what scores are normalised on: a
         reward model of another size learns from the same pairs.
         """
-        own: dict[str, Any] = {"stages": ["sft", "preferences", "reward_model"], "model": SIZES[size]}
+        start = model_of(lab.place(self.sft()), "sft")
+        own: dict[str, Any] = {
+            "stages": ["preferences", "reward_model"],
+            "model": {"path": start},
+            "kl": {"reference": start},
+        }
         if size != USUAL:
-            usual = lab.place(self.models(lab, seed))
-            own = {
-                "stages": ["sft", "reward_model"],
-                "model": {**SIZES[size], "path": model_of(usual, "sft")},
+            usual = stage_dir(lab.place(self.judge(lab, seed)), "preferences")
+            own |= {
+                "stages": ["reward_model"],
                 "reward_model": {
-                    "path": "stage:sft",
-                    "preferences": str(stage_dir(usual, "preferences") / "preferences.jsonl"),
+                    "path": model_of(lab.place(self.sft(size)), "sft"),
+                    "preferences": str(usual / "preferences.jsonl"),
                 },
             }
-        return self._spec(f"rlhf models {size} seed {seed}", seed, own)
+        return self._spec(f"rlhf reward model {size} seed {seed}", seed, own)
 
     def rl(
         self,
@@ -117,11 +142,11 @@ class Pipeline:
         policy: str = USUAL,
         reward_model: str = USUAL,
     ) -> Spec:
-        """RL and its evaluation, from the models of that seed; N = `num_minibatches`, which divides `updates`."""
+        """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not."""
         if self.updates % num_minibatches:
             raise ValueError(f"{self.updates} updates are no whole number of steps of {num_minibatches}")
-        start = model_of(lab.place(self.models(lab, seed, policy)), "sft")
-        judge = model_of(lab.place(self.models(lab, seed, reward_model)), "reward_model")
+        start = model_of(lab.place(self.sft(policy)), "sft")
+        judge = model_of(lab.place(self.judge(lab, seed, reward_model)), "reward_model")
         own = {
             "stages": ["rl", "evaluate"],
             "steps": self.updates // num_minibatches,
@@ -146,15 +171,16 @@ class Pipeline:
         name = f"rlhf {loss} N={num_minibatches} policy {policy} reward model {reward_model} seed {seed}"
         return self._spec(name, seed, merge(own, LOSSES[loss]))
 
-    def make(self, lab: Lab, seeds: Iterable[int], sizes: Sequence[str], runs: Sequence[Spec]) -> list[Path]:
+    def make(self, lab: Lab, seeds: Sequence[int], sizes: Sequence[str], runs: Sequence[Spec]) -> list[Path]:
         """The folders of `runs`; what they begin with is made before them, the usual size first."""
-        seeds = list(seeds)
-        for some in ([USUAL], [size for size in sizes if size != USUAL]):
-            lab.run_all([self.models(lab, seed, size) for size in some for seed in seeds])
+        in_order = [USUAL, *(size for size in sizes if size != USUAL)]
+        lab.run_all([self.sft(size) for size in in_order])
+        for some in (in_order[:1], in_order[1:]):
+            lab.run_all([self.judge(lab, seed, size) for size in some for seed in seeds])
         return lab.run_all(runs)
 
     def _spec(self, name: str, seed: int, own: Mapping[str, Any]) -> Spec:
-        every = {"seed": seed, "host": "inline"}
+        every = merge({"seed": seed, "host": "inline"}, MORE_DATA)
         return Spec(name, RECIPE, merge(merge(every, own), self.overrides), cores=1)
 
 
@@ -211,7 +237,7 @@ def num_parameters(run: Path) -> int:
 
 
 def reward_accuracy(run: Path) -> float:
-    """Of the reward model that a run of `Pipeline.models` made, on held-out pairs."""
+    """Of the reward model that a run of `Pipeline.judge` made, on held-out pairs."""
     record = json.loads((stage_dir(run, "reward_model") / "stage.json").read_text())
     return float(record["held_out_accuracy"])
 
@@ -288,6 +314,7 @@ def drift_axes(axes: Sequence[Axes], largest: float) -> None:
         axis.set(xlim=(-0.1, 1.1 * largest), ylim=(-0.02, 1.02), xlabel="KL from the SFT policy, nats per completion")
 
 
-def shades_of(minibatches: Sequence[int]) -> dict[int, Any]:
+def shades_of(minibatches: Sequence[int]) -> dict[int, tuple[float, float, float, float]]:
     """A colour for each N, from dark to light."""
-    return dict(zip(minibatches, matplotlib.colormaps["viridis"].resampled(len(minibatches) + 1).colors, strict=False))
+    colours = matplotlib.colormaps["viridis"]
+    return {num: colours(index / len(minibatches)) for index, num in enumerate(minibatches)}

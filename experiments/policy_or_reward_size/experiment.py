@@ -90,7 +90,7 @@ def specs(lab: Lab, plan: Plan) -> dict[Key, list[Spec]]:
 
 def read(lab: Lab, plan: Plan, made: Mapping[Key, Sequence[Spec]]) -> Found:
     folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
-    judges = {size: [lab.place(plan.pipeline.models(lab, seed, size)) for seed in plan.seeds] for size in SIZES}
+    judges = {size: [lab.place(plan.pipeline.judge(lab, seed, size)) for seed in plan.seeds] for size in SIZES}
     return Found(
         cells={key: cell_of(runs) for key, runs in folders.items()},
         parameters={models[0]: num_parameters(runs[0]) for (models, _), runs in folders.items()},

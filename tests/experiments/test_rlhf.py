@@ -88,38 +88,48 @@ def test_every_loss_differs_from_ppo_in_its_own_fields_only(lab):
 
 
 def test_runs_begin_with_the_models_of_their_seed_and_sizes(lab):
-    place = {(seed, size): lab.place(PIPELINE.models(lab, seed, size)) for seed in (0, 1) for size in SIZES}
-    assert len(set(place.values())) == 6
+    judges = {(seed, size): lab.place(PIPELINE.judge(lab, seed, size)) for seed in (0, 1) for size in SIZES}
+    policies = {size: lab.place(PIPELINE.sft(size)) for size in SIZES}
+    assert len({*judges.values(), *policies.values()}) == 9
     config = PIPELINE.rl(lab, "online_dpo", 4, seed=1, policy="L", reward_model="S").config()
-    assert config.model.path == config.kl.reference == str(place[1, "L"] / "sft" / "model")
-    assert [model.path for model in config.rewards.models] == [str(place[1, "S"] / "reward_model" / "model")]
+    assert config.model.path == config.kl.reference == str(policies["L"] / "sft" / "model")
+    assert [model.path for model in config.rewards.models] == [str(judges[1, "S"] / "reward_model" / "model")]
     assert config.critic.path == config.rewards.models[0].path
     assert config.stages == ["rl", "evaluate"]
-    usual = PIPELINE.models(lab, 1).config()
-    assert usual.stages == ["sft", "preferences", "reward_model"]
+
+
+def test_reward_models_of_all_sizes_learn_from_the_same_pairs(lab):
+    usual = PIPELINE.judge(lab, 1).config()
+    assert usual.stages == ["preferences", "reward_model"]
+    assert (usual.seed, usual.reward_model.preferences, usual.reward_model.path) == (1, None, None)
     for size in ("S", "L"):
-        config = PIPELINE.models(lab, 1, size).config()
-        assert config.stages == ["sft", "reward_model"]
-        assert config.model.hidden_size == SIZES[size]["hidden_size"] != usual.model.hidden_size
-        assert config.reward_model.preferences == str(place[1, "M"] / "preferences" / "preferences.jsonl")
-        assert (config.reward_model.path, config.model.path) == ("stage:sft", str(place[1, "M"] / "sft" / "model"))
+        config = PIPELINE.judge(lab, 1, size).config()
+        assert config.stages == ["reward_model"]
+        pairs = lab.place(PIPELINE.judge(lab, 1)) / "preferences" / "preferences.jsonl"
+        assert config.reward_model.preferences == str(pairs)
+        assert config.reward_model.path == str(lab.place(PIPELINE.sft(size)) / "sft" / "model")
+        assert config.model.path == usual.model.path == str(lab.place(PIPELINE.sft()) / "sft" / "model")
 
 
-def test_the_usual_models_are_the_recipes(lab):
-    ours, recipe = PIPELINE.models(lab, 0).config(), resolve("tldr_mini")
-    assert ours.model_dump(exclude={"host", "stages"}) == recipe.model_dump(exclude={"host", "stages"})
+def test_the_usual_policy_is_the_recipes_from_more_data(lab):
+    ours, recipe = PIPELINE.sft().config().model_dump(), resolve("tldr_mini").model_dump()
+    more = ("prompts.num_train", "sft.steps", "sft.num_demonstrations", "preferences.num_prompts")
+    other = ("host", "stages", "critic.path", "rewards.models", *more)
+    assert without(ours, *other) == without(recipe, *other)
+    widths = {size: PIPELINE.sft(size).config().model.hidden_size for size in SIZES}
+    assert widths == {"S": 64, "M": recipe["model"]["hidden_size"], "L": 256}
 
 
 def test_models_are_made_before_what_begins_with_them_the_usual_size_first(lab, monkeypatch):
     made: list[list[str]] = []
     monkeypatch.setattr(lab, "run_all", lambda specs: made.append([spec.name for spec in specs]) or [])
     PIPELINE.make(lab, [0, 1], ["S", "M"], [PIPELINE.rl(lab, "ppo", 1, seed=0)])
-    assert [names[0].split(" seed")[0] for names in made] == [
-        "rlhf models M",
-        "rlhf models S",
-        "rlhf ppo N=1 policy M reward model M",
+    assert made == [
+        ["rlhf sft M", "rlhf sft S"],
+        ["rlhf reward model M seed 0", "rlhf reward model M seed 1"],
+        ["rlhf reward model S seed 0", "rlhf reward model S seed 1"],
+        ["rlhf ppo N=1 policy M reward model M seed 0"],
     ]
-    assert [len(names) for names in made] == [2, 2, 1]
 
 
 def evaluation(before: float, after: float, kl: float = 1.5) -> dict:

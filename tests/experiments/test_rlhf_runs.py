@@ -58,4 +58,4 @@ def test_policy_or_reward_size(folder):
     assert len(section.verdicts) == 3
     *_, sizes = section.tables.values()
     small, middle, large = (int(number.replace(",", "")) for number in re.findall(r"\| [SML] \| ([\d,]+) ", sizes))
-    assert 4 * small < middle < large / 4
+    assert 3 * small < middle < large / 3
