@@ -21,6 +21,8 @@ from experiments.lab import digest
 NUM_ROWS = 4200
 TOKENS_PER_ITEM = 4
 LETTERS = "abcdefghijkl"
+SLIPS = 0.05
+"""Share of items with a wrong letter in what the first policy learns from."""
 WORD = 3
 SHORTEST, LONGEST = 8, 120
 TAIL = 1.2
@@ -50,12 +52,12 @@ def most_rows(lengths: str) -> int:
 
 
 def rows(lengths: str) -> list[dict[str, str]]:
-    """Columns `prompt`, `answer` and `backward`, the answer of a policy that spells the other way. All distinct."""
+    """Columns `prompt`, `answer`, and `careless`, the answer with slips. Prompts are distinct."""
     chance = random.Random(SEED)
     words = ["".join(letters) for letters in permutations(LETTERS, WORD)]
     found = []
     for count, alike in groupby(sorted(LENGTHS[lengths](most_rows(lengths)))):
-        found += [_row(word, count) for word in chance.sample(words, len(list(alike)))]
+        found += [_row(word, count, chance) for word in chance.sample(words, len(list(alike)))]
     chance.shuffle(found)
     return found
 
@@ -90,16 +92,18 @@ def num_tokens(count: int) -> int:
     return TOKENS_PER_ITEM * count + 1
 
 
-def _row(word: str, count: int) -> dict[str, str]:
-    return {
-        "prompt": f"{word}{count:03d}>",
-        "answer": _spelled(word, count),
-        "backward": _spelled(word[::-1], count),
-    }
+def _row(word: str, count: int, chance: random.Random) -> dict[str, str]:
+    letters = [word[index % WORD] for index in range(count)]
+    slipped = [_other(letter, chance) if chance.random() < SLIPS else letter for letter in letters]
+    return {"prompt": f"{word}{count:03d}>", "answer": _items(letters), "careless": _items(slipped)}
 
 
-def _spelled(word: str, count: int) -> str:
-    return "".join(f"{word[index % len(word)]}{count - index:03d}" for index in range(count))
+def _other(letter: str, chance: random.Random) -> str:
+    return chance.choice([one for one in LETTERS if one != letter])
+
+
+def _items(letters: Sequence[str]) -> str:
+    return "".join(f"{letter}{len(letters) - index:03d}" for index, letter in enumerate(letters))
 
 
 def _quantile(ordered: Sequence[int], share: float) -> float:

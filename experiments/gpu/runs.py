@@ -102,7 +102,7 @@ def start(size: str, dataset: Path) -> Spec:
         "warm_start": {
             "steps": WARM_STEPS,
             "num_demonstrations": 3600,
-            "demonstrations": [{"template": "{answer}", "weight": 1}, {"template": "{backward}", "weight": 3}],
+            "demonstrations": [{"template": "{careless}", "weight": 1}],
             "optimizer": {"lr": 1e-3},
         },
     }
