@@ -9,10 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from experiments.comparison import is_as_great, is_greater
+from experiments.corrections.tasks import TASKS, write
 from experiments.figures import COLOURS, MARKERS, lines, panels, svg
 from experiments.lab import Lab, Spec, metrics, summary
 from experiments.section import Section, Verdict, markdown_table, spread
-from slipstream.core.recipes import merge
+from slipstream.core.recipes import merge, stage_dir
 
 RECIPE = Path(__file__).with_name("recipe.toml")
 K = 8
@@ -33,21 +34,14 @@ RECOMMENDED = ("AIPO, rho = 2", AIPO, "AIPO, rho = 10")
 """LlamaRL: rho in [2, 10] seems to work generally well."""
 
 ONE, MIXTURE = "one task", "mixture"
-TASKS: dict[str, list[dict[str, Any]]] = {
-    ONE: [{"name": "spell_backward", "params": {"min_word_len": 3, "max_word_len": 4}}],
-    MIXTURE: [
-        {"name": "spell_backward", "params": {"min_word_len": 3, "max_word_len": 4}},
-        {"name": "letter_counting", "params": {"min_words": 1, "max_words": 1}},
-        {"name": "chain_sum", "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}},
-    ],
-}
+ASKED = {ONE: ("b",), MIXTURE: tuple(TASKS)}
 SEEDS = {MIXTURE: (0, 1, 2, 3, 4), ONE: (0, 1, 2)}
-LR = 1e-3
-LRS = (2.5e-4, 5e-4, 2e-3)
+LR = 4e-4
+LRS = (1e-4, 2e-4, 1e-3)
 """Besides LR, of the mixture, for the synchronous baseline, no correction and AIPO."""
 SWEEP_SEEDS = (0, 1, 2)
 
-WINDOW = 10
+WINDOW = 20
 """Steps over which training rewards are averaged before a fall is looked for."""
 UNSTABLE = 0.1
 """A run whose averaged training reward falls so far below its best so far is unstable."""
@@ -60,23 +54,48 @@ SYNCHRONOUS = {
     "max_staleness": 0,
     "weight_update": "between_batches",
     "loss": {"name": "reinforce"},
-    "rewards": {"terms": [{"function": "task"}]},  # nobody waits in line
+    "rewards": {"terms": [{"function": "exact_match"}]},  # nobody waits in line
 }
 
 
-def spec(tasks: str, loss: str, seed: int, lr: float = LR) -> Spec:
-    """One run: `loss` at staleness k, or on-policy."""
+Key = tuple[str, str, float, int]
+"""Tasks, loss, learning rate and seed."""
+
+
+def start(dataset: Path, tasks: str, seed: int) -> Spec:
+    """The policy that all runs of a seed begin with."""
+    told = {"seed": seed, "stages": ["sft"], "prompts": {"dataset": str(dataset)}}
+    return Spec(f"corrections start {tasks} seed={seed}", RECIPE, told, cores=1)
+
+
+def run(key: Key, *, dataset: Path, begun: Path) -> Spec:
+    """One run at staleness k, or on-policy."""
+    tasks, loss, lr, seed = key
+    told = {
+        "seed": seed,
+        "model": {"path": str(stage_dir(begun, "sft") / "model")},
+        "prompts": {"dataset": str(dataset)},
+        "trainer": {"optimizer": {"lr": lr}},
+    }
     changed = SYNCHRONOUS if loss == SYNC else {"loss": LOSSES[loss]}
-    told = {"seed": seed, "prompts": {"tasks": TASKS[tasks]}, "trainer": {"optimizer": {"lr": lr}}}
     return Spec(f"corrections {tasks} {loss} lr={lr:g} seed={seed}", RECIPE, merge(told, changed), cores=1)
 
 
-def specs() -> dict[tuple[str, str, float, int], Spec]:
-    """Every run, by tasks, loss, learning rate and seed."""
+def keys() -> list[Key]:
+    """Every run."""
     losses = (SYNC, *LOSSES)
-    cells = [(tasks, loss, LR, seed) for tasks in TASKS for seed in SEEDS[tasks] for loss in losses]
-    cells += [(MIXTURE, loss, lr, seed) for lr in LRS for seed in SWEEP_SEEDS for loss in (SYNC, NONE, AIPO)]
-    return {(tasks, loss, lr, seed): spec(tasks, loss, seed, lr) for tasks, loss, lr, seed in cells}
+    return [(tasks, loss, LR, seed) for tasks in ASKED for seed in SEEDS[tasks] for loss in losses] + [
+        (MIXTURE, loss, lr, seed) for lr in LRS for seed in SWEEP_SEEDS for loss in (SYNC, NONE, AIPO)
+    ]
+
+
+def specs(lab: Lab) -> tuple[list[Spec], dict[Key, Spec]]:
+    """What runs begin with, and the runs; what is asked lies in the lab's folder afterwards."""
+    datasets = {tasks: write(kinds, lab.folder) for tasks, kinds in ASKED.items()}
+    starts = {(tasks, seed): start(datasets[tasks], tasks, seed) for tasks in ASKED for seed in SEEDS[tasks]}
+    places = {of: lab.place(spec) for of, spec in starts.items()}
+    runs = {key: run(key, dataset=datasets[key[0]], begun=places[key[0], key[3]]) for key in keys()}
+    return list(starts.values()), runs
 
 
 # What runs came to
@@ -237,9 +256,10 @@ def _decoupled_is_better(runs: Runs) -> Verdict:
 
 
 def section(lab: Lab) -> Section:
-    cells = specs()
+    starts, cells = specs(lab)
+    lab.run_all(starts)
     places = lab.run_all(list(cells.values()))
-    outcomes = {cell: outcome(metrics(place), summary(place)) for cell, place in zip(cells, places, strict=True)}
+    outcomes = {key: outcome(metrics(place), summary(place)) for key, place in zip(cells, places, strict=True)}
     runs: dict[tuple[str, str], list[Outcome]] = {}
     for (tasks, loss, lr, _), one in outcomes.items():
         if lr == LR:
@@ -254,9 +274,10 @@ def section(lab: Lab) -> Section:
         title="Corrections for staleness",
         question=f"Which loss keeps continuous training stable and good when tokens are {K} steps old, on one task and "
         "on a mixture?",
-        setup=f"A model of 0.35 M parameters after a short warm start; {_step_words()}. Scores come one by one, a "
-        f"millisecond apart, so groups wait in line and their tokens were {oldest:.2f} steps old on average when they "
-        f"were trained on (bound {K}, after the first {2 * K} steps). Learning rate {LR:g}; "
+        setup="A model of 0.1 M parameters, fine-tuned first on answers half of which are wrong; "
+        f"{_step_words()}. Scores come one by one, 1.5 ms apart, so groups wait in line: their tokens were {oldest:.2f} "
+        f"steps old on average when they were trained on (bound {K}, after the first {2 * K} steps). "
+        f"Learning rate {LR:g}; "
         f"{len(SEEDS[MIXTURE])} seeds on the mixture, {len(SEEDS[ONE])} on one task. "
         f"A run is unstable if its training reward, averaged over {WINDOW} steps, falls more than {UNSTABLE} below its "
         "best so far.",
@@ -265,7 +286,8 @@ def section(lab: Lab) -> Section:
                 {loss: group for (tasks, loss), group in runs.items() if tasks == name}
             )
             for name in (MIXTURE, ONE)
-        },
+        }
+        | {"Mixture: accuracy by learning rate": rates_table(rates)},
         figures={"Training reward by loss, falls by loss and tasks, accuracy by learning rate": figure(runs, rates)},
         verdicts=verdicts(runs),
         cost=f"{len(outcomes)} runs on one core each.",
@@ -300,6 +322,13 @@ def table(runs: Mapping[str, Sequence[Outcome]]) -> str:
     )
 
 
+def rates_table(rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> str:
+    """One row per loss, one column per learning rate."""
+    used = sorted({lr for _, lr in rates})
+    rows = [[loss, *(spread([one.after for one in rates[loss, lr]]) for lr in used)] for loss in (SYNC, NONE, AIPO)]
+    return markdown_table(["loss", *(f"{lr:g}" for lr in used)], rows)
+
+
 def figure(runs: Runs, rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> str:
     """Training rewards on the mixture, the falls of all runs, and accuracy by learning rate."""
     image, (curves, falls, by_rate) = panels(["training reward, mixture", "largest fall", "accuracy, mixture"])
@@ -307,7 +336,7 @@ def figure(runs: Runs, rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> 
     lines(curves, {loss: _curve(group) for loss, group in shown.items()})
     curves.set_xlabel("step")
     curves.legend(fontsize=6)
-    for index, (tasks, marker) in enumerate(zip(TASKS, MARKERS, strict=False)):
+    for index, (tasks, marker) in enumerate(zip(ASKED, MARKERS, strict=False)):
         for row, loss in enumerate(shown):
             values = [one.fall for one in runs[tasks, loss]]
             label = tasks if row == 0 else None

@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 
-def one_millisecond(
+def pause_1500_us(
     prompts: list[str],  # noqa: ARG001 - rewards are called with these keywords
     completions: list[str],
     completion_ids: list[list[int]],  # noqa: ARG001
     **columns: Any,  # noqa: ARG001
 ) -> list[None]:
-    """Abstain after a millisecond for each completion."""
-    time.sleep(0.001 * len(completions))
+    """Abstain after 1.5 ms for each completion. Its name says so, as runs are kept by the name."""
+    time.sleep(0.0015 * len(completions))
     return [None] * len(completions)

@@ -4,61 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 from experiments.comparison import is_as_great, is_greater
-from experiments.figures import COLOURS, lines, panels, svg
+from experiments.figures import COLOURS, MARKERS, lines, panels, svg
+from experiments.idle_compute.course import course
 from experiments.lab import Lab, Spec, metrics, summary
-from experiments.rlhf import LR, Ended, Pipeline, ended, read_evaluation
+from experiments.rlhf import LEAST_GAIN, LR, SEEDS, Ended, Pipeline, ended, read_evaluation
 from experiments.section import Section, Verdict, markdown_table, spread
 from slipstream.core.recipes import merge
 from slipstream.observe.jsonl import read_jsonl
 
-SEEDS = (0, 1, 2, 3, 4)
 TIMED_SEEDS = (0, 1, 2)
 PIPELINE = Pipeline()
 TIMED_STEPS = 40
 COLD_STEPS = 10
 """Left out of step times."""
-WINDOW = 12
-"""Steps over which win rates and drifts along a run are averaged: 768 completions, of 4 samples each 1536."""
+NUM_POINTS = 6
+"""Checkpoints at which win rate and drift along a run are measured, evenly spaced, the end included."""
+FIRST_STEPS = 12
+"""Whose groups tell how far apart the best and the worst are."""
 SHARE_OF_GAIN = 0.9
 """Equal win rates: so much of the smallest best gain among the runs compared, per seed."""
 MARGIN = 0.03
 """Win rates that differ by less are equal to a user."""
 
+NO_GAIN = f"a run gains less than {LEAST_GAIN}"
 FIGURE_7, FIGURE_8 = "Asynchronous RLHF, Fig. 7", "Asynchronous RLHF, Fig. 8"
 SYNC, T1, T2, T3, K4 = "K = 2, synchronous", "K = 2", "K = 2, T = 2", "K = 2, T = 3", "best and worst of 4"
 ALL, EXTREMES = "RLOO, all of 4", "RLOO, best and worst of 4"
 
 ASYNCHRONOUS: dict[str, Any] = {"max_staleness": 1, "weight_update": "in_flight"}
-# Nearly nothing, and so drift is measured on all completions of a group, not on those alone that are trained on.
-MEASURED: dict[str, Any] = {"kl": {"coef": 1e-6}}
 HALVED: dict[str, Any] = {"steps": PIPELINE.updates // 2, "trainer": {"optimizer": {"lr": LR / 2}}}
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {
-    SYNC: ("online_dpo", MEASURED),
-    T1: ("online_dpo", ASYNCHRONOUS | MEASURED),
-    T2: ("online_dpo", ASYNCHRONOUS | MEASURED | {"trainer": {"epochs": 2}}),
-    T3: ("online_dpo", ASYNCHRONOUS | MEASURED | {"trainer": {"epochs": 3}}),
-    K4: ("online_dpo", ASYNCHRONOUS | MEASURED | HALVED | {"completions_per_group": 4}),
+    SYNC: ("online_dpo", {}),
+    T1: ("online_dpo", ASYNCHRONOUS),
+    T2: ("online_dpo", ASYNCHRONOUS | {"trainer": {"epochs": 2}}),
+    T3: ("online_dpo", ASYNCHRONOUS | {"trainer": {"epochs": 3}}),
+    K4: ("online_dpo", ASYNCHRONOUS | HALVED | {"completions_per_group": 4}),
     ALL: ("rloo", ASYNCHRONOUS | {"completions_per_group": 4}),
     EXTREMES: ("rloo", ASYNCHRONOUS | {"completions_per_group": 4, "loss": {"select": "best_and_worst"}}),
 }
 """The loss, and what is changed in its run: one update for every 32 pairs, on-policy."""
 TIMED = (SYNC, T1, K4)
 
-WIN, DRIFT = "experiments.idle_compute.gold:win", "kl_reference_sum"
-MEASURING = {"rewards": {"terms": [{"function": WIN, "weight": 0}]}}
-
 
 def quality(lab: Lab, name: str, seed: int) -> Spec:
     """One run for what it learns, on one core."""
     loss, changed = CELLS[name]
     base = PIPELINE.rl(lab, loss, 1, seed)
-    return replace(
-        base, name=f"idle_compute {name} seed {seed}", overrides=merge(merge(base.overrides, MEASURING), changed)
-    )
+    told = merge(base.overrides, changed)
+    told = merge(told, {"trainer": {"checkpoint_every": told["steps"] // NUM_POINTS, "keep_checkpoints": NUM_POINTS}})
+    return replace(base, name=f"idle_compute {name} seed {seed}", overrides=told)
 
 
 def timed(lab: Lab, name: str, seed: int) -> Spec:
@@ -67,7 +66,7 @@ def timed(lab: Lab, name: str, seed: int) -> Spec:
         "steps": TIMED_STEPS,
         "stages": ["rl"],
         "host": "process",
-        "kl": {"coef": 0.0},
+        "trainer": {"checkpoint_every": 0},
         "rewards": {"terms": []},
         "eval": {"num_prompts": 8},
     }
@@ -79,63 +78,50 @@ def timed(lab: Lab, name: str, seed: int) -> Spec:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One run: gold win rate against the references and drift from the start, along it and on held-out prompts.
+class Point:
+    """After `step` steps: gold win rate against the references, and KL from the start in nats per completion."""
 
-    `wins` and `drifts` [steps] are of each step's batch, as its completions were sampled: nats per completion.
-    `margin` is the mean reward of the best less that of the worst of a group, in the first WINDOW steps.
+    step: float
+    win_rate: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: where it went, from its start to its end, and the evaluation of both.
+
+    `margin` is the mean reward of the best less that of the worst of a group, in the first FIRST_STEPS steps.
     """
 
-    wins: tuple[float, ...]
-    drifts: tuple[float, ...]
+    course: tuple[Point, ...]
     margin: float
     before: Ended
     after: Ended
 
     @property
-    def best(self) -> float:
-        return max(smoothed(self.wins))
+    def wins(self) -> list[float]:
+        return [point.win_rate for point in self.course]
 
-    def steps_to(self, level: float) -> float | None:
-        """How many steps it takes until the averaged win rate is `level`, between two of them by a straight line."""
-        place = crossing(smoothed(self.wins), level)
-        return None if place is None else place + WINDOW
+    @property
+    def mean_win(self) -> float:
+        """The mean win rate over training: the area under the course, divided by its length."""
+        pairs = list(pairwise(self.course))
+        area = sum((after.step - before.step) * (before.win_rate + after.win_rate) / 2 for before, after in pairs)
+        return area / (self.course[-1].step - self.course[0].step)
 
-    def drift_at(self, level: float) -> float | None:
-        """The averaged drift there."""
-        place = crossing(smoothed(self.wins), level)
-        if place is None:
-            return None
-        drifts, index = smoothed(self.drifts), int(place)
-        ahead = place - index
-        return drifts[index] if not ahead else (1 - ahead) * drifts[index] + ahead * drifts[index + 1]
-
-
-def crossing(values: Sequence[float], level: float) -> float | None:
-    """The place, from 0, where the line through `values` first is at `level` or above."""
-    index = next((index for index, value in enumerate(values) if value >= level), None)
-    if not index:  # None, or already at the first
-        return index
-    return index - 1 + (level - values[index - 1]) / (values[index] - values[index - 1])
-
-
-def outcome(
-    steps: Sequence[Mapping[str, Any]], rollouts: Iterable[Mapping[str, Any]], evaluation: Mapping[str, Any]
-) -> Outcome:
-    """From `metrics.jsonl`, `rollouts.jsonl` and `evaluation.json`."""
-    trained = [line for line in steps if DRIFT in line]
-    return Outcome(
-        wins=tuple(line[f"reward_parts/{WIN}"] for line in trained),
-        drifts=tuple(line[DRIFT] for line in trained),
-        margin=group_margin(rollouts, WINDOW * PIPELINE.prompts_per_update),
-        before=ended(evaluation, "before"),
-        after=ended(evaluation),
-    )
-
-
-def smoothed(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Means over `window` values in a row."""
-    return [fmean(values[end - window : end]) for end in range(window, len(values) + 1)]
+    def at(self, level: float) -> Point | None:
+        """Where the win rate is first at `level`, between two points by a straight line; None if it never is."""
+        if self.course[0].win_rate >= level:
+            return self.course[0]
+        for before, after in pairwise(self.course):
+            if after.win_rate >= level:
+                share = (level - before.win_rate) / (after.win_rate - before.win_rate)
+                return Point(
+                    step=before.step + share * (after.step - before.step),
+                    win_rate=level,
+                    kl=before.kl + share * (after.kl - before.kl),
+                )
+        return None
 
 
 def group_margin(rollouts: Iterable[Mapping[str, Any]], num_groups: int) -> float:
@@ -171,27 +157,32 @@ Runs = Mapping[str, Sequence[Outcome]]
 Timings = Mapping[str, Sequence[Timing]]
 
 
-def equal_levels(runs: Runs, *names: str) -> list[float]:
-    """Per seed, the win rate at which the runs called `names` are compared: all of them reach it."""
+def equal_levels(runs: Runs, *names: str) -> list[float] | None:
+    """Per seed, the win rate at which the runs called `names` are compared: all of them reach it.
+
+    None where one of them never gains LEAST_GAIN: what it costs to get so far says nothing.
+    """
     levels = []
     for of_seed in zip(*(runs[name] for name in names), strict=True):
-        begin = fmean(one.before.win_rate for one in of_seed)
-        levels.append(begin + SHARE_OF_GAIN * max(0.0, min(one.best for one in of_seed) - begin))
+        begin = of_seed[0].wins[0]  # of all, as they begin with the same policy
+        gain = min(max(one.wins) for one in of_seed) - begin
+        if gain < LEAST_GAIN:
+            return None
+        levels.append(begin + SHARE_OF_GAIN * gain)
     return levels
 
 
-def drifts_at(runs: Runs, name: str, levels: Sequence[float]) -> list[float]:
-    found = [one.drift_at(level) for one, level in zip(runs[name], levels, strict=True)]
+def places_at(runs: Runs, name: str, levels: Sequence[float]) -> list[Point]:
+    """Per seed, where the runs called `name` are at that level."""
+    found = [one.at(level) for one, level in zip(runs[name], levels, strict=True)]
     assert None not in found, "every run reaches the level"
-    return [drift for drift in found if drift is not None]
+    return [place for place in found if place is not None]
 
 
 def seconds_to(runs: Runs, timings: Timings, name: str, levels: Sequence[float]) -> list[float]:
     """Per seed, the time until the win rate is there: steps of the run, times the mean step of the timed ones."""
     step_s = fmean(one.step_s for one in timings[name])
-    steps = [one.steps_to(level) for one, level in zip(runs[name], levels, strict=True)]
-    assert None not in steps, "every run reaches the level"
-    return [step * step_s for step in steps if step is not None]
+    return [place.step * step_s for place in places_at(runs, name, levels)]
 
 
 def verdicts(runs: Runs, timings: Timings) -> list[Verdict]:
@@ -207,7 +198,7 @@ def verdicts(runs: Runs, timings: Timings) -> list[Verdict]:
 
 
 def _more_updates(runs: Runs) -> list[Verdict]:
-    means = {name: [fmean(one.wins) for one in runs[name]] for name in (T1, T2, T3)}
+    means = {name: [one.mean_win for one in runs[name]] for name in (T1, T2, T3)}
     better = {name: is_greater(means[name], means[T1], paired=True) for name in (T2, T3)}
     found = ", ".join(f"T = {count}: {spread(values)}" for count, values in enumerate(means.values(), 1))
     return [
@@ -224,7 +215,9 @@ def _more_updates(runs: Runs) -> list[Verdict]:
 
 def _more_drift(runs: Runs, name: str, claim: str, source: str) -> Verdict:
     levels = equal_levels(runs, T1, name)
-    ours, theirs = drifts_at(runs, name, levels), drifts_at(runs, T1, levels)
+    if levels is None:
+        return Verdict(claim, source, None, NO_GAIN)
+    ours, theirs = ([place.kl for place in places_at(runs, one, levels)] for one in (name, T1))
     return Verdict(
         claim,
         source,
@@ -254,25 +247,21 @@ def _margin_doubles(runs: Runs) -> Verdict:
 
 
 def _faster(runs: Runs, timings: Timings) -> list[Verdict]:
+    claims = (
+        "Asynchronous, with best and worst of 4, the same win rate takes 1/2.5 of the synchronous time.",
+        "It takes just over half the time of K = 2.",
+    )
     levels = equal_levels(runs, SYNC, T1, K4)
+    if levels is None:
+        return [Verdict(claim, FIGURE_8, None, NO_GAIN) for claim in claims]
     seconds = {name: seconds_to(runs, timings, name, levels) for name in TIMED}
     over_sync = [theirs / ours for ours, theirs in zip(seconds[K4], seconds[SYNC], strict=True)]
     over_two = [ours / theirs for ours, theirs in zip(seconds[K4], seconds[T1], strict=True)]
     idle = fmean(one.generator_idle for one in timings[T1])
     bound = f"generators idle {idle:.0%} of the time at K = 2"
     return [
-        Verdict(
-            "Asynchronous, with best and worst of 4, the same win rate takes 1/2.5 of the synchronous time.",
-            FIGURE_8,
-            fmean(over_sync) >= 2.5,
-            f"{spread(over_sync, 2)} times as fast; {bound}",
-        ),
-        Verdict(
-            "It takes just over half the time of K = 2.",
-            FIGURE_8,
-            fmean(over_two) <= 0.6,
-            f"{spread(over_two, 2)} of it; {bound}",
-        ),
+        Verdict(claims[0], FIGURE_8, fmean(over_sync) >= 2.5, f"{spread(over_sync, 2)} times as fast; {bound}"),
+        Verdict(claims[1], FIGURE_8, fmean(over_two) <= 0.6, f"{spread(over_two, 2)} of it; {bound}"),
     ]
 
 
@@ -301,9 +290,15 @@ def section(lab: Lab) -> Section:
     timed_cells = [(name, seed) for seed in TIMED_SEEDS for name in TIMED]  # interleaved: a slow hour slows all of them
     timed_places = lab.run_all([timed(lab, name, seed) for name, seed in timed_cells])
     runs: dict[str, list[Outcome]] = {}
-    for (name, _), place in zip(cells, places, strict=True):
+    for (name, seed), place in zip(cells, places, strict=True):
+        length = quality(lab, name, seed).config().steps
+        steps = [index * (length // NUM_POINTS) for index in range(NUM_POINTS + 1)]
+        went = lab.measure(f"idle_compute course {name} seed {seed}", course, run=str(place), steps=steps)
         rollouts = read_jsonl(place / "rollouts.jsonl", dict[str, Any])
-        runs.setdefault(name, []).append(outcome(metrics(place), rollouts, read_evaluation(place)))
+        margin = group_margin(rollouts, FIRST_STEPS * PIPELINE.prompts_per_update)
+        evaluation = read_evaluation(place)
+        one = Outcome(tuple(Point(**point) for point in went), margin, ended(evaluation, "before"), ended(evaluation))
+        runs.setdefault(name, []).append(one)
     timings: dict[str, list[Timing]] = {}
     for (name, _), place in zip(timed_cells, timed_places, strict=True):
         timings.setdefault(name, []).append(timing(metrics(place), summary(place)))
@@ -314,8 +309,9 @@ def section(lab: Lab) -> Section:
         "does choosing the best and the worst of 4 completions? And what does either cost in drift?",
         setup=f"`tldr_mini` with Online DPO, {config.steps} steps of {config.groups_per_step} pairs, each trained on "
         f"once, at most one step stale; of 4 completions half the steps at half the learning rate. {len(SEEDS)} seeds, "
-        "a policy and a reward model for each. Win rate is gold's against the references, drift the KL from the SFT "
-        f"policy in nats per completion, both averaged over {WINDOW} steps of training batches. Equal win rate: "
+        "a reward model for each. Win rate is gold's against the references, drift the KL from the SFT "
+        f"policy in nats per completion, both on {config.evaluation.num_prompts} held-out prompts x "
+        f"{config.evaluation.num_samples} completions, at {NUM_POINTS} checkpoints. Equal win rate: "
         f"{SHARE_OF_GAIN:.0%} of the smallest best gain of the runs compared.",
         tables={
             "Held-out prompts at the end": quality_table(runs),
@@ -334,12 +330,12 @@ def quality_table(runs: Runs) -> str:
         [
             (
                 name,
-                len(group[0].wins),
+                f"{group[0].course[-1].step:.0f}",
                 spread([one.before.win_rate for one in group]),
                 spread([one.after.win_rate for one in group]),
                 spread([one.after.kl for one in group], 2),
                 spread([one.after.perplexity for one in group], 2),
-                spread([fmean(one.wins) for one in group]),
+                spread([one.mean_win for one in group]),
             )
             for name, group in runs.items()
         ],
@@ -366,17 +362,16 @@ def figure(runs: Runs, timings: Timings) -> str:
     """Their Figures 7 and 8: win rate along training, and against drift."""
     titles = ["T updates per batch", "T updates per batch", "best and worst of K", "best and worst of K"]
     image, (by_step, by_drift, by_time, by_drift_of_k) = panels(titles, rows=2)
-    lines(by_step, {name: _course(runs[name], 1.0) for name in (T1, T2, T3)})
+    lines(by_step, {name: _by_step(runs[name], 1.0) for name in (T1, T2, T3)})
     by_step.set_xlabel("steps")
-    lines(by_time, {name: _course(runs[name], fmean(one.step_s for one in timings[name])) for name in TIMED})
+    lines(by_time, {name: _by_step(runs[name], fmean(one.step_s for one in timings[name])) for name in TIMED})
     by_time.set_xlabel("seconds of training")
     for axis, names in ((by_drift, (T1, T2, T3)), (by_drift_of_k, TIMED)):
-        for colour, name in zip(COLOURS, names, strict=False):
-            drifts, wins = (
-                [fmean(values) for values in zip(*(smoothed(series) for series in of), strict=True)]
-                for of in ([one.drifts for one in runs[name]], [one.wins for one in runs[name]])
-            )
-            axis.plot(drifts[::WINDOW], wins[::WINDOW], color=colour, marker=".", label=name)
+        for colour, marker, name in zip(COLOURS, MARKERS, names, strict=False):
+            points = list(zip(*(one.course for one in runs[name]), strict=True))
+            drifts = [fmean(point.kl for point in of_step) for of_step in points]
+            wins = [fmean(point.win_rate for point in of_step) for of_step in points]
+            axis.plot(drifts, wins, color=colour, marker=marker, markersize=4, label=name)
         axis.set_xlabel("drift, nats per completion")
     for axis in (by_step, by_drift, by_time, by_drift_of_k):
         axis.set_ylabel("gold win rate")
@@ -384,9 +379,7 @@ def figure(runs: Runs, timings: Timings) -> str:
     return svg(image)
 
 
-def _course(group: Sequence[Outcome], step_s: float) -> tuple[list[float], list[list[float]]]:
-    """Where each window ends, in `step_s` a step, and the win rates of all runs in it."""
-    curves = [smoothed(one.wins)[::WINDOW] for one in group]
-    return [(index * WINDOW + WINDOW) * step_s for index in range(len(curves[0]))], [
-        list(values) for values in zip(*curves, strict=True)
-    ]
+def _by_step(group: Sequence[Outcome], step_s: float) -> tuple[list[float], list[list[float]]]:
+    """The points of a course in `step_s` a step, and the win rates of all runs there."""
+    points = list(zip(*(one.course for one in group), strict=True))
+    return [of_step[0].step * step_s for of_step in points], [[point.win_rate for point in one] for one in points]

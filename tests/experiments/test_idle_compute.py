@@ -7,58 +7,56 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
+from experiments.idle_compute import experiment
+from experiments.idle_compute.course import gold
 from experiments.idle_compute.experiment import (
     ALL,
     CELLS,
     COLD_STEPS,
-    DRIFT,
     EXTREMES,
     K4,
+    NUM_POINTS,
     PIPELINE,
-    SEEDS,
     SYNC,
     T1,
     T2,
     T3,
     TIMED,
     TIMED_SEEDS,
-    WIN,
-    WINDOW,
     Outcome,
+    Point,
     Timing,
-    crossing,
-    drifts_at,
     equal_levels,
     figure,
     group_margin,
-    outcome,
+    places_at,
     quality,
     quality_table,
     seconds_to,
     section,
-    smoothed,
     timed,
     timing,
     verdicts,
 )
-from experiments.idle_compute.gold import win
 from experiments.lab import Lab, Spec
-from experiments.rlhf import LR, Ended
+from experiments.rlhf import LR, SEEDS, Ended
 from experiments.section import render
-from slipstream.rewards.functions import check_term
-from slipstream.rewards.protocol import Term
+from slipstream.core.types import Completion, Prompt
 
 NUM_STEPS = 60
+BEGAN = Ended(0.3, 0.5, 0.0, 5.0)
 
 
 def rising(seed: int, *, per_step: float = 0.005, drift: float = 0.05, num_steps: int = NUM_STEPS) -> Outcome:
     """Wins go up from where the seed begins, drift by as much in each step."""
     begin = 0.3 + 0.01 * seed
-    wins = tuple(begin + per_step * step for step in range(num_steps))
-    drifts = tuple(drift * step for step in range(num_steps))
-    return Outcome(wins, drifts, 1.0, Ended(begin, 0.5, 0.0, 5.0), Ended(wins[-1], 0.8, drifts[-1], 4.0))
+    steps = range(0, num_steps + 1, num_steps // NUM_POINTS)
+    course = tuple(Point(step, begin + per_step * step, drift * step) for step in steps)
+    return Outcome(course, 1.0, Ended(begin, 0.5, 0.0, 5.0), Ended(course[-1].win_rate, 0.8, course[-1].kl, 4.0))
 
 
 def runs(**changes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
@@ -84,54 +82,30 @@ def half(seed: int, **changed: float) -> Outcome:
 
 
 def test_where_a_run_reaches_a_win_rate():
-    one = rising(0)
-    assert smoothed([1, 2, 3, 6], 3) == [2, pytest.approx(11 / 3)]
-    assert one.best == pytest.approx(0.3 + 0.005 * (NUM_STEPS - 1 - (WINDOW - 1) / 2))
-    assert one.steps_to(0.0) == WINDOW
-    wins = smoothed(one.wins)
-    assert one.steps_to(wins[7]) == pytest.approx(WINDOW + 7)
-    between = 0.75 * wins[7] + 0.25 * wins[8]
-    assert one.steps_to(between) == pytest.approx(WINDOW + 7.25)
-    assert one.drift_at(between) == pytest.approx(0.05 * (7.25 + (WINDOW - 1) / 2))
-    assert one.drift_at(0.0) == pytest.approx(0.05 * (WINDOW - 1) / 2)
-    assert one.steps_to(0.99) is None
-    assert one.drift_at(0.99) is None
-
-
-def test_the_first_crossing_counts():
-    assert crossing([0.0, 1.0, 0.0, 3.0], 0.5) == 0.5
-    assert crossing([0.0, 1.0, 0.0, 3.0], 1.0) == 1.0
-    assert crossing([0.0, 1.0, 0.0, 3.0], 2.0) == pytest.approx(2 + 2 / 3)
-    assert crossing([2.0, 1.0], 1.5) == 0
-    assert crossing([0.0, 1.0], 1.5) is None
+    one = Outcome((Point(0, 0.25, 0), Point(10, 0.5, 2), Point(20, 0.25, 3), Point(40, 1.0, 7)), 1.0, BEGAN, BEGAN)
+    assert one.at(0.2) == one.at(0.25) == Point(0, 0.25, 0)
+    assert one.at(0.375) == Point(5, 0.375, 1)  # for the first time: later it falls and rises again
+    assert one.at(0.5) == Point(10, 0.5, 2)
+    assert one.at(0.625) == Point(30, 0.625, 5)
+    assert one.at(1.01) is None
+    assert one.mean_win == pytest.approx((0.375 * 10 + 0.375 * 10 + 0.625 * 20) / 40)
 
 
 def test_equal_levels_are_reached_by_all_that_are_compared():
     found = runs(t2=[rising(seed, per_step=0.002) for seed in SEEDS])
     levels = equal_levels(found, T1, T2)
-    for level, slow in zip(levels, found[T2], strict=True):
-        assert level == pytest.approx(slow.before.win_rate + 0.9 * (slow.best - slow.before.win_rate))
-    assert all(drift > 0 for drift in drifts_at(found, T1, levels))
-    worse = runs(t2=[rising(seed, per_step=-0.002) for seed in SEEDS])  # what learns nothing is compared at its start
-    assert equal_levels(worse, T1, T2) == pytest.approx([one.before.win_rate for one in worse[T2]])
+    assert levels == pytest.approx([0.3 + 0.01 * seed + 0.9 * 0.002 * NUM_STEPS for seed in SEEDS])
+    for name, per_step in ((T1, 0.005), (T2, 0.002)):
+        steps = [place.step for place in places_at(found, name, levels)]
+        assert steps == pytest.approx([0.9 * 0.002 * NUM_STEPS / per_step] * len(SEEDS))
 
 
-def evaluated(win_rate: float, gold: float, kl: float, perplexity: float) -> dict[str, object]:
-    """A moment of `evaluation.json`, as far as it is read."""
-    return {
-        "gold": {"win_rate": {"mean": win_rate}, "mean_score": gold},
-        "drift": {"kl": {"per_sequence": {"mean": kl}}, "perplexity": {"per_response_token": {"mean": perplexity}}},
-    }
-
-
-def test_an_outcome_is_read_from_a_runs_files():
-    steps = [{"step": step, f"reward_parts/{WIN}": 0.25, DRIFT: 0.1 * step} for step in range(20)]
-    told = {"before": evaluated(0.3, 0.6, 0.0, 6.0), "after": evaluated(0.7, 0.9, 2.5, 3.0)}
-    rollouts = [{"ordinal": 0, "reward": 1.0}, {"ordinal": 0, "reward": -1.0}]
-    one = outcome([*steps, {"step": 20, "eval_accuracy": 0.0}], rollouts, told)
-    assert one.wins == (0.25,) * 20
-    assert one.drifts == tuple(0.1 * step for step in range(20))
-    assert (one.before, one.after, one.margin) == (Ended(0.3, 0.6, 0.0, 6.0), Ended(0.7, 0.9, 2.5, 3.0), 2.0)
+def test_runs_that_gain_next_to_nothing_are_not_compared_where_they_are_equal():
+    found = runs(t2=[*(rising(seed) for seed in SEEDS[1:]), rising(0, per_step=0.0008)])
+    assert equal_levels(found, T1, T2) is None
+    assert said(found)[1] is None
+    assert said(found)[2] is None
+    assert said(runs(k4=[rising(seed, per_step=-0.001) for seed in SEEDS]))[5:8] == [None, None, None]
 
 
 def test_margins_are_of_the_oldest_groups():
@@ -146,7 +120,9 @@ def test_times_are_medians_of_warm_steps():
     told = {"balance": {"idle": {"trainer": 0.1, "generator-0": 0.3, "rewards": 0.9}}}
     found = timing([*cold, {"eval_accuracy": 1.0}, {"step_s": 1.0}, {"step_s": 2.0}, {"step_s": 7.0}], told)
     assert found == Timing(2.0, 0.1, 0.3)
-    assert seconds_to(runs(), timings(), T1, [0.0] * len(SEEDS)) == pytest.approx([WINDOW * 0.2] * len(SEEDS))
+    assert seconds_to(runs(), timings(), T1, [0.5] * len(SEEDS)) == pytest.approx(
+        [0.2 * (0.2 - 0.01 * seed) / 0.005 for seed in SEEDS]
+    )
 
 
 def test_claims_that_hold():
@@ -180,29 +156,28 @@ def test_within_the_noise_nothing_is_said():
 def test_tables_and_figure_have_every_run():
     rows = quality_table(runs()).splitlines()
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(CELLS)
-    assert f" | {NUM_STEPS} | 0.320 (0.020) | 0.615 (0.020) | 2.95 (0.00) | " in rows[2]
+    assert f" | {NUM_STEPS} | 0.320 (0.020) | 0.620 (0.020) | 3.00 (0.00) | " in rows[2]
     image = figure(runs(k4=[half(seed) for seed in SEEDS]), timings())
     assert all(name in image for name in (SYNC, T1, T2, T3, K4))
 
 
+def evaluated(win_rate: float, score: float, kl: float, perplexity: float) -> dict[str, object]:
+    """A moment of `evaluation.json`, as far as it is read."""
+    return {
+        "gold": {"win_rate": {"mean": win_rate}, "mean_score": score},
+        "drift": {"kl": {"per_sequence": {"mean": kl}}, "perplexity": {"per_response_token": {"mean": perplexity}}},
+    }
+
+
 class MadeUp(Lab):
-    """A win rate of 0.3 at first, 0.9 in the end; K = 4 takes half the steps, and a step half a second."""
+    """A win rate of 0.3 at first, 0.9 in the end; best and worst of 4 take half the steps, synchronous steps longer."""
 
     def run_all(self, specs: Sequence[Spec]) -> list[Path]:
         for spec in specs:
             config, folder = spec.config(), self.place(spec)
-            folder.mkdir()
-            steps = range(config.steps)
-            lines = [
-                {
-                    "step": step,
-                    f"reward_parts/{WIN}": 0.3 + 0.6 * step / config.steps,
-                    DRIFT: step / config.steps * config.trainer.epochs * config.completions_per_group,
-                    "step_s": 2.0 if config.max_staleness == 0 else 0.5,
-                }
-                for step in steps
-            ]
-            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            folder.mkdir(exist_ok=True)
+            line = json.dumps({"step_s": 2.0 if config.max_staleness == 0 else 0.5})
+            (folder / "metrics.jsonl").write_text("\n".join([line] * config.steps))
             rollouts = [{"ordinal": 0, "reward": float(sample)} for sample in range(config.completions_per_group)]
             (folder / "rollouts.jsonl").write_text("".join(json.dumps(rollout) + "\n" for rollout in rollouts))
             told = {"before": evaluated(0.3, 0.6, 0.0, 6.0), "after": evaluated(0.9, 0.9, 2.0, 3.0)}
@@ -210,10 +185,21 @@ class MadeUp(Lab):
             (folder / "summary.json").write_text(
                 json.dumps({"balance": {"idle": {"trainer": 0.0, "generator-0": 0.5}}})
             )
+            (folder / "config.json").write_text(json.dumps([config.trainer.epochs, config.completions_per_group]))
         return [self.place(spec) for spec in specs]
 
 
-def test_a_section_from_the_files_of_runs(tmp_path):
+def made_up_course(*, run: str, steps: list[int]) -> list[dict[str, float]]:
+    epochs, completions = json.loads((Path(run) / "config.json").read_text())
+    shares = [step / steps[-1] for step in steps]
+    return [
+        {"step": step, "win_rate": 0.3 + 0.6 * share, "kl": epochs * completions * share}
+        for step, share in zip(steps, shares, strict=True)
+    ]
+
+
+def test_a_section_from_the_files_of_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "course", made_up_course)
     found = section(MadeUp(tmp_path))
     text = render("idle_compute", found)
     assert [verdict.holds for verdict in found.verdicts] == [None, True, True, True, False, True, True, True, None]
@@ -236,17 +222,22 @@ def test_runs_are_what_the_readme_says(tmp_path):
         assert (config.loss.name, config.kl.coef > 1e-3) == (
             ("rloo", True) if name in (ALL, EXTREMES) else ("online_dpo", False)
         )
-        assert [term.function for term in config.rewards.terms] == [WIN]
+        assert config.steps % NUM_POINTS == 0
+        assert config.trainer.checkpoint_every * config.trainer.keep_checkpoints == config.steps
         assert len(config.rewards.models) == 1
     for name in TIMED:
         config = timed(lab, name, 0).config()
         assert (config.host, config.stages, config.kl.coef) == ("process", ["rl"], 0.0)
+        assert config.trainer.checkpoint_every == 0
         assert not config.rewards.terms  # one station less in the line
         assert timed(lab, name, 0).cores is None
 
 
-def test_gold_says_who_wins():
-    check_term(Term(function=WIN, params={}))
-    told = {"answer": ["ab", "abx", "a"], "key": ["abc", "abc", "ab"], "other": [1, 2, 3]}
-    # F1 with the key: 1 beats 4/5; 2/3 equals 2 * 2 / 6; 0 loses to 2/3
-    assert win(["p"] * 3, ["cab", "ab y", "z"], [[1]] * 3, **told) == [1.0, 0.5, 0.0]
+def test_gold_is_what_completion_and_key_have_in_common():
+    prompt = Prompt(prompt_id="0", text="*ab*c>", tokens=np.zeros(1, dtype=np.int32), task="posts", answer="ab")
+    prompt = msgspec.structs.replace(prompt, columns={"key": "ac"})
+    completions = [
+        Completion(ordinal=0, sample=0, prompt=prompt, segments=(), text=text, finish_reason="stop")
+        for text in ("ca", "a", "bd", "abc")
+    ]
+    assert [gold(completion) for completion in completions] == pytest.approx([1, 2 / 3, 0, 4 / 5])
