@@ -275,7 +275,7 @@ def section(lab: Lab) -> Section:
         question=f"Which loss keeps continuous training stable and good when tokens are {K} steps old, on one task and "
         "on a mixture?",
         setup="A model of 0.1 M parameters, fine-tuned first on answers half of which are wrong; "
-        f"{_step_words()}. Scores come one by one, 1.5 ms apart, so groups wait in line: their tokens were {oldest:.2f} "
+        f"{_step_words()}. Scores come one by one, 1.5 ms apart, so groups wait: their tokens were {oldest:.2f} "
         f"steps old on average when they were trained on (bound {K}, after the first {2 * K} steps). "
         f"Learning rate {LR:g}; "
         f"{len(SEEDS[MIXTURE])} seeds on the mixture, {len(SEEDS[ONE])} on one task. "
