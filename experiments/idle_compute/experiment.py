@@ -135,7 +135,7 @@ def group_margin(rollouts: Iterable[Mapping[str, Any]], num_groups: int) -> floa
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
     """Median time of a step once the loop runs."""
-    return median([line["step_s"] for line in steps if "step_s" in line][COLD_STEPS:])
+    return float(median([line["step_s"] for line in steps if "step_s" in line][COLD_STEPS:]))
 
 
 @dataclass(frozen=True)
