@@ -17,6 +17,7 @@ from experiments.section import Section, markdown_table, spread
 
 DRAWN = ("trl_grpo", "sync", "ours", "ours_k8", "drop_stale", "areal", "finish_order")
 """In the panels that would be unreadable with all of them."""
+OTHER = {"marker": ".", "color": "#888888"}
 PANELS = (
     "Left: reward against seconds. Middle: pace against staleness. Right: age when trained, by length of the answer"
 )
@@ -33,7 +34,7 @@ def section(lab: Lab, scale: Scale | None = None) -> Section:
         tables=tables(found.seen),
         figures={PANELS: figure(found.seen)},
         verdicts=verdicts(found),
-        cost="45 minutes on two idle cores",
+        cost="about 40 minutes on two idle cores",
         notes=notes(found),
     )
 
@@ -43,8 +44,8 @@ def setup(found: Found, scale: Scale) -> str:
     return (
         "All start from one checkpoint of 0.6 M parameters that counts down or up, and learn to count down: 16 prompts "
         f"of 8 completions a step, one update each, {scale.steps} steps. Answers have 6 to 180 tokens, lognormal with "
-        f"sigma 1, as their prompts ask. Policies that look at k have k = {K}. The rules of other systems run in our "
-        "scheduler: engine, channels, transfer of weights and kept caches around them are ours, and the same for all. "
+        f"sigma 1, as their prompts ask. Policies that look at k have k = {K}, one of ours 8. Other systems' rules run "
+        "in our scheduler: engine, channels, transfer of weights, kept caches around them are ours, the same for all. "
         f"{trl}. Seeds {', '.join(map(str, scale.seeds))}, contenders in turn. All the rest, and the rules for the "
         "verdicts: `experiments/peers/README.md`."
     )
@@ -128,10 +129,10 @@ def figure(seen: Mapping[str, Sequence[Seen]]) -> str:
     learning.axhline(TARGET, color="#888888", linewidth=0.8, linestyle="--")
     learning.set(xscale="log", xlabel="seconds since RL began", ylabel=f"reward, mean of {WINDOW} batches")
     learning.legend(fontsize=7)
-    for index, (name, runs) in enumerate(seen.items()):
+    for name, runs in seen.items():
         where = fmean(one.staleness_mean for one in runs), fmean(one.completions_per_s for one in runs)
-        pace.plot(*where, **_style(index))
-        pace.annotate(CONTENDERS[name].title, where, xytext=(4, 3), textcoords="offset points", fontsize=6)
+        pace.plot(*where, **(_style(list(drawn).index(name)) if name in drawn else OTHER))
+        pace.annotate(name, where, xytext=(4, 3), textcoords="offset points", fontsize=6)
     pace.set(xlabel="mean staleness, steps", ylabel="completions/s", ylim=(0, None))
     _draw_ages(age, drawn)
     return svg(figure)
@@ -152,8 +153,10 @@ def _style(index: int) -> dict[str, object]:
 
 
 def _curve(runs: Sequence[Seen]) -> tuple[list[float], list[list[float]]]:
-    """(seconds, rewards by seed) after every `WINDOW`-th step, seconds being means over seeds."""
-    steps = range(WINDOW - 1, min(len(one.rewards) for one in runs), WINDOW)
-    means = [trailing_means(one.rewards, WINDOW) for one in runs]
+    """(seconds, rewards by seed) after every `WINDOW`-th step, seconds being means over seeds; of less, at the end."""
+    length = min(len(one.rewards) for one in runs)
+    window = min(WINDOW, length)
+    steps = range(window - 1, length, window)
+    means = [trailing_means(one.rewards, window) for one in runs]
     rewards = [[mean for own in means if (mean := own[step]) is not None] for step in steps]
     return [fmean(one.ended_s[step] for one in runs) for step in steps], rewards

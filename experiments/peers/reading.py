@@ -32,7 +32,8 @@ class Seen:
 
     `discarded`, `left` and `reread` are shares of the tokens sampled: thrown away for their age, sampled and not
     trained when the run ended, and read again. `length_bias` is the mean length of the trained answers over that of all
-    admitted ones, less 1; `longest_trained` the share of the longest ones that was trained. `age` is the mean age of
+    admitted ones, less 1; `longest_trained` the share of the longest ones that was trained; `discarded_length` the mean
+    length of the discarded over that of the trained, less 1, None where nothing was. `age` is the mean age of
     completions when trained, by their oldest token, for each bin of lengths; None where there were none.
     `accuracy` is that of sampled answers to held-out prompts in the end.
     """
@@ -49,6 +50,7 @@ class Seen:
     staleness_max: int = 0
     length_bias: float = 0.0
     longest_trained: float = 1.0
+    discarded_length: float | None = None
     age: tuple[float | None, ...] = ()
 
     @property
@@ -74,8 +76,8 @@ def read_run(run: Path, length_of: Callable[[int], int]) -> Seen:
     began_s, _ = accounting.loop
     ended_s = tuple(step.end_s - began_s for step in accounting.steps)
     lines = [line for line in metrics(run) if "reward" in line]
-    trained_at = ledger_steps(run / "ledger.jsonl")
-    trained = {ordinal for ordinal, step in trained_at.items() if step is not None}
+    fates = read_fates(run / "ledger.jsonl")
+    trained, dropped = ({o for o, fate in fates.items() if fate == wanted} for wanted in ("trained", "skipped"))
     wasted = told["balance"]["wasted_tokens"]
     sampled = sum(line["tokens_trained"] for line in lines) + sum(
         tokens for cause, tokens in wasted.items() if cause != "re_prefilled"
@@ -84,7 +86,7 @@ def read_run(run: Path, length_of: Callable[[int], int]) -> Seen:
     for line in rollouts:
         if line.answer is None or len(line.answer) + 1 != length_of(line.ordinal):
             raise ValueError(f"group {line.ordinal} of {run} asked for '{line.answer}': not the prompt of that ordinal")
-    lengths = {ordinal: length_of(ordinal) for ordinal in trained_at}
+    lengths = {ordinal: length_of(ordinal) for ordinal in fates}
     return Seen(
         ended_s=ended_s,
         rewards=tuple(line["reward"] for line in lines),
@@ -98,6 +100,7 @@ def read_run(run: Path, length_of: Callable[[int], int]) -> Seen:
         staleness_max=told["staleness"]["max"],
         length_bias=length_bias(lengths, trained),
         longest_trained=share_of_longest(lengths, trained),
+        discarded_length=mean_length(lengths, dropped) / mean_length(lengths, trained) - 1 if dropped else None,
         age=age_by_length(
             (length_of(line.ordinal), line.step - line.versions[0][1])
             for line in rollouts
@@ -133,18 +136,21 @@ def pace(ended_s: Sequence[float], completions_per_step: int) -> float:
     return (len(window) - 1) * completions_per_step / (window[-1] - window[0])
 
 
-def ledger_steps(path: Path) -> dict[int, int | None]:
-    """Each admitted ordinal and the step that trained it; None for those that were not."""
-    found: dict[int, int | None] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        found[entry["ordinal"]] = entry["step"] if entry["state"] == "trained" else None
-    return found
+def read_fates(path: Path) -> dict[int, str]:
+    """Each admitted ordinal and what became of it, by the ledger. All groups have signal or are trained without: those
+    that were skipped were too old.
+    """
+    entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {entry["ordinal"]: entry["state"] for entry in entries}
+
+
+def mean_length(lengths: Mapping[int, int], ordinals: Iterable[int]) -> float:
+    return fmean(lengths[ordinal] for ordinal in ordinals)
 
 
 def length_bias(lengths: Mapping[int, int], trained: set[int]) -> float:
     """Mean length of the trained ordinals over that of all admitted ones, less 1. 0 where all were trained."""
-    return fmean(lengths[ordinal] for ordinal in trained) / fmean(lengths.values()) - 1
+    return mean_length(lengths, trained) / mean_length(lengths, lengths) - 1
 
 
 def share_of_longest(lengths: Mapping[int, int], trained: set[int]) -> float:

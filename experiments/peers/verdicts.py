@@ -54,10 +54,9 @@ def _sooner(found: Found, theirs: str, ours: str) -> Verdict:
     claim = f"Ours has learned sooner than {title}"
     if not {theirs, ours} <= found.seen.keys():
         return Verdict(claim, source, None, NOT_THERE if found.trl is None else "not run")
-    late = sum(one.reached is None for name in (theirs, ours) for one in found.seen[name])
     theirs_s, ours_s = ([until_s(one) for one in found.seen[name]] for name in (theirs, ours))
-    got = f"reward {TARGET:g} after {spread(ours_s, 1)} s, {title} after {spread(theirs_s, 1)} s"
-    got += f": {fmean(theirs_s) / fmean(ours_s):.1f} times" + (f"; {late} runs never got there" if late else "")
+    got = f"reward {TARGET:g} {_after(found.seen[ours])}, {title} {_after(found.seen[theirs])}"
+    got += f": {fmean(theirs_s) / fmean(ours_s):.1f} times"
     is_known = all(one.reached is not None for one in found.seen[ours])
     return Verdict(claim, source, is_greater(theirs_s, ours_s) if is_known else None, got)
 
@@ -65,6 +64,12 @@ def _sooner(found: Found, theirs: str, ours: str) -> Verdict:
 def until_s(one: Seen) -> float:
     """Seconds until it had learned; all it took where it had not."""
     return one.ended_s[-1] if one.reached_s is None else one.reached_s
+
+
+def _after(runs: Sequence[Seen]) -> str:
+    late = sum(one.reached is None for one in runs)
+    text = f"{spread([until_s(one) for one in runs], 1)} s"
+    return f"after at least {text} ({late} of {len(runs)} never got there)" if late else f"after {text}"
 
 
 def _faster(claim: str, source: str, fast: Sequence[Seen], slow: Sequence[Seen]) -> Verdict:
@@ -87,14 +92,14 @@ def _keeps_promises(runs: Sequence[Seen]) -> Verdict:
 
 
 def _drops_the_long(runs: Sequence[Seen]) -> Verdict:
-    """In every run."""
-    discarded, bias = [one.discarded for one in runs], [one.length_bias for one in runs]
-    longest = [one.longest_trained for one in runs]
+    """In every run. What was left at the end counts neither way."""
+    longer = [one.discarded_length for one in runs if one.discarded_length is not None]
+    got = f", {_percent(longer, 0)} longer than what was trained" if longer else ""
     return Verdict(
         "Dropping what is stale throws work away, and the long answers first",
         "tinker-cookbook #822; marin #8936",
-        min(discarded) > 0 and max(bias) < 0 and max(longest) < 1,
-        f"discarded {_percent(discarded)}, length bias {_percent(bias)}, of the longest {_percent(longest, 0)} trained",
+        len(longer) == len(runs) and min(longer) > 0,
+        f"discarded {_percent([one.discarded for one in runs])} of the tokens{got}",
     )
 
 

@@ -213,6 +213,7 @@ def test_a_run_becomes_numbers(finished):
         staleness_max=3,
         length_bias=5 / 11.25 - 1,
         longest_trained=0.0,
+        discarded_length=27 / 5 - 1,
         age=(0.25, None, None, None, None, None),
     )
 
@@ -250,7 +251,9 @@ def everyone(**others) -> Found:
     found |= {
         "trl_grpo": three(ended_s=tuple(3.0 * second for second in range(1, 11))),
         "ours": three(staleness_max=K),
-        "drop_stale": three(completions_per_s=150.0, discarded=0.3, length_bias=-0.1, longest_trained=0.4),
+        "drop_stale": three(
+            completions_per_s=150.0, discarded=0.3, length_bias=-0.1, longest_trained=0.4, discarded_length=0.5
+        ),
         "sync": three(completions_per_s=50.0),
         "ours_k8": three(completions_per_s=140.0),
         "drain": three(completions_per_s=99.0),
@@ -304,12 +307,16 @@ def test_one_broken_promise_in_one_run_is_a_no(broken):
     )
 
 
-@pytest.mark.parametrize("kept", [{"discarded": 0.0}, {"length_bias": 0.0}, {"longest_trained": 1.0}])
-def test_dropping_must_cost_in_every_run(kept):
-    runs_of = three(discarded=0.3, length_bias=-0.1, longest_trained=0.4)
-    runs_of[2] = replace(runs_of[2], **kept)
-    claim = "Dropping what is stale throws work away, and the long answers first"
-    assert told(everyone(drop_stale=runs_of))[claim] is False
+@pytest.mark.parametrize(("longer", "found"), [(None, "50 (0) %"), (-0.5, "17 (50) %")])
+def test_dropping_must_cost_the_long_in_every_run(longer, found):
+    runs_of = three(discarded=0.3, discarded_length=0.5)
+    runs_of[2] = replace(runs_of[2], discarded_length=longer)
+    verdict = next(one for one in verdicts(everyone(drop_stale=runs_of)) if one.claim.startswith("Dropping"))
+    assert verdict.holds is False
+    assert verdict.found == f"discarded 30.0 (0.0) % of the tokens, {found} longer than what was trained"
+    nothing = three(discarded=0.0)
+    verdict = next(one for one in verdicts(everyone(drop_stale=nothing)) if one.claim.startswith("Dropping"))
+    assert (verdict.holds, verdict.found) == (False, "discarded 0.0 (0.0) % of the tokens")
 
 
 def test_runs_that_never_learn():
@@ -318,7 +325,7 @@ def test_runs_that_never_learn():
     trl = three(rewards=never, ended_s=tuple(3.0 * second for second in range(1, 11)))
     first = verdicts(everyone(trl_grpo=trl))[0]
     assert first.holds is True
-    assert first.found.endswith("after 30.0 (0.6) s: 3.8 times; 3 runs never got there")
+    assert first.found.endswith("after at least 30.0 (0.6) s (3 of 3 never got there): 3.8 times")
     ours = three()
     ours[0] = replace(ours[0], rewards=never)
     assert verdicts(everyone(ours=ours))[0].holds is None
@@ -376,6 +383,17 @@ def test_the_figure_is_the_same_for_the_same_numbers():
     found = everyone().seen
     assert experiment.figure(found) == experiment.figure(found)
     assert experiment.figure(found).startswith("<?xml")
+
+
+def test_the_curve_is_of_whole_windows_and_of_short_runs_at_all():
+    runs_of = [seen(), seen(ended_s=tuple(range(11, 21)))]
+    assert experiment._curve(runs_of) == (
+        [10.0, 15.0],
+        [[pytest.approx(0.52)] * 2, [pytest.approx(0.94)] * 2],
+    )
+    short = [seen(rewards=(0.25, 0.5), ended_s=(1.0, 3.0))]
+    assert experiment._curve(short) == ([3.0], [[0.375]])
+    assert experiment.figure({"ours": short}).startswith("<?xml")
 
 
 # How runs are made
