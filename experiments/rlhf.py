@@ -8,6 +8,8 @@ that are j updates old.
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +158,7 @@ class Pipeline:
             "weight_update": "between_batches",
             "model": {"path": start},
             "kl": {"reference": start, "coef": KL_COEF},
-            "rewards": {"models": [{"path": judge}]},
+            "rewards": {"models": [{"path": judge}], "terms": []},
             "critic": {"path": judge},
             "loss": {"skip_no_signal": False},  # else a policy that repeats itself would sample more than another
             "trainer": {
@@ -220,10 +222,24 @@ def read_evaluation(run: Path) -> dict[str, Any]:
 
 
 def trodden(run: Path) -> list[tuple[float, float]]:
-    """(KL in nats per completion, mean gold score) of what each step was trained on."""
-    return [
-        (line["kl_reference_sum"], line["reward_parts/overlap"]) for line in metrics(run) if "kl_reference_sum" in line
-    ]
+    """(KL in nats per completion, mean gold score) of what each step was trained on, in order of steps."""
+    gold: dict[int, list[float]] = {}
+    with (run / "rollouts.jsonl").open() as lines:
+        for rollout in map(json.loads, lines):
+            if rollout["outcome"] == "trained":
+                gold.setdefault(rollout["step"], []).append(gold_score(rollout["prompt"], rollout["completion"]))
+    kl = {line["step"]: line["kl_reference_sum"] for line in metrics(run) if "kl_reference_sum" in line}
+    return [(kl[step], fmean(gold[step])) for step in sorted(gold)]
+
+
+def gold_score(post: str, summary: str) -> float:
+    """The recipe's gold: F1 of the summary's letters and the marked ones of the post.
+
+    Taken from the text, not measured in the run: a worker that scores beside it would decide by its pace which
+    completions the reward model reads together, and so their last bits.
+    """
+    ours, marked = Counter("".join(summary.split())), Counter(re.findall(r"\*(.)", post))
+    return 2.0 * (ours & marked).total() / (ours.total() + marked.total())
 
 
 def oldest_update(run: Path) -> int:

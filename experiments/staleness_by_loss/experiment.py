@@ -15,6 +15,7 @@ from experiments.rlhf import (
     SEEDS,
     USUAL,
     Cell,
+    Ended,
     Pipeline,
     all_of,
     cell_of,
@@ -68,13 +69,13 @@ class Found:
     """What the runs came to.
 
     `paths` are PPO's, by N and seed: (KL, gold score) of each step. `oldest` is the age, in updates, of the stalest
-    minibatch at each N. `twins` are the win rates of the two runs with ONE_GRADIENT.
+    minibatch at each N. `twins` are the ends of the two runs with ONE_GRADIENT.
     """
 
     cells: Mapping[Key, Cell]
     paths: Mapping[int, Sequence[Sequence[tuple[float, float]]]]
     oldest: Mapping[int, int]
-    twins: tuple[float, float]
+    twins: tuple[Ended, Ended]
 
     @property
     def losses(self) -> list[str]:
@@ -97,7 +98,7 @@ def specs(lab: Lab, plan: Plan) -> dict[Key, list[Spec]]:
 
 def read(lab: Lab, made: Mapping[Key, Sequence[Spec]]) -> Found:
     folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
-    twins = [ended(read_evaluation(folders[loss, FAR][0])).win_rate for loss in ONE_GRADIENT]
+    copg, rloo = (ended(read_evaluation(folders[loss, FAR][0])) for loss in ONE_GRADIENT)
     del folders[ONE_GRADIENT[1], FAR]
     oldest: dict[int, int] = {}
     for (_, num), runs in folders.items():
@@ -106,7 +107,7 @@ def read(lab: Lab, made: Mapping[Key, Sequence[Spec]]) -> Found:
         cells={key: cell_of(runs) for key, runs in folders.items()},
         paths={num: [trodden(run) for run in runs] for (loss, num), runs in folders.items() if loss == "ppo"},
         oldest=oldest,
-        twins=(twins[0], twins[1]),
+        twins=(copg, rloo),
     )
 
 
@@ -338,7 +339,8 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
     made = specs(lab, plan)
     plan.pipeline.make(lab, plan.seeds, [USUAL], [spec for some in made.values() for spec in some])
     found = read(lab, made)
-    same = "ends with the same win rate, bit for bit" if found.twins[0] == found.twins[1] else "does not end alike"
+    copg, rloo = found.twins
+    same = "ends as CoPG's does, bit for bit" if copg == rloo else f"ends at {rloo}, CoPG's at {copg}"
     return Section(
         title="How much staleness each loss bears",
         question="A policy samples N minibatches and is then trained once on each of them. How do win rate and drift "
@@ -349,5 +351,5 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),
         cost="100 minutes on two cores",
-        notes=[f"RLOO and CoPG have one gradient; RLOO's run at N = 16 with the first seed {same} as CoPG's."],
+        notes=[f"RLOO and CoPG have one gradient: RLOO's run at N = 16 with the first seed {same}."],
     )

@@ -16,6 +16,7 @@ from experiments.rlhf import (
     Pipeline,
     all_of,
     cell_of,
+    gold_score,
     is_greater_by_seed,
     is_near_by_seed,
     mean_by_seed,
@@ -25,6 +26,8 @@ from experiments.rlhf import (
     trodden,
 )
 from slipstream.core.recipes import resolve
+from slipstream.rewards.functions import BUILTINS
+from slipstream.rewards.protocol import Job
 
 PIPELINE = Pipeline()
 
@@ -157,18 +160,32 @@ def test_a_cell_is_what_the_evaluations_of_its_seeds_say(tmp_path):
 
 
 def test_other_files_are_read_as_well(tmp_path):
-    steps = [
-        {"kl_reference_sum": 0.0, "reward_parts/overlap": 0.5},
-        {"kl_reference_sum": 1.0, "reward_parts/overlap": 0.75},
-    ]
+    steps = [{"step": 0, "kl_reference_sum": 0.0}, {"step": 1, "kl_reference_sum": 1.0}]
     lines = [{"step": 0, "eval_accuracy": 0.1}, *steps, {"step": 2, "eval_accuracy": 0.2}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert trodden(tmp_path) == [(0.0, 0.5), (1.0, 0.75)]
+    post = {"prompt": "*qz*r*dcju>", "outcome": "trained"}
+    rollouts = [
+        {"step": 1, "completion": "qrd", **post},
+        {"step": 0, "completion": "zzz", **post},
+        {"step": 0, "completion": "qr d", **post},
+        {"step": 0, "completion": "qrd", **post, "outcome": "pending"},
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rollouts)))
+    assert trodden(tmp_path) == [(0.0, 0.5), (1.0, 1.0)]
     (tmp_path / "summary.json").write_text(json.dumps({"staleness": {"updates_max": 15}}))
     assert oldest_update(tmp_path) == 15
     (tmp_path / "reward_model").mkdir()
     (tmp_path / "reward_model" / "stage.json").write_text('{"held_out_accuracy": 0.75}')
     assert reward_accuracy(tmp_path) == 0.75
+
+
+@pytest.mark.parametrize("summary", ["qrd", "drq", "jhkKwdPgz", "q q", "", "qrdqrd", "z*>"])
+def test_gold_is_the_recipes(summary):
+    """As the term of the recipe that is measured in its own runs says it."""
+    post = "*qz*r*dcju>"
+    (term,) = resolve("tldr_mini").gold.terms
+    job = Job(0, post, summary, [], "posts", None, {"key": "qrd"})
+    assert gold_score(post, summary) == BUILTINS[term.function](**term.params)(job)
 
 
 def cell(before: list[float], after: list[float]) -> Cell:

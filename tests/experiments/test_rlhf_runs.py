@@ -10,13 +10,14 @@ import pytest
 from experiments.lab import Lab
 from experiments.policy_or_reward_size import experiment as by_size
 from experiments.rlhf import Pipeline
+from experiments.section import Section
 from experiments.staleness_by_loss import experiment as by_loss
 
 pytestmark = pytest.mark.slow
 
 TOY = Pipeline(
     updates=64,
-    prompts_per_update=4,
+    prompts_per_update=2,
     overrides={
         "prompts": {"num_train": 300, "num_eval": 40},
         "generator": {"num_slots": 16},
@@ -37,23 +38,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lab")
 
 
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> Section:
+    return by_loss.section(Lab(folder), BY_LOSS)
+
+
 @pytest.mark.timeout(900)
-def test_staleness_by_loss(folder):
+def test_staleness_by_loss(losses, folder):
     """CoPG and RLOO, of one gradient, end alike to the last bit; what is there is not made again."""
-    section = by_loss.section(Lab(folder), BY_LOSS)
-    assert len(section.verdicts) == 10
-    assert "the stalest minibatch is 0, 1, 15, 63 updates old" in next(iter(section.tables))
-    assert "bit for bit" in section.notes[0]
+    assert len(losses.verdicts) == 10
+    assert "the stalest minibatch is 0, 1, 15, 63 updates old" in next(iter(losses.tables))
+    assert "bit for bit" in losses.notes[0]
     made: list[str] = []
-    assert by_loss.section(Lab(folder, say=made.append), BY_LOSS) == section
+    assert by_loss.section(Lab(folder, say=made.append), BY_LOSS) == losses
     assert made == []
 
 
 @pytest.mark.timeout(900)
-def test_policy_or_reward_size(folder):
+def test_policy_or_reward_size(losses, folder):
     """The middle sizes at N = 1 are the other experiment's."""
     made: list[str] = []
     section = by_size.section(Lab(folder, say=made.append), BY_SIZE)
+    assert made
     assert not any("N=1 policy M reward model M" in line for line in made)
     assert len(section.verdicts) == 3
     *_, sizes = section.tables.values()

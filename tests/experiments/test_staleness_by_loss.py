@@ -40,6 +40,9 @@ CLAIMS = (
 """In the order of `verdicts`."""
 
 
+ENDED = Ended(0.5, 0.5, 1.0, 4.0)
+
+
 def cell(win_rate: float, kl: float, spread: float = 1.0) -> Cell:
     began = [Ended(START + 0.02 * seed, 0.6, 0.0, 6.0) for seed in SEEDS]
     return Cell(began, [Ended(win_rate + spread * JITTER[seed], 0.6, kl + JITTER[seed], 4.0) for seed in SEEDS])
@@ -75,7 +78,7 @@ def world(above: float = 0.0, spread: float = 1.0, **changed: tuple[float, ...])
         for num, rate in zip((*MINIBATCHES, 64), own, strict=False)
     }
     paths = {num: [path(num, above) for _ in SEEDS] for num in (*MINIBATCHES, 64)}
-    return Found(cells, paths, {num: num - 1 for num in (*MINIBATCHES, 64)}, (0.5, 0.5))
+    return Found(cells, paths, {num: num - 1 for num in (*MINIBATCHES, 64)}, (ENDED, ENDED))
 
 
 def holds(found: Found, claim: str) -> bool | None:
