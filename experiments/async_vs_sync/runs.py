@@ -21,6 +21,7 @@ MAX_STALENESS = 4
 SEGMENT_TOKENS = 64
 COLD_STEPS, LAST_STEPS = 5, MAX_STALENESS
 """Left out of step times at both ends: there the loop fills, and there it runs dry."""
+STILL_LR = 1e-6
 JUDGE_WORKERS = 96
 """More than a step's 64 completions, which fit together in turns; overlapped, steps shorter than 0.33 s would wait."""
 
@@ -51,7 +52,10 @@ FEW_MODES = (SPLIT, COLOCATED, CONTINUOUS)
 
 @dataclass(frozen=True)
 class Condition:
-    """What all modes are compared under. `steps` is a run's length, `epochs` the updates that a step makes."""
+    """What all modes are compared under. `steps` is a run's length, `epochs` the updates that a step makes.
+
+    Where it does not learn the learning rate is next to nothing: what matters is time, and lengths stay the task's.
+    """
 
     steps: int
     size: str = "base"
@@ -59,6 +63,7 @@ class Condition:
     has_judge: bool = False
     epochs: int = 1
     modes: tuple[str, ...] = FEW_MODES
+    learns: bool = False
     eval_prompts: int = 8
 
     def overrides(self, *, dataset: Path, start: Path) -> dict[str, Any]:
@@ -69,6 +74,8 @@ class Condition:
             "trainer": {"epochs": self.epochs},
             "eval": {"num_prompts": self.eval_prompts},
         }
+        if not self.learns:
+            tables["trainer"] |= {"optimizer": {"lr": STILL_LR}}
         if self.lengths == "equal":
             tables["prompts"] |= {"num_train": 700, "num_eval": 100}
         if self.has_judge:
@@ -82,10 +89,10 @@ class Condition:
 
 TAIL, JUDGE, SMALL, LARGE, EQUAL, TRAINING = "tail", "judge", "small", "large", "equal", "training"
 CONDITIONS: dict[str, Condition] = {
-    TAIL: Condition(80, modes=ALL_MODES, eval_prompts=200),
-    JUDGE: Condition(40, modes=ALL_MODES, has_judge=True),
+    TAIL: Condition(80, modes=ALL_MODES, learns=True, eval_prompts=200),
+    JUDGE: Condition(32, modes=ALL_MODES, has_judge=True),
     SMALL: Condition(40, size="small"),
-    LARGE: Condition(25, size="large"),
+    LARGE: Condition(20, size="large"),
     EQUAL: Condition(30, lengths="equal"),
     TRAINING: Condition(25, epochs=4),
 }
