@@ -10,6 +10,7 @@ from statistics import fmean
 from experiments.async_vs_sync.reading import (
     Curve,
     Times,
+    mean_tokens,
     measure_quality,
     overlapped_s,
     read_curve,
@@ -57,11 +58,15 @@ BASELINES = (SPLIT, COLOCATED)
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that was read: by run, and for the quality by mode and seed of the condition with the long tail."""
+    """Everything that was read: by run, and for the quality by mode and seed of the condition with the long tail.
+
+    `tokens` is the mean length of a completion, all steps together.
+    """
 
     conditions: Mapping[str, Condition]
     times: Mapping[Key, Times]
     staleness: Mapping[Key, float]
+    tokens: Mapping[Key, float]
     curves: Mapping[tuple[str, int], Curve]
     quality: Mapping[tuple[str, int], Mapping[str, float]]
 
@@ -110,7 +115,8 @@ def _read(lab: Lab, conditions: Mapping[str, Condition], runs: Mapping[Key, Path
             curves[mode, seed] = Curve(**read_curve(run=str(folder), metrics=metrics(folder), window=WINDOW))
             quality[mode, seed] = lab.measure(f"quality {folder.name}", measure_quality, run=str(folder), start=start)
     staleness = {key: float(summary(folder)["staleness"]["mean"]) for key, folder in runs.items()}
-    return Found(conditions, times, staleness, curves, quality)
+    tokens = {key: mean_tokens(metrics(folder)) for key, folder in runs.items()}
+    return Found(conditions, times, staleness, tokens, curves, quality)
 
 
 # What it comes to
@@ -276,6 +282,7 @@ def _time_table(found: Found) -> str:
                     f"{fmean(found.of(condition, mode, lambda times: times.trainer_idle)):.0%}",
                     f"{fmean(found.of(condition, mode, lambda times: times.generator_idle)):.0%}",
                     f"{fmean(staleness):.2f}",
+                    f"{fmean(found.tokens[condition, mode, seed] for seed in SEEDS):.0f}",
                 )
             )
     head = [
@@ -287,6 +294,7 @@ def _time_table(found: Found) -> str:
         "trainer waits",
         "generator waits",
         "staleness",
+        "tokens",
     ]
     return markdown_table(head, rows)
 

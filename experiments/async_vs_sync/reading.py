@@ -100,6 +100,11 @@ def curve_of(accounting: RunAccounting, metrics: Sequence[Mapping[str, Any]], *,
     )
 
 
+def mean_tokens(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Of a completion, over all steps: the task's, unless training has changed what the policy does."""
+    return fmean(line["completion_tokens_mean"] for line in metrics if "reward" in line)
+
+
 def time_to(curve: Curve, gold: float) -> float | None:
     """Seconds until a window's gold score reached `gold`; None where none did."""
     return next((s for s, score in zip(curve.seconds, curve.gold, strict=True) if score >= gold), None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from experiments.async_vs_sync import experiment, reading, runs, task
 from experiments.async_vs_sync.experiment import Found, reaches, told, verdicts
-from experiments.async_vs_sync.reading import Curve, Times, curve_of, overlapped_s, time_to, times_of
+from experiments.async_vs_sync.reading import Curve, Times, curve_of, mean_tokens, overlapped_s, time_to, times_of
 from experiments.async_vs_sync.reward import spelled
 from experiments.async_vs_sync.runs import CONDITIONS, MODES, SEEDS
 from experiments.lab import Lab, metrics
@@ -106,6 +107,13 @@ def test_seeds_are_outermost_and_every_condition_has_both_baselines():
     assert all({"sync, split", "sync, co-located", "continuous"} <= set(one.modes) for one in CONDITIONS.values())
 
 
+def test_only_the_condition_that_is_about_quality_learns():
+    for name, condition in CONDITIONS.items():
+        config = runs.run((name, "continuous", 0), dataset=Path("d"), start=Path("s"), condition=condition).config()
+        assert (config.trainer.optimizer.lr > 1e-5) == (name == "tail")
+        assert config.trainer.epochs == condition.epochs
+
+
 def test_the_judge_has_a_worker_for_each_completion_of_a_step():
     config = runs.run(
         ("judge", "sync, split", 0), dataset=Path("d"), start=Path("s"), condition=CONDITIONS["judge"]
@@ -177,6 +185,11 @@ def test_a_curve_has_means_over_whole_windows_on_the_clock_of_the_loop():
     assert time_to(curve, 0.31) is None
 
 
+def test_the_mean_length_leaves_evaluations_out():
+    lines = [{"reward": 0.0, "completion_tokens_mean": 90.0}, {"accuracy": 1.0, "completion_tokens_mean": 0.0}]
+    assert mean_tokens([*lines, {"reward": 1.0, "completion_tokens_mean": 110.0}]) == pytest.approx(100.0)
+
+
 # Judging
 
 
@@ -221,6 +234,7 @@ def made_up(**changes: Any) -> Found:
         conditions=CONDITIONS,
         times=times,
         staleness=dict.fromkeys(times, 1.5),
+        tokens=dict.fromkeys(times, 98.0),
         curves={(mode, seed): curve for mode in MODES for seed in SEEDS},
         quality=quality,
     )
@@ -291,6 +305,37 @@ def test_the_section_shows_every_run_and_every_verdict():
     assert "s to a gold score of 0.72" in quality
     assert "| continuous | 0.900 (0.000) | 0.800 (0.000) | 0.800 (0.000) | 0.810 (0.010) | 20 (0) | 20 (0) |" in quality
     assert all(figure.count("<svg") == 1 for figure in section.figures.values())
+
+
+def test_a_section_is_told_from_the_files_of_its_runs(tmp_path: Path, monkeypatch):
+    """Each run's folder says something else, and each number ends where it belongs."""
+    folders = {}
+    for index, key in enumerate(runs.keys(CONDITIONS)):
+        folders[key] = tmp_path / f"run{index}"
+        folders[key].mkdir()
+        (folders[key] / "summary.json").write_text(json.dumps({"staleness": {"mean": float(index)}}))
+        lines = [{"reward": 0.5, "completion_tokens_mean": 100.0 + index}]
+        (folders[key] / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    known = made_up()
+    by_folder = {str(folder): key for key, folder in folders.items()}
+    told_of: list[str] = []
+
+    def measure_quality(*, run: str, start: str) -> dict[str, float]:
+        told_of.append(start)
+        return dict(known.quality[by_folder[run][1], by_folder[run][2]])
+
+    monkeypatch.setattr(experiment, "make", lambda *_: (folders, {"base": Path("base model")}))
+    monkeypatch.setattr(experiment, "read_times", lambda *, run, **_: asdict(known.times[by_folder[run]]))
+    monkeypatch.setattr(experiment, "read_curve", lambda **_: asdict(known.curves["bounded", 0]))
+    monkeypatch.setattr(experiment, "measure_quality", measure_quality)
+    found: list[Found] = []
+    monkeypatch.setattr(experiment, "told", found.append)
+    experiment.section(Lab(tmp_path / "lab"))
+    assert found[0].times == known.times
+    assert found[0].quality == known.quality
+    assert list(found[0].staleness.values()) == [float(index) for index in range(len(folders))]
+    assert list(found[0].tokens.values()) == [100.0 + index for index in range(len(folders))]
+    assert told_of == ["base model"] * len(found[0].quality)
 
 
 def test_what_the_readme_fixes_in_advance_is_what_is_run():
