@@ -27,7 +27,7 @@ from lineage_audit import lines
 from process_tree import adopt_orphans, descendants, is_alive, reap, roles, state
 
 sys.path.append(str(Path(__file__).parents[1]))  # for the scripts of this folder; under pytest it is there
-from accounted import check_runs  # noqa: E402
+from accounted import check_runs
 
 MAX_ATTEMPTS = 60
 QUIET_S = 150.0

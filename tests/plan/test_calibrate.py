@@ -21,7 +21,7 @@ from slipstream.core.recipes import resolve
 from slipstream.plan import fits
 from slipstream.plan.calibrate import calibrate, scoring
 from slipstream.plan.fits import Pieces, fit
-from slipstream.plan.recorded import RecordedWorkload, groups_of, measured, read_run
+from slipstream.plan.recorded import RecordedWorkload, Run, groups_of, learning_exponent, measured, read_run
 from slipstream.plan.simulated_run import Batch, Costs, GroupWork
 from slipstream.plan.simulator import simulate
 from slipstream.plan.what_if import predict, setup_of, what_if
@@ -49,6 +49,7 @@ def true_costs() -> Costs:
         send_s=0.0003,
         publish_s=0.02,
         receive_s=0.0004,
+        wake_s=0.0006,
         record_s=0.0001,
         score_s=0.002,
         to_controller_s=0.003,
@@ -63,14 +64,14 @@ class Words:
 
     def group(self, ordinal, step):
         rng = np.random.default_rng(ordinal)
-        lengths = rng.integers(4, 12 + step // 2, self.samples)
+        lengths = rng.integers(4, 12 + round(step * self.pace) // 2, self.samples)
         return GroupWork(int(rng.integers(4, 9)), tuple(lengths.tolist()), ordinal % 6 != 1)
 
     def held_out(self, version):
         return ()
 
-    def __init__(self, samples: int = 4) -> None:
-        self.samples = samples
+    def __init__(self, samples: int = 4, groups_per_step: int = 12) -> None:
+        self.samples, self.pace = samples, (groups_per_step / 12) ** 0.5  # as is usual
 
 
 def config(**changes) -> RunConfig:
@@ -136,8 +137,9 @@ def test_the_true_costs_are_found(told):
     assert told.seconds["optimizer"] == pytest.approx(OPTIMIZER_S, rel=0.05)
     assert told.seconds["collate"] == pytest.approx(COLLATE_S, rel=0.05)
     assert told.seconds["receive"] == pytest.approx(true.receive_s, rel=0.1)
+    assert told.seconds["wake"] == pytest.approx(true.wake_s, rel=0.2)
     assert told.seconds["to_controller"] == pytest.approx(true.to_controller_s, rel=0.05)
-    assert told.seconds["to_trainer"] == pytest.approx(true.to_trainer_s, rel=0.1)
+    assert told.seconds["to_trainer"] == pytest.approx(true.to_trainer_s, abs=true.wake_s + true.receive_s)
     assert told.seconds["to_rewards"] == pytest.approx(true.to_rewards_s + true.score_s, rel=0.1)
 
 
@@ -158,11 +160,12 @@ def test_another_run_is_predicted_from_the_files_of_one(told, name):
     costs = true_costs()
     if changed.max_staleness == 0:  # with both cores to itself, a process of two threads is as fast as two beside
         costs = with_two_threads(costs)
-    real = simulate(schedule_for(changed), truth(changed), Words(samples), costs, seed=1)
+    words = Words(samples, changed.groups_per_step)
+    real = simulate(schedule_for(changed), truth(changed), words, costs, seed=1)
     predicted = predict(told, changed, seeds=1)
     assert predicted.step_s == pytest.approx(real.step_s, rel=0.06)
-    assert predicted.idle["trainer"] == pytest.approx(real.trainer_idle_frac, abs=0.04)
-    assert predicted.idle["generator"] == pytest.approx(real.generator_idle_frac, abs=0.04)
+    assert predicted.idle["trainer"] == pytest.approx(real.trainer_idle_frac, abs=0.05)
+    assert predicted.idle["generator"] == pytest.approx(real.generator_idle_frac, abs=0.05)
     assert predicted.staleness_mean == pytest.approx(real.staleness_mean, rel=0.08, abs=0.01)
 
 
@@ -261,7 +264,7 @@ def test_the_same_dials_ask_for_the_same_groups(recorded):
 
 def test_other_dials_draw_groups_of_the_same_time(recorded):
     """Lengths grow with the step; with twice the samples a group has its own, and they are of that time."""
-    work = RecordedWorkload([read_run(recorded[0])], groups_per_step=6, samples=8, num_held_out=300)
+    work = RecordedWorkload([read_run(recorded[0])], groups_per_step=12, samples=8, num_held_out=300)
     early, late = ([work.group(o, step).lengths for o in range(150)] for step in (2, 37))
     assert all(len(lengths) == 8 for lengths in early)
     recorded = {group.ordinal: group for group in groups_of(read_run(recorded[0]))}
@@ -273,6 +276,38 @@ def test_other_dials_draw_groups_of_the_same_time(recorded):
     held_out = [group.lengths[0] for group in work.held_out(37)]
     assert len(held_out) == 300
     assert np.mean(held_out) == pytest.approx(np.mean(late), rel=0.1)
+
+
+def learned(run: Run, groups_per_step: int, exponent: float, steps: int = 60) -> Run:
+    """What is left without signal grows with step x P^exponent; that of step s has s + 1 tokens."""
+    rng, lines, ordinal = np.random.default_rng(groups_per_step), [], 0
+    for step in range(steps):
+        share = 0.8 * (1 - np.exp(-step * groups_per_step**exponent / 300))
+        trained = 0
+        while trained < groups_per_step:
+            has_signal = bool(rng.random() >= share)
+            trained += has_signal
+            told = {"ordinal": ordinal, "sample": 0, "step": step if has_signal else None, "num_tokens": step + 1}
+            lines.append(msgspec.structs.replace(run.rollouts[0], **told))
+            ordinal += 1
+    return replace(run, config=run.config.model_copy(update={"groups_per_step": groups_per_step}), rollouts=lines)
+
+
+@pytest.mark.parametrize("exponent", [0.2, 0.6, 0.9])
+def test_how_much_faster_larger_batches_learn_is_seen_in_their_signals(recorded, exponent):
+    runs = [learned(read_run(recorded[0]), size, exponent) for size in (16, 32)]
+    assert learning_exponent(runs) == pytest.approx(exponent, abs=0.11)
+    assert learning_exponent(runs[:1]) == 0.5
+
+
+def test_groups_for_another_batch_size_are_those_of_a_policy_that_was_as_far(recorded):
+    runs = [learned(read_run(recorded[0]), size, 0.6) for size in (16, 32)]
+    work = RecordedWorkload(runs, groups_per_step=64, samples=1, num_held_out=0)
+    pace = 4 ** learning_exponent(runs)
+    lengths = [work.group(ordinal, 10).lengths[0] for ordinal in range(400)]
+    of_16 = [length for length in lengths if abs(length - 1 - 10 * pace) < abs(length - 1 - 10 * pace**0.5)]
+    assert np.mean(of_16) - 1 == pytest.approx(10 * pace, abs=3)
+    assert np.mean([one for one in lengths if one not in of_16]) - 1 == pytest.approx(10 * pace**0.5, abs=3)
 
 
 # Fits
@@ -290,6 +325,18 @@ class FakeMachine:
         if self.threads["x"] == 2:
             return np.stack([0 * self.overlap, 1 - self.overlap + self.overlap * 2 / 3], axis=1)
         return np.stack([1 - self.overlap, self.overlap], axis=1)
+
+
+def test_pieces_in_which_something_else_was_going_on_spoil_nothing():
+    """A few microbatches of five times the time: the others tell what it costs."""
+    one = pieces(0, beside=0.6, threads=1, speed=1.0, noise=0.02)
+    seconds = one.seconds.copy()
+    seconds[::40] *= 6
+    told = fit(("microbatches", "tokens"), [replace(one, seconds=seconds)])
+    whole = fit(("microbatches", "tokens"), [one])
+    size = {"microbatches": 1, "tokens": 40}
+    assert told.seconds(1, **size) == pytest.approx(whole.seconds(1, **size), rel=0.1)
+    assert told.beside == pytest.approx(whole.beside, abs=0.05)
 
 
 def pieces(seed: int, beside: float, threads: int, speed: float, noise: float, overlap=None) -> Pieces:

@@ -44,6 +44,10 @@ CLOSE_NS = 1000
 """What is closer is at the same time."""
 TURN = ("receive", "stage", "overhead")
 """Of a generator: what every turn of its loop takes besides."""
+WAKING = ("receive", "overhead")
+"""Of a trainer: what it does between two waits that a rollout has interrupted."""
+TOGETHER_S = 3e-4
+"""Rollouts that come within it are taken at once."""
 SCORE_RANGE_S, SCORE_TRIALS = (1e-5, 10.0), 61
 """Seconds of scoring a completion that are tried: ten of each power of ten."""
 MAX_SCORED = 4000
@@ -113,6 +117,7 @@ FIXED = (
     "swap_s",
     "publish_s",
     "receive_s",
+    "wake_s",
     "record_s",
     "checkpoint_s",
     "score_s",
@@ -269,7 +274,8 @@ def _seconds(machine: Machine, beside: float, train: Fit) -> dict[str, Told]:
         "optimizer": (trained("optimizer"), steps * config.updates_per_step),
         "collate": (trained("collate") + uncounted_s, steps * config.completions_per_step),
         "publish": (trained("publish", "stage"), steps // config.publish_every),
-        "receive": (trained("receive", "overhead"), num_rollouts),
+        "receive": (trained("receive"), num_rollouts),
+        "wake": (trained("overhead"), _num_wakes(machine)),
         "record": (trained("record"), num_rollouts),
         "checkpoint": (trained("checkpoint"), steps // every if every else 0),
         "decide": (sum(seconds_in(one, ("schedule",)) for one in machine.slices["controller"]), num_events),
@@ -281,8 +287,21 @@ def _seconds(machine: Machine, beside: float, train: Fit) -> dict[str, Told]:
             before = sums.get(what, (0.0, 0))
             sums[what] = before[0] + total, before[1] + count
     means = {name: (total / count if count else 0.0, float(count)) for name, (total, count) in sums.items()}
-    latencies = _latencies(machine, send_s=means["send"][0], receive_s=means["receive"][0])
+    latencies = _latencies(machine, *(means[name][0] for name in ("send", "receive", "wake")))
     return means | latencies
+
+
+def _num_wakes(machine: Machine) -> int:
+    """How often something came while the trainer waited: rollouts that come together count once."""
+    start_s, end_s = machine.run.loop_s
+    scored_s = np.sort([line.scored_s for line in machine.run.rollouts if start_s <= line.scored_s <= end_s])
+    own = machine.slices[machine.trainer]
+    if not own:
+        return 0
+    is_waiting = np.array([kind(one.state) == "wait" or one.state in WAKING for one in own])
+    place = np.searchsorted([one.start_ns * 1e-9 for one in own], scored_s, side="right") - 1
+    is_apart = np.diff(scored_s, prepend=-np.inf) > TOGETHER_S
+    return int((is_apart & is_waiting[np.maximum(place, 0)]).sum())
 
 
 def _mean(told: Sequence[Told]) -> float:
@@ -345,7 +364,7 @@ def _staging(machine: Machine, beside: float) -> list[tuple[float, float]]:
 # On the way
 
 
-def _latencies(machine: Machine, *, send_s: float, receive_s: float) -> dict[str, Told]:
+def _latencies(machine: Machine, send_s: float, receive_s: float, wake_s: float) -> dict[str, Told]:
     """Seconds that messages take, and a completion to be scored."""
     run, trainer = machine.run, machine.trainer
     told: dict[tuple[int, int], float] = {}  # completion, group, step -> when the controller had word of it
@@ -391,9 +410,9 @@ def _latencies(machine: Machine, *, send_s: float, receive_s: float) -> dict[str
     return {
         "score": (score_s, float(len(run.rollouts))),
         "to_rewards": (to_rewards_s, float(len(run.rollouts))),
-        "from_rewards": _usual(from_rewards, less=receive_s + _usual(to_controller)[0]),
+        "from_rewards": _usual(from_rewards, less=wake_s + receive_s + _usual(to_controller)[0]),
         "to_controller": _usual(to_controller),
-        "to_trainer": _usual(to_trainer),
+        "to_trainer": _usual(to_trainer, less=wake_s),
         "to_generator": _usual(to_generator or to_controller),
     }
 

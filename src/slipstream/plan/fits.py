@@ -46,8 +46,11 @@ SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21
 """Logarithms that are searched to either side, one after the other."""
 LEAST_BESIDE = 0.2
 """r at least: beside another a thread keeps so much of its speed."""
-ROUNDS = 3
+ROUNDS = 4
 """Of least squares, each weighed by what the one before expects."""
+OUTLIER = 3.0
+"""As many times what is expected, and something else was going on: four threads on two cores take turns in the middle
+of each operation."""
 COMPUTING = frozenset({"trainer", "generator", "reward_models", "reference"})
 """Sides that run models. What the others do is part of what these take: it is there in every run."""
 INDEPENDENT = 200
@@ -245,7 +248,7 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
     seen = {int(t): float(table.seconds[table.threads == t].sum()) for t in np.unique(table.threads)}
     own = max(seen, key=lambda t: seen[t])
     beside, speeds, drifts = _search(table, cores, own, [t for t in seen if t != own])
-    costs, _ = _solve(table.counts, table.pieces, table.work(cores, beside, speeds, drifts))
+    costs, _ = _solve(table, table.work(cores, beside, speeds, drifts))
     work = table.work(cores, beside, speeds, drifts)
     expected = np.maximum(table.counts @ costs, 1e-12)
     ratio = work / expected
@@ -291,7 +294,7 @@ def _search(table: _Table, cores: int, own: int, others: Sequence[int]) -> tuple
         return float(np.exp(point.beside)), {own: 1.0} | speeds, np.exp(drifts)
 
     def misfit(point: _Point) -> float:
-        _, found = _solve(table.counts, table.pieces, table.work(cores, *told(point)))
+        _, found = _solve(table, table.work(cores, *told(point)))
         found += ((point.beside - float(np.log(prior))) / PRIORS["beside"].error) ** 2
         found += sum((value / PRIORS["threads"].error) ** 2 for value in point.speeds)
         # Heavy tails: machines are about the same from run to run, or something happened.
@@ -325,26 +328,33 @@ class _Table:
         return work
 
 
-def _solve(counts: np.ndarray, pieces: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, float]:
-    """Costs that explain `work` with a variance in proportion to what they expect, and how badly: twice the negative
-    log-likelihood. So the sum of what they expect is the sum of what there was, whatever the noise.
+def _solve(table: _Table, work: np.ndarray) -> tuple[np.ndarray, float]:
+    """Costs that explain `work` with a variance in proportion to what they expect, as large as each run's is, and how
+    badly: twice the negative log-likelihood. So sums of what they expect are sums of what there was, whatever the
+    noise; but what took `OUTLIER` times as long as expected counts as if it had taken that.
 
     The first term is what most pieces take whatever their size: it has a prior, which weighs as much as one piece.
     """
+    counts, pieces, runs = table.counts, table.pieces, table.runs
     share, error = PRIORS["fixed"]
     has_first = counts[:, 0] > 0
     typical = float(work[has_first].mean())
     believed = float(counts[has_first, 0].mean()) / (error * np.sqrt(typical))
     costs, expected = np.zeros(counts.shape[1]), work.mean() * pieces / pieces.mean()
+    noisiness, sizes = np.ones(int(runs.max()) + 1), np.bincount(runs)
     for _ in range(ROUNDS):
-        scaled = counts / np.maximum(expected, 0.01 * typical)[:, None]
-        matrix, target = counts.T @ scaled, scaled.T @ work
+        kept = np.minimum(work, OUTLIER * expected)
+        scaled = counts / (noisiness[runs] * np.maximum(expected, 0.01 * typical))[:, None]
+        matrix, target = counts.T @ scaled, scaled.T @ kept
         matrix[0, 0] += believed**2
         target[0] += believed * share * np.sqrt(typical) / error
         costs = _not_negative(matrix, target)
         expected = counts @ costs
-    noise = float(np.mean((expected - work) ** 2 / np.maximum(expected, 0.01 * typical))) / typical
-    return costs, min(len(work), INDEPENDENT) * float(np.log(noise + 1e-6))
+        squares = (expected - kept) ** 2 / np.maximum(expected, 0.01 * typical)
+        logs = np.log(np.bincount(runs, squares) / np.maximum(np.bincount(runs, expected), 1e-12) + 1e-6)
+        mean = float(np.average(logs, weights=sizes))
+        noisiness = np.exp(logs - mean)
+    return costs, min(len(work), INDEPENDENT) * mean
 
 
 def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:

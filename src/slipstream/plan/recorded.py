@@ -7,7 +7,7 @@ same groups, and others of the same time of training where they do not. `measure
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +26,10 @@ from slipstream.plan.simulated_run import GroupWork
 
 NEARBY_STEPS = 2
 """Groups of so many steps before and after are of the same time of training: lengths change as a policy learns."""
+EXPONENTS = np.linspace(0.0, 1.0, 21)
+USUAL_EXPONENT, EXPONENT_ERROR = 0.5, 0.25
+"""Of `learning_exponent`: with gradients of four times the samples, half as many steps."""
+PROGRESS_BINS = 8
 
 
 class Group(NamedTuple):
@@ -153,6 +157,35 @@ def groups_of(run: Run) -> list[Group]:
     return groups
 
 
+def learning_exponent(runs: Sequence[Run]) -> float:
+    """a, where runs with P groups a step are equally far at equal step x P^a, by the share of groups without signal.
+
+    Runs of one P do not tell; then, and beside what they tell, it is about `USUAL_EXPONENT`.
+    """
+    sizes = [run.config.groups_per_step for run in runs]
+    if len(set(sizes)) == 1:
+        return USUAL_EXPONENT
+    steps, signals = [], []
+    for groups in map(groups_of, runs):
+        steps.append(np.array([group.step for group in groups], dtype=np.float64))
+        signals.append(np.array([group.has_signal for group in groups], dtype=np.float64))
+
+    def misfit(exponent: float) -> float:
+        progress = [own * size**exponent for own, size in zip(steps, sizes, strict=True)]
+        shared = min(float(own.max()) for own in progress)  # how far all of them have come
+        edges = np.linspace(0.0, shared, PROGRESS_BINS + 1)
+        counts = {size: np.zeros((2, PROGRESS_BINS)) for size in sizes}  # groups, and those with signal
+        for own, signal, size in zip(progress, signals, sizes, strict=True):
+            counts[size] += np.stack([np.histogram(own, edges, weights=w)[0] for w in (np.ones_like(signal), signal)])
+        total = np.sum(list(counts.values()), axis=0)
+        share = total[1] / np.maximum(total[0], 1)
+        apart = np.sum([(one[1] - share * one[0]) ** 2 / np.maximum(one[0], 1) for one in counts.values()], axis=0)
+        found = float((apart / (share * (1 - share) + 0.01)).sum())
+        return found + ((exponent - USUAL_EXPONENT) / EXPONENT_ERROR) ** 2
+
+    return float(min(EXPONENTS.tolist(), key=misfit))
+
+
 def prompt_tokens_per_char(run: Run) -> float:
     """What a prompt's character is in tokens, on average: rows that were read and are no completion's are its.
 
@@ -168,9 +201,9 @@ def prompt_tokens_per_char(run: Run) -> float:
 class RecordedWorkload:
     """Groups of recorded runs, for a run of `groups_per_step` and `samples` completions per group.
 
-    Group `ordinal` is that of the first run, where it has the same shape. Else one of about the same step is drawn, by
-    `seed` and ordinal, from all of the runs, with as many of its completions as are asked for, some of them twice if
-    need be; it has signal where they differ in reward.
+    Group `ordinal` is that of the first run, where it has the same shape. Else one is drawn, by `seed` and ordinal,
+    from all of the runs, of a policy that had learned about as much (`learning_exponent`), with as many of its
+    completions as are asked for, some of them twice if need be; it has signal where they differ in reward.
     """
 
     def __init__(
@@ -183,9 +216,12 @@ class RecordedWorkload:
         self._compares = first.loss.advantages in GROUP_RELATIVE
         is_same = (first.groups_per_step, first.samples_per_group) == (groups_per_step, samples)
         self._same = {group.ordinal: group for group in recorded[0]} if is_same else {}
-        self._by_step: dict[int, list[Group]] = defaultdict(list)
-        for group in _flat(recorded):
-            self._by_step[group.step].append(group)
+        self._by_step: dict[int, list[Group]] = defaultdict(list)  # by the step of this run that is as far
+        exponent = learning_exponent(runs)
+        for run, groups in zip(runs, recorded, strict=True):
+            pace = (run.config.groups_per_step / groups_per_step) ** exponent
+            for group in groups:
+                self._by_step[round(group.step * pace)].append(group)
         self._last_step = max(self._by_step)
 
     def group(self, ordinal: int, step: int) -> GroupWork:
@@ -222,7 +258,3 @@ class RecordedWorkload:
 
     def _prompt_tokens(self, group: Group) -> int:
         return max(1, round(group.prompt_chars * self._per_char))
-
-
-def _flat(groups: Iterable[Iterable[Group]]) -> Iterable[Group]:
-    return (group for one in groups for group in one)

@@ -92,6 +92,7 @@ class Costs:
     swap_s: float = 0.0  # generator: decoding stands still
     publish_s: float = 0.0  # trainer: staging copy and probe
     receive_s: float = 0.0  # trainer, for each rollout that arrives
+    wake_s: float = 0.0  # trainer, besides: whenever something arrives while it waits
     record_s: float = 0.0  # trainer, for each rollout that was trained or skipped
     checkpoint_s: float = 0.0  # trainer
     score_s: float = 0.0  # of one completion, by one worker

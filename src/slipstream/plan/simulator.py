@@ -171,6 +171,8 @@ class _Trainer:
         if not self.is_busy:
             self.is_busy = True
             self.account.enter("receive")
+            if self.costs.wake_s:
+                self.todo.append(({"overhead": self.costs.wake_s}, _nothing))
             self._go_on()
 
     def _go_on(self) -> None:
