@@ -46,11 +46,8 @@ SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21
 """Logarithms that are searched to either side, one after the other."""
 LEAST_BESIDE = 0.2
 """r at least: beside another a thread keeps so much of its speed."""
-ROUNDS = 4
+ROUNDS = 3
 """Of least squares, each weighed by what the one before expects."""
-OUTLIER = 3.0
-"""As many times what is expected, and something else was going on: four threads on two cores take turns in the middle
-of each operation."""
 COMPUTING = frozenset({"trainer", "generator", "reward_models", "reference"})
 """Sides that run models. What the others do is part of what these take: it is there in every run."""
 INDEPENDENT = 200
@@ -248,6 +245,7 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
     seen = {int(t): float(table.seconds[table.threads == t].sum()) for t in np.unique(table.threads)}
     own = max(seen, key=lambda t: seen[t])
     beside, speeds, drifts = _search(table, cores, own, [t for t in seen if t != own])
+    speeds, drifts = _of_the_usual_run(table, own, speeds, drifts)
     costs, _ = _solve(table, table.work(cores, beside, speeds, drifts))
     work = table.work(cores, beside, speeds, drifts)
     expected = np.maximum(table.counts @ costs, 1e-12)
@@ -309,6 +307,18 @@ def _search(table: _Table, cores: int, own: int, others: Sequence[int]) -> tuple
     return told(best)
 
 
+def _of_the_usual_run(
+    table: _Table, own: int, speeds: Mapping[int, float], drifts: np.ndarray
+) -> tuple[dict[int, float], np.ndarray]:
+    """The same fit, told of the mean of the runs with each number of threads, not of the fastest of them."""
+    means, relative = {}, drifts.copy()
+    for threads in speeds:
+        which = np.unique(table.runs[table.threads == threads])
+        means[threads] = float(drifts[which].mean())
+        relative[which] /= means[threads]
+    return {t: value * means[own] / means[t] for t, value in speeds.items()}, relative
+
+
 @dataclass(frozen=True)
 class _Table:
     """Pieces from all runs. `rates` [N, 2] as in `Machine.rates`."""
@@ -331,7 +341,7 @@ class _Table:
 def _solve(table: _Table, work: np.ndarray) -> tuple[np.ndarray, float]:
     """Costs that explain `work` with a variance in proportion to what they expect, as large as each run's is, and how
     badly: twice the negative log-likelihood. So sums of what they expect are sums of what there was, whatever the
-    noise; but what took `OUTLIER` times as long as expected counts as if it had taken that.
+    noise.
 
     The first term is what most pieces take whatever their size: it has a prior, which weighs as much as one piece.
     """
@@ -343,14 +353,13 @@ def _solve(table: _Table, work: np.ndarray) -> tuple[np.ndarray, float]:
     costs, expected = np.zeros(counts.shape[1]), work.mean() * pieces / pieces.mean()
     noisiness, sizes = np.ones(int(runs.max()) + 1), np.bincount(runs)
     for _ in range(ROUNDS):
-        kept = np.minimum(work, OUTLIER * expected)
         scaled = counts / (noisiness[runs] * np.maximum(expected, 0.01 * typical))[:, None]
-        matrix, target = counts.T @ scaled, scaled.T @ kept
+        matrix, target = counts.T @ scaled, scaled.T @ work
         matrix[0, 0] += believed**2
         target[0] += believed * share * np.sqrt(typical) / error
         costs = _not_negative(matrix, target)
         expected = counts @ costs
-        squares = (expected - kept) ** 2 / np.maximum(expected, 0.01 * typical)
+        squares = (expected - work) ** 2 / np.maximum(expected, 0.01 * typical)
         logs = np.log(np.bincount(runs, squares) / np.maximum(np.bincount(runs, expected), 1e-12) + 1e-6)
         mean = float(np.average(logs, weights=sizes))
         noisiness = np.exp(logs - mean)

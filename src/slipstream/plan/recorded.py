@@ -158,11 +158,11 @@ def groups_of(run: Run) -> list[Group]:
 
 
 def learning_exponent(runs: Sequence[Run]) -> float:
-    """a, where runs with P groups a step are equally far at equal step x P^a, by the share of groups without signal.
+    """a, where runs with n samples a step are equally far at equal step x n^a, by the share of groups without signal.
 
-    Runs of one P do not tell; then, and beside what they tell, it is about `USUAL_EXPONENT`.
+    Runs of one n do not tell; then, and beside what they tell, it is about `USUAL_EXPONENT`.
     """
-    sizes = [run.config.groups_per_step for run in runs]
+    sizes = [_samples_per_step(run) for run in runs]
     if len(set(sizes)) == 1:
         return USUAL_EXPONENT
     steps, signals = [], []
@@ -184,6 +184,10 @@ def learning_exponent(runs: Sequence[Run]) -> float:
         return found + ((exponent - USUAL_EXPONENT) / EXPONENT_ERROR) ** 2
 
     return float(min(EXPONENTS.tolist(), key=misfit))
+
+
+def _samples_per_step(run: Run) -> int:
+    return run.config.groups_per_step * run.config.samples_per_group
 
 
 def prompt_tokens_per_char(run: Run) -> float:
@@ -219,7 +223,7 @@ class RecordedWorkload:
         self._by_step: dict[int, list[Group]] = defaultdict(list)  # by the step of this run that is as far
         exponent = learning_exponent(runs)
         for run, groups in zip(runs, recorded, strict=True):
-            pace = (run.config.groups_per_step / groups_per_step) ** exponent
+            pace = (_samples_per_step(run) / (groups_per_step * samples)) ** exponent
             for group in groups:
                 self._by_step[round(group.step * pace)].append(group)
         self._last_step = max(self._by_step)
