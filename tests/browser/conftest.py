@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """One for all tests of this folder: it takes a second to start."""
+    """One for all tests of a file, as it takes a second to start, and no longer: its event loop runs in this thread."""
     path = next(filter(runs, filter(None, map(shutil.which, NAMES))), None)
     if path is None:
         pytest.skip(f"no browser is installed (looked for {', '.join(NAMES)}): on Debian, apt-get install chromium")
