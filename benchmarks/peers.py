@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(
-    0, str(ROOT)
-)  # `experiments` and `benchmarks` are folders of a checkout, not packages that are installed
+# `experiments` and `benchmarks` are folders of a checkout, not packages that are installed.
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.trl_call import TRL_PYTHON  # noqa: E402
 from experiments.lab import DEFAULT_FOLDER, Lab  # noqa: E402

@@ -77,8 +77,8 @@ TARGETS = (
 class Workshop:
     """The folder of runs of one commit and length."""
 
-    def __init__(self, out: Path, steps: int, commit: str | None = None) -> None:
-        commit = commit or versions().commit or "unknown"
+    def __init__(self, out: Path, steps: int) -> None:
+        commit = versions().commit or "unknown"
         self.folder, self.steps = out / f"{commit[:12]}-{steps}", steps
         self.folder.mkdir(parents=True, exist_ok=True)
         self.loads: dict[str, float] = {}
@@ -186,11 +186,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where runs are kept")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--runs-of", metavar="COMMIT", help="simulate what was run at another commit")
     names = [case.name for case in TARGETS]
     parser.add_argument("--cases", nargs="*", default=names, choices=names, metavar="CASE", help="; ".join(names))
     options = parser.parse_args()
-    workshop = Workshop(options.out.resolve(), options.steps, options.runs_of)
+    workshop = Workshop(options.out.resolve(), options.steps)
     chosen = [case for case in TARGETS if case.name in options.cases]
     runs: dict[str, list[Path]] = {case.name: [] for case in (*CALIBRATION, *chosen)}
     for repeat in range(options.repeats):
@@ -198,7 +197,6 @@ def main() -> None:
             runs[case.name].append(workshop.run(case, repeat))
     calibration = calibrate([read_run(path) for case in CALIBRATION for path in runs[case.name]])
     print(" ".join(sys.argv), versions(), platform.machine(), sep="\n")
-    print(f"runs in {workshop.folder}")
     print("\n".join(f"{name}: {value}" for name, value in describe().lines().items()))
     print_calibration(calibration)
     found = {

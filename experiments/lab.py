@@ -37,7 +37,7 @@ TAIL_LINES = 20
 class Spec:
     """One run: `recipe` (a name, or a path) with a preset and overrides. `name` tells it apart for people.
 
-    `stage`: the folder of another run whose files it begins with is part of `overrides`, as a path.
+    What it begins with of another run, a checkpoint say, is named in `overrides` by its path.
     `cores`: how many of this machine's it gets; a run whose time matters gets all (None), alone.
     """
 
@@ -107,7 +107,7 @@ class Lab:
         return self.run_all([spec])[0]
 
     def _make(self, spec: Spec) -> None:
-        folder = self.place(spec)
+        folder, stages = self.place(spec), spec.config().stages
         shutil.rmtree(folder, ignore_errors=True)
         recipe, log = beside(folder, "toml"), beside(folder, "log")
         save_config(spec.config(), recipe)
@@ -120,7 +120,7 @@ class Lab:
                 )
             except subprocess.TimeoutExpired:
                 raise RunFailed(f"{spec.name}: not done after {RUN_DEADLINE_S:.0f} s; see {log}") from None
-        if done.returncode or not self.is_done(spec):
+        if done.returncode or not all(_is_done(stage, folder) for stage in stages):
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
             raise RunFailed(f"{spec.name}: exit code {done.returncode}; {log} ends with\n{tail}")
         made = self._made("run", time.monotonic() - started_s, spec.cores)
@@ -210,7 +210,7 @@ def _is_done(stage: str, folder: Path) -> bool:
 
 
 def summary(run: Path) -> dict[str, Any]:
-    """A run's `summary.json`; of several stages, that of the RL stage is in its own folder."""
+    """A run's `summary.json`: of its RL, whatever stages it has besides."""
     found: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return found
 

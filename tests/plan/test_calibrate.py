@@ -139,7 +139,7 @@ def test_the_true_costs_are_found(told):
     assert told.seconds["receive"] == pytest.approx(true.receive_s, rel=0.1)
     assert told.seconds["wake"] == pytest.approx(true.wake_s, rel=0.2)
     assert told.seconds["to_controller"] == pytest.approx(true.to_controller_s, rel=0.05)
-    assert told.seconds["to_trainer"] == pytest.approx(true.to_trainer_s, abs=true.wake_s + true.receive_s)
+    assert told.seconds["to_trainer"] == pytest.approx(true.to_trainer_s, rel=0.1)
     assert told.seconds["to_rewards"] == pytest.approx(true.to_rewards_s + true.score_s, rel=0.1)
 
 
@@ -162,10 +162,10 @@ def test_another_run_is_predicted_from_the_files_of_one(told, name):
         costs = with_two_threads(costs)
     words = Words(samples, changed.groups_per_step)
     real = simulate(schedule_for(changed), truth(changed), words, costs, seed=1)
-    predicted = predict(told, changed, seeds=1)
+    predicted = predict(told, changed, seeds=4)  # which completions are drawn makes 4 % of a step
     assert predicted.step_s == pytest.approx(real.step_s, rel=0.06)
-    assert predicted.idle["trainer"] == pytest.approx(real.trainer_idle_frac, abs=0.05)
-    assert predicted.idle["generator"] == pytest.approx(real.generator_idle_frac, abs=0.05)
+    assert predicted.idle["trainer"] == pytest.approx(real.trainer_idle_frac, abs=0.04)
+    assert predicted.idle["generator"] == pytest.approx(real.generator_idle_frac, abs=0.04)
     assert predicted.staleness_mean == pytest.approx(real.staleness_mean, rel=0.08, abs=0.01)
 
 

@@ -400,7 +400,11 @@ def _latencies(machine: Machine, send_s: float, receive_s: float, wake_s: float)
     for one in machine.slices[trainer]:
         if one.state in STEP_STATES and "step" in one.args:
             begun.setdefault(one.args["step"], one.start_ns * 1e-9)
-    to_trainer = [begun[n] - at for n, at in commanded.items() if n in begun and _waits(machine, trainer, at)]
+    to_trainer = [
+        _waited_s(machine, trainer, at, begun[n])
+        for n, at in commanded.items()
+        if n in begun and _waits(machine, trainer, at)
+    ]
     to_generator = [
         _next_work(machine, name, time_s) - time_s
         for ordinal, (time_s, replica) in admitted.items()
@@ -412,7 +416,7 @@ def _latencies(machine: Machine, send_s: float, receive_s: float, wake_s: float)
         "to_rewards": (to_rewards_s, float(len(run.rollouts))),
         "from_rewards": _usual(from_rewards, less=wake_s + receive_s + _usual(to_controller)[0]),
         "to_controller": _usual(to_controller),
-        "to_trainer": _usual(to_trainer, less=wake_s),
+        "to_trainer": _usual(to_trainer),
         "to_generator": _usual(to_generator or to_controller),
     }
 
@@ -450,11 +454,15 @@ def _usual(seconds: Sequence[float], *, less: float = 0.0) -> Told:
     return max(0.0, float(kept.mean()) - less), float(len(seconds))
 
 
+def _waited_s(machine: Machine, name: str, start_s: float, end_s: float) -> float:
+    """What of this span of time `name` did nothing in."""
+    share = float(machine.share(name, np.array([start_s * 1e9]), np.array([end_s * 1e9]))[0])
+    return (1 - share) * max(0.0, end_s - start_s)
+
+
 def _is_idle(machine: Machine, name: str, start_s: float, end_s: float) -> bool:
     """Whether `name` did little meanwhile but take what came."""
-    if end_s <= start_s:
-        return False
-    return float(machine.share(name, np.array([start_s * 1e9]), np.array([end_s * 1e9]))[0]) < 1 / 3
+    return end_s > start_s and _waited_s(machine, name, start_s, end_s) > 2 / 3 * (end_s - start_s)
 
 
 def _waits(machine: Machine, name: str, time_s: float) -> bool:
