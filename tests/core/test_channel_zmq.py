@@ -82,6 +82,19 @@ def test_a_sender_may_come_first_and_a_restarted_receiver_gets_what_was_not_take
     restarted.close()
 
 
+def test_no_socket_is_watched_at_an_address_that_another_was_watched_at(directory: Path) -> None:
+    """ZeroMQ gives up the address of a closed one when it comes to it, after the descriptor that it was named after."""
+    seen = set()
+    for incarnation in range(1, 51):
+        ports = connect(SPECS, "b", directory, incarnation)
+        router, monitor = ports.inputs["in"].pollables()[1:]
+        assert isinstance(router, zmq.Socket)
+        assert isinstance(monitor, zmq.Socket)
+        seen.add(monitor.getsockopt(zmq.LAST_ENDPOINT))
+        ports.close()
+    assert len(seen) == 50
+
+
 def test_a_successor_listens_elsewhere_and_is_found_by_whoever_starts_after_it(directory: Path) -> None:
     """What was on its way to a dead process never reaches the next one."""
     a = connect(SPECS, "a", directory, 1)

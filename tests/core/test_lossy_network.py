@@ -38,7 +38,7 @@ class Socket:
     def set(self, *_: Any) -> None:
         """Options are ZeroMQ's."""
 
-    def get_monitor_socket(self, _: int) -> Monitor:
+    def get_monitor_socket(self, *_: Any) -> Monitor:
         return self.monitor
 
     def connect(self, _: str) -> None:

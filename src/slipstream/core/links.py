@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import os
 import threading
 from collections import deque
@@ -36,6 +37,8 @@ _HANDSHAKE_MS = 10_000
 _REOPEN_S = 5.0  # ZeroMQ restores a connection by itself, except where the other side was no ZeroMQ: that it gives up
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+_monitor_numbers = itertools.count()
 
 
 class Verdict(enum.Enum):
@@ -313,8 +316,8 @@ class ZmqLink:
         self._socket.set(zmq.MAXMSGSIZE, frames.MAX_OVERHEAD_BYTES)
         if keys is not None:
             keys.secure_caller(self._socket, spec.target, address.incarnation)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+        self._monitor: zmq.Socket[bytes] = _monitor(
+            self._socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
         )
         self._socket.connect(address.at)
 
@@ -450,7 +453,7 @@ class Listener:
         self.socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if keys is not None:
             keys.secure_listener(self.socket, port, incarnation)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        self.monitor: zmq.Socket[bytes] = _monitor(self.socket, zmq.EVENT_DISCONNECTED | _REFUSED)
         self.bound: list[str] = []
         try:
             for address in addresses:
@@ -509,3 +512,9 @@ def _socket(kind: int, addresses: Sequence[str]) -> zmq.Socket[bytes]:
     socket.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_EVERY_S)
     socket.set(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_COUNT)
     return socket
+
+
+def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """Where a socket's events come out, at an address that no other has had: pyzmq's own is named after the socket's
+    file descriptor, and the system gives that away again before ZeroMQ has given up the address of a closed one."""
+    return socket.get_monitor_socket(events, f"inproc://slipstream.monitor-{next(_monitor_numbers)}")
