@@ -153,6 +153,11 @@ class Adversary:
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
 
+    @property
+    def stopped_s(self) -> float:
+        """Seconds for which it stopped processes or slowed them, at most."""
+        return sum(strike.fault.duration_s for strike in self.strikes)
+
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._run, name="adversary", daemon=True)
         self._thread.start()

@@ -60,7 +60,6 @@ def scratch() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
-        check_runs(Path(folder))
 
 
 @dataclass
@@ -94,8 +93,8 @@ class ChaosRun:
     def until_done(self, adversary: Adversary | None = None, *, ending_at_s: float = float("inf")) -> None:
         """Start, and resume until it is done. The adversary is called off at `ending_at_s` on the monotonic clock.
 
-        AssertionError when it hangs, when it fails unprovoked, when `MAX_ATTEMPTS` are not enough, or when bad input is
-        claimed.
+        AssertionError when it hangs, when it fails unprovoked, when `MAX_ATTEMPTS` are not enough, when bad input is
+        claimed, or when its seconds do not add up.
         """
         if adversary is not None:
             adversary.begin()
@@ -110,6 +109,7 @@ class ChaosRun:
             self.kill()
             if adversary is not None:
                 adversary.end()
+        check_runs(self.folder, stopped_s=0.0 if adversary is None else adversary.stopped_s)
 
     @property
     def is_done(self) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_config import SHORT
-from chaos_run import ChaosRun, scratch
+from chaos_run import ChaosRun, check_runs, scratch
 from lineage_audit import audit, lines
 
 MARKS_DEADLINE_S = 120.0
@@ -140,6 +140,7 @@ def _wait(is_so: Callable[[], bool], what: str, run: ChaosRun) -> None:
 
 
 def _outcome(run: ChaosRun, instant: Instant, victim: str) -> Outcome:
+    check_runs(run.folder)
     left, checked = run.leftovers(), audit(run.run_dir)
     trained = [line for line in checked.rollouts if line["step"] is not None]
     return Outcome(
