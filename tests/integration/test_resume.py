@@ -129,6 +129,34 @@ def test_what_was_under_way_is_gone_on_with_and_the_bound_holds(small, tmp_path,
     assert resumed.summary["prompts"]["regenerated_tokens"] == again
 
 
+@pytest.mark.parametrize("cut_at", [1, 2])
+def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_missing(
+    cut_at, small, tmp_path, monkeypatch
+):
+    """Killed between the checkpoint of the last step, which has the first `cut_at` last accuracies, and the end."""
+    run, checkpoint, evaluated = tmp_path / "run", Controller._checkpoint, Controller._evaluated
+
+    def counted(self: Controller, message: Any) -> None:
+        before = len(self.tally.unevaluated(STEPS))
+        evaluated(self, message)
+        now = len(self.tally.unevaluated(STEPS))
+        if now < before and now == 2 - cut_at:
+            self.cut_at = None
+            checkpoint(self)
+            self._run_until(lambda: self.checkpointed == STEPS, "the checkpoint")
+            raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "_evaluated", counted)
+        with pytest.raises(Cut):
+            slipstream.run("quickstart", overrides=small | AHEAD, out=run, display=False)
+    resumed = slipstream.run("quickstart", resume=run, display=False)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name in ("accuracy", "sampled_accuracy"):
+        assert [line["version"] for line in lines if f"eval_{name}" in line] == [0, STEPS]
+    assert None not in resumed.summary["eval"]["after"].values()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["torn", "missing", "of another cut"])
 def test_without_what_was_under_way_it_is_sampled_again(damage, small, tmp_path, monkeypatch):

@@ -198,16 +198,16 @@ class Controller:
         """The policy that RL begins with; after a resume what a crash has cut off, if that was due."""
         every = self.config.eval.every
         if first == 0:
-            self._evaluate()
+            self._evaluate((GREEDY, SAMPLED))
         elif every and first % every == 0 and first < self.config.steps and first not in self.tally.evaluations:
-            self._evaluate(with_samples=False)
+            self._evaluate((GREEDY,))
 
     def _finish(self) -> None:
         last = self.schedule.steps_done
         if not self.is_interrupted:
             versions = self.schedule.versions
             self._run_until(lambda: bool(versions) and min(versions.values()) >= last, "the last version in generators")
-            self._evaluate()
+            self._evaluate(self.tally.unevaluated(last))  # after a resume, the checkpoint may have what is known
             self._run_until(lambda: not self.evaluations, "the last evaluation")
         self._checkpoint()
         self.executors.send("trainer", Export(path=str(self.run_dir / "model")))
@@ -333,7 +333,7 @@ class Controller:
             self._ask(self.evaluations.ask_again(self.schedule.versions))
         if isinstance(event, Swapped) and self.evaluation_due is not None and event.version >= self.evaluation_due:
             self.evaluation_due = None
-            self._evaluate(with_samples=False)
+            self._evaluate((GREEDY,))
 
     def _tell_generators(self, event: Event) -> None:
         """What they wait for without work, when that has changed."""
@@ -430,10 +430,9 @@ class Controller:
 
     # Evaluation
 
-    def _evaluate(self, *, with_samples: bool = True) -> None:
-        """Ask for greedy answers to the held-out prompts, and at the ends for sampled ones too."""
+    def _evaluate(self, temperatures: Sequence[float]) -> None:
+        """Ask for answers to the held-out prompts: greedy ones, and at the ends sampled ones too."""
         prompts = self.work.held_out[: self.config.eval.num_prompts]
-        temperatures = (GREEDY, SAMPLED) if with_samples else (GREEDY,)
         self._ask(self.evaluations.begin(prompts, temperatures, self.schedule.versions))
 
     def _ask(self, requests: Sequence[Request]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
+from slipstream.controller.evaluations import GREEDY, SAMPLED
 from slipstream.core.config import RunConfig
 from slipstream.core.types import (
     Counters,
@@ -168,6 +169,12 @@ class Tally:
             evaluation.scores = sorted(scores, key=lambda score: score.ordinal)
         else:
             evaluation.sampled_accuracy = accuracy
+
+    def unevaluated(self, version: int) -> tuple[float, ...]:
+        """Temperatures at which `version` is still to be evaluated, of the two at which the ends of a run are."""
+        found = self.evaluations.get(version, Evaluated())
+        accuracies = {GREEDY: found.accuracy, SAMPLED: found.sampled_accuracy}
+        return tuple(temperature for temperature, accuracy in accuracies.items() if accuracy is None)
 
     # Asked by display and summary
 
