@@ -19,6 +19,7 @@ from slipstream.controller.controller import Controller
 from slipstream.core.errors import DiskError, ExecutorDied, ExecutorLost, SlipstreamError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import StepDone
+from slipstream.observe.samples import read_samples
 from slipstream.stages import rl
 from slipstream.stages.resume import Resumed
 from slipstream.stages.rl import FromPython
@@ -89,6 +90,9 @@ def test_at_staleness_0_a_run_that_was_cut_off_equals_one_that_was_not(replicas,
     ours, theirs = ((run.out / "model" / "model.safetensors").read_bytes() for run in (resumed, whole))
     assert ours == theirs
     assert trained(resumed.out) == trained(whole.out)
+    shown, expected = (read_samples(run.out / "samples.json") for run in (resumed, whole))
+    assert shown == expected
+    assert all(sample.before is not None and sample.after is not None for sample in shown)
     assert audit(resumed.out)["fates"] == audit(whole.out)["fates"]
     assert resumed.summary["prompts"]["regenerated_tokens"] == 0, "nothing was under way at the checkpoint"
     assert resumed.summary["earlier_s"] > 0
@@ -155,6 +159,9 @@ def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_
     for name in ("accuracy", "sampled_accuracy"):
         assert [line["version"] for line in lines if f"eval_{name}" in line] == [0, STEPS]
     assert None not in resumed.summary["eval"]["after"].values()
+    shown = read_samples(run / "samples.json")
+    assert len(shown) == 4
+    assert all(sample.before is not None and sample.after is not None for sample in shown)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from slipstream.controller.ledger import Ledger
 from slipstream.controller.machine import Command, Event, SchedulingPolicy, Snapshot
 from slipstream.controller.pipeline import CONTROLLER, Pipeline
 from slipstream.controller.tally import Tally
-from slipstream.controller.watch import Observer
+from slipstream.controller.watch import Observer, write_samples
 from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
@@ -459,6 +459,8 @@ class Controller:
             metrics=metrics,
         )
         self.observer.evaluated(self.tally, message.version)
+        if is_greedy and message.version in (0, self.config.steps):
+            write_samples(self.tally, self.run_dir)  # a resume knows them from there
 
     # Ends
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from slipstream.controller.tally import Tally
 from slipstream.core.config import RunConfig
 from slipstream.core.types import Counters, Progress, Swapped
@@ -110,21 +112,23 @@ class ConsoleObserver:
 
 
 def write_samples(tally: Tally, run_dir: Path) -> list[Sample]:
-    """The first few held-out prompts with their greedy answers before and after, also into `samples.json`."""
-    before = tally.evaluations.get(0)
-    after = tally.evaluations.get(tally.steps_done) if tally.steps_done else None
-    samples = []
-    for i, first in enumerate((before.scores if before else [])[:NUM_SAMPLES]):
-        last = after.scores[i] if after and i < len(after.scores) else None
-        samples.append(
-            Sample(
-                prompt=first.prompt_text,
-                answer=first.answer,
-                before=first.completion_text,
-                after=None if last is None else last.completion_text,
-                before_reward=first.reward,
-                after_reward=None if last is None else last.reward,
-            )
-        )
-    samples_module.write_samples(samples, run_dir / "samples.json")
+    """The first few held-out prompts with their greedy answers before and after, also into `samples.json`.
+
+    After a resume, what was answered before it is known from there.
+    """
+    path = run_dir / "samples.json"
+    before, after = (tally.evaluations.get(version) for version in (0, tally.steps_done))
+    if before is not None and before.scores:
+        samples = [
+            Sample(one.prompt_text, one.answer, one.completion_text, None, before_reward=one.reward)
+            for one in before.scores[:NUM_SAMPLES]
+        ]
+    else:
+        samples = samples_module.read_samples(path)
+    if tally.steps_done and after is not None and after.scores:
+        samples = [
+            msgspec.structs.replace(sample, after=last.completion_text, after_reward=last.reward)
+            for sample, last in zip(samples, after.scores, strict=False)
+        ]
+    samples_module.write_samples(samples, path)
     return samples
