@@ -10,6 +10,7 @@ import pytest
 from adversary import KINDS, VICTIMS
 from chaos_config import lowest_accuracy
 from storm import storm
+from table import HEAD, row
 
 SEED = int(os.environ.get("SLIPSTREAM_CHAOS_SEED", "0"))
 MINUTES = float(os.environ.get("SLIPSTREAM_CHAOS_MINUTES", "10"))
@@ -20,6 +21,7 @@ KEEP = os.environ.get("SLIPSTREAM_CHAOS_KEEP")
 @pytest.mark.timeout(60 * (MINUTES + 20))
 def test_quickstarts_under_the_adversary():
     result = storm(SEED, MINUTES, say=sys.stderr.write, keep=Path(KEEP) if KEEP else None)
+    sys.stderr.write(f"{HEAD}\n{row(result)}\n")
     assert not result.findings
     assert len(result.recoveries_s) == len(result.strikes)
     few = MINUTES < 10  # shorter ones are for trying it out
