@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import Holding, WeightsLinked, WeightsOffered
-from slipstream.weight_sync.links import LinkReader, Links
+from slipstream.weight_sync.copying import HOST
+from slipstream.weight_sync.links import LinkReader, Links, _Sender
 from slipstream.weight_sync.plan import Place
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.relay import Shelf, SlotSource, State
@@ -342,3 +345,40 @@ def test_silence_is_a_fault_and_slowness_is_none(tmp_path: Path) -> None:
         reader.close()
         for end in ends:
             end.close()
+
+
+class _Once:
+    """Work of c10d: what has arrived ends one wait for it, and no second one."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, _: timedelta) -> None:
+        self.waits += 1
+        assert self.waits == 1, "gloo would wait here until the timeout"
+
+
+@pytest.mark.parametrize("num_there", range(5))
+def test_everything_sent_is_waited_for_once_wherever_a_version_goes_away(num_there: int) -> None:
+    sent: list[_Once] = []
+
+    def send(*_: Any) -> _Once:
+        sent.append(_Once())
+        return sent[-1]
+
+    def state_of(_version: int, _slot: int, extent: tuple[int, int], _timeout_s: float) -> State:
+        return State.READY if extent[0] < num_there else State.GONE
+
+    buckets = [
+        SimpleNamespace(
+            num_bytes=1,
+            copies=SimpleNamespace(is_one_run=True, source=None),
+            taken_from=(first, first + 1),
+            slice_of=lambda _, first=first: slice(first, first + 1),
+        )
+        for first in range(4)
+    ]
+    links = SimpleNamespace(delta=False, memory=HOST, timeout=timedelta(seconds=1))
+    source = SimpleNamespace(wait=state_of, data=lambda *_: torch.zeros(4, dtype=torch.uint8))
+    _Sender(links, SimpleNamespace(send=send), source, buckets, 1).send(1, 0, -1)  # type: ignore[arg-type]
+    assert [work.waits for work in sent] == [1] * (2 * min(num_there, 4) + (num_there < 4))

@@ -209,6 +209,7 @@ class _Sender:
             turn = number % 2
             for work in under_way[turn]:
                 work.wait(timeout)
+            under_way[turn] = []  # a second wait for what has arrived would find nothing that ends it
             header = self._headers[turn]
             data = self._ready(version, slot, bucket, header, turn)
             if data is None:
