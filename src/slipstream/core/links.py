@@ -316,7 +316,7 @@ class ZmqLink:
         self._socket.set(zmq.MAXMSGSIZE, frames.MAX_OVERHEAD_BYTES)
         if keys is not None:
             keys.secure_caller(self._socket, spec.target, address.incarnation)
-        self._monitor: zmq.Socket[bytes] = _monitor(
+        self._monitor: zmq.Socket[bytes] = _monitor_of(
             self._socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
         )
         self._socket.connect(address.at)
@@ -453,7 +453,7 @@ class Listener:
         self.socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if keys is not None:
             keys.secure_listener(self.socket, port, incarnation)
-        self.monitor: zmq.Socket[bytes] = _monitor(self.socket, zmq.EVENT_DISCONNECTED | _REFUSED)
+        self.monitor: zmq.Socket[bytes] = _monitor_of(self.socket, zmq.EVENT_DISCONNECTED | _REFUSED)
         self.bound: list[str] = []
         try:
             for address in addresses:
@@ -514,7 +514,7 @@ def _socket(kind: int, addresses: Sequence[str]) -> zmq.Socket[bytes]:
     return socket
 
 
-def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+def _monitor_of(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     """Where a socket's events come out, at an address that no other has had: pyzmq's own is named after the socket's
     file descriptor, and the system gives that away again before ZeroMQ has given up the address of a closed one."""
     return socket.get_monitor_socket(events, f"inproc://slipstream.monitor-{next(_monitor_numbers)}")
