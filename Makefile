@@ -26,7 +26,7 @@ test: .venv/dev ## run the tests: no download, no GPU
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, more whole runs, three quarters of an hour
 	$(BIN)/python -m pytest -q -m slow
 
-test-chaos: .venv/dev ## train while an adversary kills and stops processes (Linux): three quarters of an hour
+test-chaos: .venv/dev ## train while an adversary kills and stops processes (Linux): half an hour
 	$(BIN)/python -m pytest -q -s -m chaos tests/chaos
 
 vllm-env: $(VLLM)/installed ## create .venv-vllm with vLLM (docs/vllm.md)
