@@ -6,10 +6,11 @@ Everything here obeys two shape rules that make a sequence's bits independent of
 - A row of a GEMM has the same bits for every number of rows that is a multiple of 8 (`ROW_MULTIPLE`); it differs at
   1-3, 5-7 and 9 rows. So decode runs on a multiple of 8 slots, and every prefilled prompt is padded to a multiple of 8.
 - Masked positions at the end of a row are bit-neutral in scores, softmax and weighted sum when the number of positions
-  is a multiple of 32 (`LENGTH_MULTIPLE`); 8, 16 and 24 do differ. So one length bucket serves all rows of a step. Two
-  exceptions were found: a GEMM over 160 positions and more may split its sum at a place that depends on their number,
-  so the weighted sum goes in blocks of 128 (`POSITION_BLOCK`); and heads narrower than 16 differ between buckets when
-  they are not grouped, so such models always use the whole length (`MIN_BUCKETED_HEAD_DIM`).
+  is a multiple of 32 (`LENGTH_MULTIPLE`); 8, 16 and 24 do differ. So a row may be computed over any such number that
+  holds it, and with which others is a matter of speed (`arrangement.py`). Two exceptions were found: a GEMM over 160
+  positions and more may split its sum at a place that depends on their number, so the weighted sum goes in blocks of
+  128 (`POSITION_BLOCK`); and heads narrower than 16 differ between buckets when they are not grouped, so such models
+  always use the whole length (`MIN_BUCKETED_HEAD_DIM`).
 
 Shapes: L layers, S slots, Tmax positions, H query heads, Hkv key-value heads, D head size, g = H / Hkv.
 """
@@ -24,14 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROW_MULTIPLE = 8
-LENGTH_MULTIPLE = 32
+from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, Span, round_up
+
 POSITION_BLOCK = 128
 MIN_BUCKETED_HEAD_DIM = 16
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +71,23 @@ class SlotKV:
                 1, index, given.unsqueeze(1).expand(-1, len(slots), -1, -1, -1)
             )
 
-    def move(self, sources: Sequence[int], destinations: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of `sources[i]` to `destinations[i]`; the two sets are disjoint."""
-        for source, destination in zip(sources, destinations, strict=True):
-            self.keys[:, destination, :, :length].copy_(self.keys[:, source, :, :length])
-            self.values[:, destination, :, :length].copy_(self.values[:, source, :, :length])
+    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
+        """Exchange the first `lengths` positions of two slots; 0 for one that nobody reads."""
+        for stored in (self.keys, self.values):
+            kept = stored[:, one, :, : lengths[0]].clone()
+            stored[:, one, :, : lengths[1]] = stored[:, other, :, : lengths[1]]
+            stored[:, other, :, : lengths[0]] = kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A span of slots in one step: what its GEMMs read beside keys and values, and where they write."""
+
+    rows: slice  # of slots x heads
+    bucket: int
+    mask: Tensor
+    scores: Tensor
+    weights: Tensor
 
 
 class DecodeAttention:
@@ -86,7 +95,7 @@ class DecodeAttention:
 
     `prepare` once per step, then one call per layer, which stores the layer's new keys and values and attends:
 
-        out_i = softmax(q_i K_i^T / sqrt(D) + mask_i) V_i   over the first `bucket` positions of slot i
+        out_i = softmax(q_i K_i^T / sqrt(D) + mask_i) V_i   over the first positions of slot i, as many as its span has
 
     `mask` is 0 up to the slot's newest position and -inf beyond; it grows by one entry per slot and step.
     """
@@ -113,38 +122,46 @@ class DecodeAttention:
         mask = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
         self._mask_by_slot[torch.tensor(slots)] = mask.unsqueeze(1)
 
-    def bucket(self, num_positions: int) -> int:
-        """How many positions a step computes over when its longest sequence has `num_positions`."""
-        if self._kv.head_dim < MIN_BUCKETED_HEAD_DIM:
-            return self._kv.max_len
-        return round_up(num_positions, LENGTH_MULTIPLE)
+    @property
+    def has_buckets(self) -> bool:
+        """Whether a row has the same bits at every length; if not, spans are of `max_len` positions."""
+        return self._kv.head_dim >= MIN_BUCKETED_HEAD_DIM
 
-    def prepare(self, positions: Tensor, bucket: int) -> None:
-        """The next forward puts the token of slot i at `positions[i]` (int64 [B]); all positions are < `bucket`."""
-        num_slots = len(positions)
-        self._num_slots, self._bucket = num_slots, bucket
-        self._num_rows = num_slots * self._kv.num_kv_heads
+    def prepare(self, positions: Tensor, spans: Sequence[Span]) -> None:
+        """The next forward puts the token of slot i at `positions[i]` (int64 [B]), below the bucket of its span.
+
+        `spans` follow one another from 0 to B.
+        """
+        num_slots, heads = len(positions), self._kv.num_kv_heads
+        self._num_slots, self._num_rows = num_slots, num_slots * heads
         self._targets = (self._row_starts[:num_slots] + positions.unsqueeze(1)).view(-1)
         self._mask.view(-1).index_fill_(0, self._targets, 0.0)
-        shape = (self._num_rows, self._group, bucket)
-        num_scores = self._num_rows * self._group * bucket
-        self._step_mask = self._mask[: self._num_rows, :, :bucket]
-        self._step_scores = self._scores[:num_scores].view(shape)
-        self._step_weights = self._weights[:num_scores].view(shape)
+        self._parts = []
+        used = 0
+        for span in spans:
+            rows = slice(span.start * heads, span.stop * heads)
+            shape = (rows.stop - rows.start, self._group, span.bucket)
+            here = slice(used, used + shape[0] * shape[1] * shape[2])
+            used = here.stop
+            mask = self._mask[rows, :, : span.bucket]
+            scores, weights = self._scores[here].view(shape), self._weights[here].view(shape)
+            self._parts.append(_Part(rows, span.bucket, mask, scores, weights))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, head_dim = self._num_rows, self._kv.head_dim
-        self._flat_keys[layer].index_copy_(0, self._targets, k.reshape(rows, head_dim))
-        self._flat_values[layer].index_copy_(0, self._targets, v.reshape(rows, head_dim))
-        keys = self._keys[layer][:rows, : self._bucket]
-        values = self._values[layer][:rows, : self._bucket]
-        queries = q.reshape(rows, self._group, head_dim)
-        torch.baddbmm(self._step_mask, queries, keys.transpose(1, 2), alpha=self._scale, out=self._step_scores)
-        torch.softmax(self._step_scores, dim=-1, out=self._step_weights)
-        out = torch.bmm(self._step_weights[..., :POSITION_BLOCK], values[:, :POSITION_BLOCK])
-        for start in range(POSITION_BLOCK, self._bucket, POSITION_BLOCK):
-            block = slice(start, start + POSITION_BLOCK)
-            out.baddbmm_(self._step_weights[..., block], values[:, block])
+        head_dim = self._kv.head_dim
+        self._flat_keys[layer].index_copy_(0, self._targets, k.reshape(self._num_rows, head_dim))
+        self._flat_values[layer].index_copy_(0, self._targets, v.reshape(self._num_rows, head_dim))
+        queries = q.reshape(self._num_rows, self._group, head_dim)
+        out = torch.empty_like(queries)
+        for part in self._parts:
+            keys, values = self._keys[layer][part.rows, : part.bucket], self._values[layer][part.rows, : part.bucket]
+            torch.baddbmm(part.mask, queries[part.rows], keys.transpose(1, 2), alpha=self._scale, out=part.scores)
+            torch.softmax(part.scores, dim=-1, out=part.weights)
+            attended = out[part.rows]
+            torch.bmm(part.weights[..., :POSITION_BLOCK], values[:, :POSITION_BLOCK], out=attended)
+            for start in range(POSITION_BLOCK, part.bucket, POSITION_BLOCK):
+                block = slice(start, start + POSITION_BLOCK)
+                attended.baddbmm_(part.weights[..., block], values[:, block])
         return out.view(self._num_slots, -1, head_dim)
 
 

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.generator.kv_cache import (
-    ROW_MULTIPLE,
-    DecodeAttention,
-    JoinedAttention,
-    PrefillAttention,
-    PrefixKV,
-    SlotKV,
-    round_up,
-)
+from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, Span, round_up, spans, swaps
+from slipstream.generator.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PrefixKV, SlotKV
 from slipstream.generator.noise import uniform
 from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
 from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
@@ -25,7 +18,10 @@ from slipstream.models.transformer import Transformer
 
 
 class SlotRunner:
-    """Implements `runner.Runner`. Rows are slots, opened on a copy of their prefix; they always have room."""
+    """Implements `runner.Runner`. Each row has a slot, opened on a copy of its prefix; rows always have room.
+
+    Which slot a row has is decided here, and changes while it lives (`arrangement.py`): all arrays are by slot.
+    """
 
     joins_prefill = True
 
@@ -48,9 +44,11 @@ class SlotRunner:
             head_dim=config.head_dim,
         )
         self._attention = DecodeAttention(self._kv, num_heads=config.num_heads)
-        # Numpy, so that a step costs few small operations. Rows that are not open decode token 0 at position 0 as
+        # Numpy, so that a step costs few small operations. Slots that are not open decode token 0 at position 0 as
         # padding up to a multiple of 8; nobody reads what they produce.
         slots = self._kv.num_slots
+        self._slot_of = np.arange(slots)  # row -> slot
+        self._steps_settled = 0  # decode steps since rows came, went or moved
         self._is_open = np.zeros(slots, dtype=bool)
         self._advance = np.zeros(slots, dtype=np.int64)  # 1 for open rows
         self._states = RowStates(
@@ -65,7 +63,7 @@ class SlotRunner:
             keep_sets=np.zeros(slots, dtype=bool),
         )
         self._tensors = {name: torch.from_numpy(values) for name, values in vars(self._states).items()}
-        self._plan: SamplingPlan | None = None  # of the open rows; None: they have changed
+        self._plan: SamplingPlan | None = None  # of the open slots; None: they have changed
 
     def open_prefix(self, num_tokens: int) -> PrefixKV:
         layers, _, heads, _, head_dim = self._kv.keys.shape
@@ -81,47 +79,50 @@ class SlotRunner:
         """Its memory goes with its last user."""
 
     def open_rows(self, rows: Sequence[int], prefix: Prefix | None, states: RowStates) -> bool:
+        slots = self._slot_of[list(rows)]
         if prefix is not None:
-            self._kv.write_prefix(rows, _own(prefix))
+            self._kv.write_prefix(slots.tolist(), _own(prefix))
         for name, values in vars(self._states).items():
-            values[rows] = getattr(states, name)
-        self._attention.open_slots(rows, states.positions.tolist())
+            values[slots] = getattr(states, name)
+        self._attention.open_slots(slots.tolist(), states.positions.tolist())
         self._plan = None
-        self._is_open[rows] = True
-        self._advance[rows] = 1
+        self._is_open[slots] = True
+        self._advance[slots] = 1
+        self._steps_settled = 0
         return True
 
     def close_rows(self, rows: Sequence[int]) -> None:
+        slots = self._slot_of[list(rows)]
         self._plan = None
-        self._is_open[rows] = False
-        self._advance[rows] = 0
-        self._states.input_tokens[rows] = 0
-        self._states.positions[rows] = 0
-        self._states.temperatures[rows] = 1.0
-        self._states.top_k[rows] = 0
-        self._states.top_p[rows] = 1.0
-        self._states.min_p[rows] = 0.0
-        self._states.keep_sets[rows] = False
+        self._is_open[slots] = False
+        self._advance[slots] = 0
+        self._steps_settled = 0
+        self._states.input_tokens[slots] = 0
+        self._states.positions[slots] = 0
+        self._states.temperatures[slots] = 1.0
+        self._states.top_k[slots] = 0
+        self._states.top_p[slots] = 1.0
+        self._states.min_p[slots] = 0.0
+        self._states.keep_sets[slots] = False
 
     def move_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        self._kv.move(sources, destinations, int(self._states.positions[sources].max()))
-        for values in (*vars(self._states).values(), self._is_open, self._advance):
-            values[destinations] = values[sources]
-        self._attention.open_slots(destinations, self._states.positions[destinations].tolist())
-        self.close_rows(sources)
+        here, there = list(sources), list(destinations)
+        self._slot_of[here], self._slot_of[there] = self._slot_of[there], self._slot_of[here]
+        self._steps_settled = 0
 
     def rows_without_room(self) -> list[int]:
         return []
 
     def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
         states, rows = self._states, round_up(num_rows, ROW_MULTIPLE)
+        prepared = self._arranged(rows)
         if self._plan is None:
             self._plan = SamplingPlan.of(
                 states.temperatures, states.top_k, states.top_p, states.min_p, states.keep_sets, self._is_open
             )
         tensors = {name: tensor[:rows] for name, tensor in self._tensors.items()}
         positions = tensors["positions"]
-        self._attention.prepare(positions, self._attention.bucket(int(states.positions.max()) + 1))
+        self._attention.prepare(positions, prepared)
         if chunks:
             more_tokens, more_positions, prefill = _pass_over(chunks)
             hidden = self._model(
@@ -140,7 +141,40 @@ class SlotRunner:
         states.positions[:rows] += advance
         states.num_new[:rows] += advance
         np.multiply(tokens, advance, out=states.input_tokens[:rows])
-        return Decoded(tokens, sampled.logprobs.numpy(), None if sampled.kept is None else sampled.kept.numpy())
+        slots = self._slot_of[:num_rows]  # those of closed rows may lie anywhere: nobody reads what is found there
+        return Decoded(
+            tokens.take(slots, mode="clip"),
+            sampled.logprobs.numpy().take(slots, mode="clip"),
+            None if sampled.kept is None else sampled.kept.numpy().take(slots, axis=0, mode="clip"),
+        )
+
+    def _arranged(self, num_slots: int) -> list[Span]:
+        """All open slots brought below `num_slots`, long ones to the front now and then; the spans that this makes."""
+        if self._steps_settled % LENGTH_MULTIPLE == 0:
+            lengths = self._states.positions + self._advance  # of free slots 0
+            # Where every span has the whole length all are equally long.
+            self._exchange(swaps(lengths if self._attention.has_buckets else self._advance, num_slots), lengths)
+        self._steps_settled += 1
+        if not self._attention.has_buckets:
+            return [Span(0, num_slots, self._kv.max_len)]
+        return spans(self._states.positions[:num_slots] + 1)
+
+    def _exchange(self, pairs: Sequence[tuple[int, int]], lengths: np.ndarray) -> None:
+        """Exchange what lies in these pairs of slots, one pair after the other; before it they hold `lengths`."""
+        if not pairs:
+            return
+        came_from = np.arange(len(lengths))
+        for one, other in pairs:
+            here, there = came_from[one], came_from[other]
+            self._kv.swap(one, other, (int(lengths[here]), int(lengths[there])))
+            came_from[one], came_from[other] = there, here
+        for values in (*vars(self._states).values(), self._is_open, self._advance):
+            values[:] = values[came_from]
+        slot_of = np.empty_like(came_from)
+        slot_of[came_from] = np.arange(len(lengths))
+        self._slot_of = slot_of[self._slot_of]
+        changed = np.flatnonzero(came_from != np.arange(len(lengths))).tolist()
+        self._attention.open_slots(changed, self._states.positions[changed].tolist())
 
 
 def _pass_over(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, PrefillAttention]:
