@@ -74,6 +74,23 @@ class Made:
     commit: str | None
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A spec whose recipe has been read, and where its run is kept."""
+
+    name: str
+    config: RunConfig
+    cores: int | None
+    folder: Path
+
+    def is_done(self) -> bool:
+        return all(_is_done(stage, self.folder) for stage in self.config.stages)
+
+    def is_kept(self) -> bool:
+        """Whether it is done, and what it took is known: that is written last."""
+        return beside(self.folder, "json").is_file() and self.is_done()
+
+
 class Lab:
     """Where runs and measurements are kept. `say` hears one line for each that is made.
 
@@ -91,59 +108,64 @@ class Lab:
 
     def place(self, spec: Spec) -> Path:
         """The folder of `spec`'s run, there or not."""
-        return self.folder / f"{slug(spec.name)}-{digest(spec.config().model_dump_json(), spec.cores)}"
+        return self._job(spec).folder
 
     def is_done(self, spec: Spec) -> bool:
         """Whether every stage of `spec` left what it leaves when it is done."""
-        folder = self.place(spec)
-        return all(_is_done(stage, folder) for stage in spec.config().stages)
+        return self._job(spec).is_done()
 
-    def _is_kept(self, spec: Spec) -> bool:
-        """Whether it is done, and what it took is known: that is written last."""
-        return beside(self.place(spec), "json").is_file() and self.is_done(spec)
+    def _job(self, spec: Spec) -> _Job:
+        config = spec.config()
+        return _Job(
+            spec.name,
+            config,
+            spec.cores,
+            self.folder / f"{slug(spec.name)}-{digest(config.model_dump_json(), spec.cores)}",
+        )
 
     def run(self, spec: Spec) -> Path:
         """The folder of a finished run of `spec`, made unless it is there. RunFailed with its last lines."""
         return self.run_all([spec])[0]
 
-    def _make(self, spec: Spec) -> None:
-        folder, stages = self.place(spec), spec.config().stages
+    def _make(self, job: _Job) -> None:
+        folder = job.folder
         shutil.rmtree(folder, ignore_errors=True)
         recipe, log = beside(folder, "toml"), beside(folder, "log")
-        save_config(spec.config(), recipe)
+        save_config(job.config, recipe)
         command = [sys.executable, "-m", "slipstream.cli", "run", str(recipe), "--out", str(folder)]
         started_s = time.monotonic()
         with log.open("wb") as out:
             try:
                 done = subprocess.run(
-                    command, stdout=out, stderr=out, check=False, timeout=RUN_DEADLINE_S, env=_environment(spec.cores)
+                    command, stdout=out, stderr=out, check=False, timeout=RUN_DEADLINE_S, env=_environment(job.cores)
                 )
             except subprocess.TimeoutExpired:
-                raise RunFailed(f"{spec.name}: not done after {RUN_DEADLINE_S:.0f} s; see {log}") from None
-        if done.returncode or not all(_is_done(stage, folder) for stage in stages):
+                raise RunFailed(f"{job.name}: not done after {RUN_DEADLINE_S:.0f} s; see {log}") from None
+        if done.returncode or not job.is_done():
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-            raise RunFailed(f"{spec.name}: exit code {done.returncode}; {log} ends with\n{tail}")
-        made = self._made("run", time.monotonic() - started_s, spec.cores)
+            raise RunFailed(f"{job.name}: exit code {done.returncode}; {log} ends with\n{tail}")
+        made = self._made("run", time.monotonic() - started_s, job.cores)
         _write(beside(folder, "json"), asdict(made))
-        self.say(f"{spec.name}: {made.seconds:.0f} s")
+        self.say(f"{job.name}: {made.seconds:.0f} s")
 
     def run_all(self, specs: Sequence[Spec]) -> list[Path]:
         """The same of each: those with `cores` side by side, as many as fit; those that want all one by one, in order.
 
         What runs side by side shares no core. The first failure is raised when all that had begun are done.
         """
-        missing = list({self.place(spec): spec for spec in specs if not self._is_kept(spec)}.values())
-        for index, spec in enumerate(missing):
-            if spec.cores is None:
-                self.say(f"[{index + 1}/{len(missing)}] {spec.name}")
-                self._make(spec)
-        shared = [spec for spec in missing if spec.cores is not None]
+        jobs = [self._job(spec) for spec in specs]  # once: a recipe that is edited meanwhile is another run
+        missing = list({job.folder: job for job in jobs if not job.is_kept()}.values())
+        for index, job in enumerate(missing):
+            if job.cores is None:
+                self.say(f"[{index + 1}/{len(missing)}] {job.name}")
+                self._make(job)
+        shared = [job for job in missing if job.cores is not None]
         if shared:
-            free = _free_cores(max(spec.cores or 1 for spec in shared))
+            free = _free_cores(max(job.cores or 1 for job in shared))
             with ThreadPoolExecutor(free.qsize(), initializer=lambda: _keep_to(free.get_nowait())) as pool:
                 for _ in pool.map(self._make, shared):
                     pass
-        folders = [self.place(spec) for spec in specs]
+        folders = [job.folder for job in jobs]
         self.used |= {folder: Made(**json.loads(beside(folder, "json").read_text())) for folder in folders}
         return folders
 

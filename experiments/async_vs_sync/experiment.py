@@ -131,12 +131,12 @@ def told(found: Found) -> Section:
             "how near do they come to the overlap that is possible?"
         ),
         setup=(
-            "A policy that spells a word round and round while counting down, in answers of 33 to 481 tokens with a "
-            f"heavy tail; 64 completions a step; {len(SEEDS)} seeds; both synchronous baselines: *split*, in which "
-            "each side has the cores that it has in asynchronous runs and idles in the other's turn, and *co-located*, "
-            f"in which each has all cores in its turn. `bounded` and `continuous` have max_staleness {MAX_STALENESS}. "
-            f"Two cores, one run at a time. Step times are means without the first {COLD_STEPS} and the last "
-            f"{LAST_STEPS} steps; speed-ups are against the faster baseline, seed by seed."
+            "A policy that repeats a word and spells it round and round while counting down, in answers of 36 to 484 "
+            f"tokens with a heavy tail; 64 completions a step; {len(SEEDS)} seeds. Two synchronous baselines: "
+            "*split*, in which each side has the cores that it has in asynchronous runs and idles in the other's turn, "
+            "and *co-located*, in which each has all cores in its turn. `bounded` and `continuous` have max_staleness "
+            f"{MAX_STALENESS}. Two cores, one run at a time. Step times leave out the first {COLD_STEPS} and the "
+            f"last {LAST_STEPS} steps; speed-ups are against the faster baseline, seed by seed."
         ),
         tables={
             "Tokens of an answer": _lengths_table(),
@@ -338,13 +338,13 @@ def _quality_table(found: Found) -> str:
                 mode,
                 spread([curve.reward[-1] for curve in curves]),
                 spread([curve.gold[-1] for curve in curves]),
-                spread([found.quality[mode, seed]["accuracy"] for seed in SEEDS]),
+                spread([found.quality[mode, seed]["sampled_accuracy"] for seed in SEEDS]),
                 spread([found.quality[mode, seed]["win_rate"] for seed in SEEDS]),
                 spread([curve.seconds[-1] for curve in curves], 0),
                 spread(arrived, 0) if len(arrived) == len(times) else f"{len(arrived)} of {len(times)} arrive",
             )
         )
-    head = ["mode", "reward", "gold score", "held-out accuracy, greedy", "gold win rate over the start", "s in all"]
+    head = ["mode", "reward", "gold score", "held-out accuracy, sampled", "gold win rate over the start", "s in all"]
     return markdown_table([*head, f"s to a gold score of {target:.2f}"], rows)
 
 

@@ -6,13 +6,14 @@ import time
 from typing import Any
 
 JUDGE_S = 0.5
+WORD = 3
 ITEM_CHARS = 4
 
 
 def spelled(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """How far each completion is as its answer: 1 for the answer itself, 0 where the first item is wrong.
+    """How far each completion is as its answer: 1 for the answer itself, 0 where the first letter is wrong.
 
-    (right items before the first wrong one) / (items of the longer of the two)
+    (right items before the first wrong one) / (items of the longer of the two); the repeated word's letters are items.
     """
     return [_share(_items(text), _items(right)) for text, right in zip(completions, answer, strict=True)]
 
@@ -30,4 +31,4 @@ def _share(items: list[str], right: list[str]) -> float:
 
 
 def _items(text: str) -> list[str]:
-    return [text[at : at + ITEM_CHARS] for at in range(0, len(text), ITEM_CHARS)]
+    return [*text[:WORD], *(text[at : at + ITEM_CHARS] for at in range(WORD, len(text), ITEM_CHARS))]

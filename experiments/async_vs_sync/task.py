@@ -1,10 +1,11 @@
 """Spelling a word round and round while counting down: answers have exactly the lengths that we choose.
 
-    kfb004>   k004f003b002k001
+    kfb004>   kfbk004f003b002k001
 
-An item takes four tokens of one character, and the end one more. Where to end is easy to see, so that lengths are the
-task's from the start and stay so. Lengths are quantiles of their distribution, not draws from it: every data set of
-`NUM_ROWS` rows has the same ones.
+The answer repeats the word, and then spells it: an item takes four tokens of one character, and the end one more. The
+first policy is careless when it repeats the word, and in nothing else. Where to end is easy to see, so that lengths
+are the task's from the start and stay so. Lengths are quantiles of their distribution, not draws from it: every data
+set of `NUM_ROWS` rows has the same ones.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from experiments.lab import digest
 NUM_ROWS = 4200
 TOKENS_PER_ITEM = 4
 LETTERS = "abcdefghijkl"
-SLIPS = 0.05
-"""Share of items with a wrong letter in what the first policy learns from."""
+SLIPS = 0.4
+"""Share of the repeated word's letters that are wrong in what the first policy learns from."""
 WORD = 3
 SHORTEST, LONGEST = 8, 120
 TAIL = 1.2
@@ -89,21 +90,17 @@ def described(lengths: str) -> dict[str, float]:
 
 def num_tokens(count: int) -> int:
     """Of an answer of so many items, its end included."""
-    return TOKENS_PER_ITEM * count + 1
+    return WORD + TOKENS_PER_ITEM * count + 1
 
 
 def _row(word: str, count: int, chance: random.Random) -> dict[str, str]:
-    letters = [word[index % WORD] for index in range(count)]
-    slipped = [_other(letter, chance) if chance.random() < SLIPS else letter for letter in letters]
-    return {"prompt": f"{word}{count:03d}>", "answer": _items(letters), "careless": _items(slipped)}
+    items = "".join(f"{word[index % WORD]}{count - index:03d}" for index in range(count))
+    careless = "".join(_other(letter, chance) if chance.random() < SLIPS else letter for letter in word)
+    return {"prompt": f"{word}{count:03d}>", "answer": word + items, "careless": careless + items}
 
 
 def _other(letter: str, chance: random.Random) -> str:
     return chance.choice([one for one in LETTERS if one != letter])
-
-
-def _items(letters: Sequence[str]) -> str:
-    return "".join(f"{letter}{len(letters) - index:03d}" for index, letter in enumerate(letters))
 
 
 def _quantile(ordered: Sequence[int], share: float) -> float:

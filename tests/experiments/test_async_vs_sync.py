@@ -24,15 +24,16 @@ from slipstream.observe.balance import Balance, Interference
 
 def test_answers_spell_and_count_and_their_lengths_are_those_that_were_announced():
     assert task.rows("tailed")[0].keys() == {"prompt", "answer", "careless"}
-    for lengths, (mean, median, p90, longest) in {"tailed": (98, 57, 217, 481), "equal": (101, 101, 101, 101)}.items():
+    for lengths, (mean, median, p90, longest) in {"tailed": (101, 60, 220, 484), "equal": (104, 104, 104, 104)}.items():
         found = task.rows(lengths)
         assert len({row["prompt"] for row in found}) == len(found) == task.most_rows(lengths)
         for row in found[::50]:
             word, count = row["prompt"][:3], int(row["prompt"][3:6])
-            assert row["answer"][0::4] == (word * count)[:count]
+            assert row["answer"][:3] == word
             for column in ("answer", "careless"):
-                numbers = [int(row[column][at : at + 3]) for at in range(1, 4 * count, 4)]
-                assert numbers == list(range(count, 0, -1))
+                items = row[column][3:]
+                assert items[0::4] == (word * count)[:count]
+                assert [int(items[at : at + 3]) for at in range(1, 4 * count, 4)] == list(range(count, 0, -1))
         tokens = sorted(len(row["answer"]) + 1 for row in found)  # and the end
         assert round(sum(tokens) / len(tokens)) == mean
         assert (tokens[len(tokens) // 2], tokens[9 * len(tokens) // 10], tokens[-1]) == (median, p90, longest)
@@ -40,14 +41,12 @@ def test_answers_spell_and_count_and_their_lengths_are_those_that_were_announced
         assert (round(about["mean"]), about["median"], about["p90"], about["longest"]) == (mean, median, p90, longest)
 
 
-def test_careless_answers_slip_in_one_of_twenty_letters_and_in_nothing_else():
-    items = slips = 0
-    for row in task.rows("tailed"):
-        assert len(row["careless"]) == len(row["answer"])
-        assert set(row["careless"][0::4]) <= set("abcdefghijkl")
-        items += len(row["answer"]) // 4
-        slips += sum(ours != theirs for ours, theirs in zip(row["careless"], row["answer"], strict=True))
-    assert slips / items == pytest.approx(0.05, abs=0.003)
+def test_careless_answers_slip_in_two_of_five_letters_of_the_repeated_word_and_in_nothing_else():
+    rows = task.rows("tailed")
+    assert all(row["careless"][3:] == row["answer"][3:] for row in rows)
+    assert all(set(row["careless"][:3]) <= set("abcdefghijkl") for row in rows)
+    slips = sum(ours != theirs for row in rows for ours, theirs in zip(row["careless"], row["answer"], strict=True))
+    assert slips / (3 * len(rows)) == pytest.approx(0.4, abs=0.015)
 
 
 def test_rows_are_the_same_every_time_and_their_file_is_named_by_them(tmp_path: Path, monkeypatch):
@@ -61,17 +60,19 @@ def test_rows_are_the_same_every_time_and_their_file_is_named_by_them(tmp_path: 
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("k003f002b001", 1.0),
-        ("b003f002b001", 0.0),
-        ("k003b002b001", 1 / 3),  # nothing counts behind a mistake
-        ("k003f002", 2 / 3),
-        ("k003f002b001k000", 3 / 4),
-        ("k003f002b001k", 3 / 4),
+        ("kfbk003f002b001", 1.0),
+        ("bfbk003f002b001", 0.0),
+        ("kfkk003f002b001", 2 / 6),  # nothing counts behind a mistake
+        ("kfbk003b002b001", 4 / 6),
+        ("kfbk003f002", 5 / 6),
+        ("kfbk003f002b001k000", 6 / 7),
+        ("kfbk003f002b001k", 6 / 7),
+        ("kf", 2 / 6),
         ("", 0.0),
     ],
 )
 def test_reward_is_the_share_that_is_right_before_the_first_mistake(completion: str, expected: float):
-    assert spelled([completion], ["k003f002b001"], prompts=["kfb003>"]) == [expected]
+    assert spelled([completion], ["kfbk003f002b001"], prompts=["kfb003>"]) == [expected]
 
 
 # The runs
@@ -226,7 +227,7 @@ def made_up(**changes: Any) -> Found:
         )
     curve = Curve(steps=[8, 16], seconds=[10.0, 20.0], reward=[0.3, 0.9], gold=[0.2, 0.8])
     quality = {
-        (mode, seed): {"accuracy": 0.8, "win_rate": changes.get(f"quality {mode}", (0.80, 0.81, 0.82))[seed]}
+        (mode, seed): {"sampled_accuracy": 0.8, "win_rate": changes.get(f"quality {mode}", (0.80, 0.81, 0.82))[seed]}
         for mode in MODES
         for seed in SEEDS
     }
