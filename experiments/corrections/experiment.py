@@ -290,7 +290,24 @@ def section(lab: Lab) -> Section:
         | {"Mixture: accuracy by learning rate": rates_table(rates)},
         figures={"Training reward by loss, falls by loss and tasks, accuracy by learning rate": figure(runs, rates)},
         verdicts=verdicts(runs),
-        cost=f"{len(outcomes)} runs on one core each.",
+        cost=f"{len(outcomes)} runs on one core each",
+        notes=[by_rate(rates)],
+    )
+
+
+def by_rate(rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> str:
+    """At which learning rates stale training ends as good as synchronous training, in words."""
+    sync = {lr: fmean(one.after for one in group) for (loss, lr), group in rates.items() if loss == SYNC}
+    learns = [lr for lr in sorted(sync) if sync[lr] > fmean(one.before for one in rates[SYNC, lr])]
+    as_good = {
+        loss: [f"{lr:g}" for lr in learns if fmean(one.after for one in rates[loss, lr]) >= sync[lr] - MARGIN]
+        for loss in (AIPO, NONE)
+    }
+    told = "; ".join(f"{loss}: {', '.join(found) or 'none'}" for loss, found in as_good.items())
+    return (
+        f"Verdicts are those of the learning rate {LR:g}. Synchronous training learns the mixture at "
+        f"{', '.join(f'{lr:g}' for lr in learns)}; rates among these at which training at staleness {K} ends at most "
+        f"{MARGIN} below it: {told}."
     )
 
 

@@ -22,6 +22,7 @@ from experiments.corrections.experiment import (
     SYNC,
     K,
     Outcome,
+    by_rate,
     figure,
     largest_fall,
     outcome,
@@ -168,6 +169,18 @@ def test_a_section_from_the_files_of_runs(tmp_path):
     assert "| loss | 0.0001 | 0.0002 | 0.0004 | 0.001 |" in text
     assert "| no correction | 0.100 (0.000) | 0.100 (0.000) | 0.100 (0.000) | 0.100 (0.000) |" in text
     assert len(found.figures) == 1
+    assert "learns the mixture at 0.0001, 0.0002, 0.0004, 0.001;" in found.notes[0]
+    assert f"{AIPO}: 0.0001, 0.0002, 0.0004, 0.001; {NONE}: none." in found.notes[0]
+
+
+def test_rates_at_which_nothing_is_learned_are_not_compared():
+    low, failed = replace(STEADY, after=0.66), replace(STEADY, after=0.1)
+    rates = {(loss, LR): [STEADY] * 3 for loss in (SYNC, AIPO)} | {(NONE, LR): [failed] * 3}
+    rates |= {(loss, 2 * LR): [failed] * 3 for loss in (SYNC, NONE, AIPO)}
+    rates |= {(SYNC, LR / 2): [STEADY], (AIPO, LR / 2): [low], (NONE, LR / 2): [failed]}
+    told = by_rate(rates)
+    assert f"{AIPO}: 0.0002, 0.0004; {NONE}: none." in told
+    assert "0.0008" not in told
 
 
 def test_runs_are_what_the_readme_says(tmp_path):
