@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
 COLOURS = ("#3b6fb6", "#c2541b", "#2f8f5b", "#8b4fa8", "#a88400", "#4a4a4a", "#c03a6b", "#1f8a99")
@@ -59,6 +60,12 @@ def lines(axis: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[Seque
             elinewidth=0.8,
             capsize=2,
         )
+
+
+def ticks(axis: Axis, values: Sequence[float]) -> None:
+    """Ticks there and nowhere else, as plain numbers: for logarithmic axes over a decade or two."""
+    axis.set_ticks(list(values), labels=[f"{value:g}" for value in values])
+    axis.set_ticks([], minor=True)
 
 
 def ranges(y: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:

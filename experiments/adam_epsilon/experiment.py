@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.adam_epsilon.ratios import after_epochs, checkpoint, excess, published
 from experiments.comparison import is_greater
-from experiments.figures import COLOURS, lines, panels, svg
+from experiments.figures import COLOURS, lines, panels, svg, ticks
 from experiments.lab import Lab, Spec
 from experiments.section import Section, Verdict, markdown_table, spread
 from experiments.stylistic_details.runs import PIPELINE, RECIPE
@@ -205,6 +205,7 @@ def figure(found: Found) -> str:
         axis.plot([PUBLISHED_SIZE], [excess(of_source, name)], "x", color=COLOURS[index])
     axis.set_xscale("log")
     axis.set_yscale("log")
+    ticks(axis.yaxis, (1, 1.5, 2, 3, 4, 6))
     axis.set_xlabel("parameters")
     axis.set_ylabel("times as large")
     axis.legend(frameon=False, fontsize=8)

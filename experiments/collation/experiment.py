@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.collation.packing import CONSTANT, DISTRIBUTIONS, LONGEST, VARIABLE, mean_paddings, reduction
 from experiments.collation.timing import LAYOUTS, step_seconds
-from experiments.figures import COLOURS, lines, panels, svg
+from experiments.figures import COLOURS, lines, panels, svg, ticks
 from experiments.lab import Lab
 from experiments.section import Section, Verdict, markdown_table, spread
 
@@ -228,6 +228,7 @@ def figure(by_workers: Mapping[int, Paddings], by_capacity: Mapping[int, Padding
         },
     )
     last.set_xscale("log", base=2)
+    ticks(last.xaxis, [capacity / LONGEST for capacity in capacities])
     last.set_xlabel("microbatch / longest sequence")
     last.set_ylabel("padding, share of slots")
     last.legend(frameon=False, fontsize=8)

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.comparison import is_as_great, is_greater
 from experiments.corrections.tasks import TASKS, write
-from experiments.figures import COLOURS, MARKERS, lines, panels, svg
+from experiments.figures import COLOURS, MARKERS, lines, panels, svg, ticks
 from experiments.lab import Lab, Spec, metrics, summary
 from experiments.section import Section, Verdict, markdown_table, spread
 from slipstream.core.recipes import merge, stage_dir
@@ -368,6 +368,7 @@ def figure(runs: Runs, rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> 
         series[loss] = (used, [[one.after for one in rates[loss, lr]] for lr in used])
     lines(by_rate, series)
     by_rate.set_xscale("log")
+    ticks(by_rate.xaxis, sorted({lr for _, lr in rates}))
     by_rate.set_xlabel("learning rate")
     by_rate.legend(fontsize=7)
     return svg(image)

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.async_vs_sync.runs import RECIPE, start
 from experiments.async_vs_sync.task import write
 from experiments.comparison import is_as_great, is_greater
-from experiments.figures import lines, panels, svg
+from experiments.figures import lines, panels, svg, ticks
 from experiments.lab import Lab, Spec, metrics, summary
 from experiments.section import Section, Verdict, markdown_table, spread
 from experiments.stale_kv_cache.cache import KEEP, RECOMPUTE, WAYS, errors_by_lag, speed_by_swaps
@@ -273,6 +273,7 @@ def figure(errors: Errors, runs: Runs, speeds: Speeds) -> str:
     )
     lines(axes[0], {"kept cache": (lags, by_cache), "new weights": (lags, by_weights)})
     axes[0].set_xscale("log", base=2)
+    ticks(axes[0].xaxis, lags)
     axes[0].set_yscale("log")
     axes[0].set_xlabel("versions skipped")
     axes[0].set_ylabel("|change of a logprob|, nats")
