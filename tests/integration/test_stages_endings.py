@@ -144,6 +144,7 @@ def test_a_stage_in_this_process_is_interrupted_the_same_way(
     assert slipstream.run("quickstart", resume=tmp_path / "run", display=False).status == "done"
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_run(tmp_path: Path) -> None:
     """Neither the stage's process nor the sandboxed workers that score for it, its children."""
     hang = tmp_path / "hang.py"
