@@ -2,9 +2,9 @@
 
     python benchmarks/spans.py [--slots 64] [--requests 1200] [--repeats 3] [--threads 1]
 
-The engine on a CPU with a queue that never ends before the last request: prompts of 8 tokens, completions of exactly
-min(484, floor(33 u^(-1/1.2))) tokens for random u, 0.64 M and 5 M parameters. Both ways in turns; tokens per second of
-processor time, medians over the turns. The last column is how many positions a step reads, over those that are stored.
+The engine on a CPU, all requests queued at once: prompts of 8 tokens, completions of exactly min(484, floor(33
+u^(-1/1.2))) tokens for random u, 0.64 M and 5 M parameters. Both ways in turns; tokens per second of processor time,
+medians over the turns. The last two columns are how many positions steps read, over those that are stored.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ from typing import Any
 
 JUDGE_S = 0.5
 WORD = 3
+"""Letters of a word."""
 ITEM_CHARS = 4
+"""One letter and three digits."""
 
 
 def spelled(completions: list[str], answer: list[str], **_: Any) -> list[float]:

@@ -17,14 +17,13 @@ from collections.abc import Callable, Sequence
 from itertools import groupby, permutations
 from pathlib import Path
 
+from experiments.async_vs_sync.reward import ITEM_CHARS, WORD
 from experiments.lab import digest
 
 NUM_ROWS = 4200
-TOKENS_PER_ITEM = 4
 LETTERS = "abcdefghijkl"
 SLIPS = 0.4
 """Share of the repeated word's letters that are wrong in what the first policy learns from."""
-WORD = 3
 SHORTEST, LONGEST = 8, 120
 TAIL = 1.2
 """Pareto's alpha: P(n > x) = (SHORTEST / x) ** TAIL. Below 2 the variance without the cut at LONGEST is infinite."""
@@ -89,8 +88,8 @@ def described(lengths: str) -> dict[str, float]:
 
 
 def num_tokens(count: int) -> int:
-    """Of an answer of so many items, its end included."""
-    return WORD + TOKENS_PER_ITEM * count + 1
+    """Of an answer of so many items, its end included; a token is a character."""
+    return WORD + ITEM_CHARS * count + 1
 
 
 def _row(word: str, count: int, chance: random.Random) -> dict[str, str]:
