@@ -9,9 +9,16 @@ from collections.abc import Iterator
 import pytest
 from accounted import check_runs
 from catalogued import check_metric_names
+from hypothesis import settings
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Hypothesis draws the same examples in every run: who changes nothing sees nothing change. `--hypothesis-profile drawn`
+# draws others: what it finds becomes an `@example`, or a test of its own.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("drawn")
+settings.load_profile("fixed")
 
 # What a shell runs in the background ignores Ctrl-C, and so would every run that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -40,7 +40,7 @@ def test_old_news_does_not_shorten_a_lease() -> None:
     assert lease.silence_s("a") == pytest.approx(7.0)
 
 
-@settings(deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(0.01, 5.0), max_size=30), st.floats(0.5, 20.0))
 def test_sleeping_as_told_misses_neither_beat_nor_end(silences: list[float], lease_s: float) -> None:
     """Whoever sleeps `wait_s` and looks, sends a beat in every quarter and sees the end of a lease to the moment."""

@@ -79,7 +79,7 @@ PREFILLED_AGAIN = {"preempt", "move", "recompute", "recompute_if_older_than"}
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["slots", "pages"])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(
     actions=st.lists(ACTIONS, max_size=40),
     order=st.permutations(range(len(BATCH))),

@@ -177,7 +177,6 @@ def test_whatever_arrives_when(ranks: RankPool, policy: str, world: int) -> None
     @settings(
         max_examples=10 if world == 2 else 4,
         deadline=None,
-        derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

@@ -120,7 +120,7 @@ def packed_rank(
     return layout.holding, out.numpy()
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None)
 @given(divisions())
 def test_any_division_to_any_other(division: dict[str, Any]) -> None:
     config, precision = division["config"], division["precision"]
@@ -140,7 +140,7 @@ def test_any_division_to_any_other(division: dict[str, Any]) -> None:
             assert stored.scales is None or torch.equal(stored.scales, expected[name].scales), name
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_boxes_of_any_dtensor(data: st.DataObject) -> None:
     """A module that torch's own tensor parallelism and FSDP2 have divided; the oracle: what was divided, sliced."""

@@ -226,6 +226,12 @@ def test_a_seed_says_all():
     assert once.wall_s == pytest.approx(plain.wall_s, rel=0.3)
 
 
+def test_slots_that_were_never_empty_are_not_busier_than_that():
+    run = Simulated(slot_busy_s=sum([0.1] * 10) + 1e-15, slot_s=1.0)
+    assert run.slot_busy_s > run.slot_s, "sums of many parts round apart"
+    assert run.slot_idle_frac == 0
+
+
 def test_a_stuck_schedule_is_an_error():
     with pytest.raises(ScheduleError, match="stuck"):
         run(max_staleness=1, reorder_window=2 * P)

@@ -133,7 +133,7 @@ def sides(draw: st.DrawFn, world: int) -> list[Rank]:
     return ranks
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_division_reaches_any_other(data: st.DataObject) -> None:
     sources = data.draw(sides(data.draw(st.integers(1, 4))))
@@ -209,7 +209,7 @@ def test_holdings_cross_a_channel() -> None:
     assert make_plan([decoded], [decoded]).hash == make_plan([holding], [holding]).hash
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_block_that_a_copy_touches_is_verified(data: st.DataObject) -> None:
     """Whatever of the source was changed after its checksums: whoever copied from that block notices."""

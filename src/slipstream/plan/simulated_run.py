@@ -214,5 +214,5 @@ class Simulated:
 
     @property
     def slot_idle_frac(self) -> float:
-        """Share of decode slots times time that was empty."""
-        return 1 - self.slot_busy_s / max(self.slot_s, 1e-9)
+        """Share of decode slots times time that was empty. Both are sums of many parts, and may round apart."""
+        return max(0.0, 1 - self.slot_busy_s / max(self.slot_s, 1e-9))
