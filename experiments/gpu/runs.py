@@ -10,6 +10,7 @@ from typing import Any
 from experiments.async_vs_sync.runs import JUDGED, MAX_STALENESS, MODES, RECIPE
 from experiments.async_vs_sync.task import write
 from experiments.lab import Lab, Spec, Unavailable
+from experiments.peers.contenders import CONTENDERS
 from slipstream.core.recipes import merge
 
 SEEDS = (0, 1, 2)
@@ -73,9 +74,7 @@ CACHE = {
     RECOMPUTED: Case(MEDIUM, CONTINUOUS, {"generator": {"kv_on_update": "recompute"}}),
 }
 POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "drop_stale": {"schedule": {"policy": "drop_stale"}},
-    "areal": {"schedule": {"policy": "areal"}},
-    "sample_budget": {"schedule": {"policy": "sample_budget", "staleness_threshold": 0.5}},
+    **{name: CONTENDERS[name].overrides for name in ("drop_stale", "areal", "sample_budget")},
     "one_step policy": {"schedule": {"policy": "one_step"}},
     "finish_order": {"schedule": {"policy": "finish_order", "queue_groups": MAX_STALENESS * GROUPS}},
 }
