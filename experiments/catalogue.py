@@ -14,7 +14,7 @@ class Entry:
 
 
 EXPERIMENTS: dict[str, Entry] = {
-    "async_vs_sync": Entry("asynchronous equals synchronous in quality, and beats it in time", 95),
+    "async_vs_sync": Entry("asynchronous equals synchronous in quality, and beats it in time", 80),
     "staleness_by_loss": Entry("how much staleness each loss bears", 100),
     "corrections": Entry("which correction keeps continuous training stable at staleness 8", 28),
     "policy_or_reward_size": Entry("policy size or reward-model size", 60),
