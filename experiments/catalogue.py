@@ -19,11 +19,11 @@ EXPERIMENTS: dict[str, Entry] = {
     "corrections": Entry("which correction keeps continuous training stable at staleness 8", 28),
     "policy_or_reward_size": Entry("policy size or reward-model size", 60),
     "idle_compute": Entry("more updates per batch, or the best and the worst of more completions", 30),
-    "stale_kv_cache": Entry("keep or recompute the cache when weights change", 15),
+    "stale_kv_cache": Entry("keep or recompute the cache when weights change", 10),
     "collation": Entry("what greedy collation saves", 5),
     "adam_epsilon": Entry("where Adam's epsilon stands", 7),
     "stylistic_details": Entry("the original pipeline, one detail left out at a time", 25),
-    "peers": Entry("TRL and the scheduling policies of other systems beside ours", 40),
+    "peers": Entry("TRL and the scheduling policies of other systems beside ours", 30),
     "gpu": Entry("GPU edition of async_vs_sync, stale_kv_cache and peers; left out without a GPU", 90),
 }
 HEADLINE: tuple[str, ...] = ("async_vs_sync", "corrections", "collation", "adam_epsilon", "stylistic_details")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
@@ -56,12 +57,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]], *, lef
     return "\n".join(lines)
 
 
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean, and half the range in brackets where there are several."""
+def spread(values: Sequence[float], digits: int = 3, style: Literal["f", "e"] = "f") -> str:
+    """Mean, and half the range in brackets where there are several. Style "e" is for numbers that differ by decades."""
     if not values:
         return ""
-    mean = f"{fmean(values):.{digits}f}"
-    return f"{mean} ({(max(values) - min(values)) / 2:.{digits}f})" if len(values) > 1 else mean
+    mean = f"{fmean(values):.{digits}{style}}"
+    return f"{mean} ({(max(values) - min(values)) / 2:.{digits}{style}})" if len(values) > 1 else mean
 
 
 def render(name: str, section: Section, took: str = "") -> str:

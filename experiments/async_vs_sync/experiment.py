@@ -352,11 +352,16 @@ def _notes(found: Found) -> list[str]:
     """What asynchrony gains where lengths are equal: the part of the gain that is not the tail's."""
     even, tailed = found.speed_up(EQUAL, CONTINUOUS), found.speed_up(TAIL, CONTINUOUS)
     threads = found.speed_up(EQUAL, COLOCATED, SPLIT)
+    on_split, colocated = (
+        ", ".join(spread(found.speed_up(name, mode, SPLIT), 2) for name in BY_SIZE) for mode in (CONTINUOUS, COLOCATED)
+    )
     return [
         f"With equal lengths of the same mean `continuous` is {spread(even, 2)} times as fast as the faster baseline; "
         f"with the long tail {spread(tailed, 2)} times. What it gains without a tail it gains from threads: turns that "
         f"have both cores are {spread(threads, 2)} times as fast as turns that have one core each, with equal lengths; "
         "overlap keeps both cores busy with one thread on each.",
+        f"By size (0.16, 0.64, 2.6 M): against turns on the same split `continuous` is {on_split} times as fast, and "
+        f"co-located turns are {colocated} times.",
         "More than 100% of the ideal is possible: in turns the generator decodes the longest completions with few "
         "rows, overlapped it fills the other rows with the next batch.",
         f"The judge is a function that sleeps, in {JUDGE_WORKERS} workers; a step has 64 completions.",

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from matplotlib.axes import Axes
 
-from experiments.figures import COLOURS, MARKERS, lines, panels, svg
+from experiments.figures import COLOURS, MARKERS, lines, panels, ranges, svg, ticks
 from experiments.lab import Lab
 from experiments.peers.contenders import CONTENDERS, K
 from experiments.peers.reading import BINS, LONGEST, TARGET, WINDOW, Seen, trailing_means
@@ -17,9 +17,10 @@ from experiments.section import Section, markdown_table, spread
 
 DRAWN = ("trl_grpo", "sync", "ours", "ours_k8", "drop_stale", "areal", "finish_order")
 """In the panels that would be unreadable with all of them."""
-OTHER = {"marker": ".", "color": "#888888"}
+OTHER = "#bbbbbb"
+SECONDS = (2, 5, 10, 20, 50, 100)
 PANELS = (
-    "Left: reward against seconds. Middle: pace against staleness. Right: age when trained, by length of the answer"
+    "Left: reward against seconds. Middle: pace, and mean staleness behind the bar. Right: age when trained, by length of the answer"
 )
 
 
@@ -34,7 +35,7 @@ def section(lab: Lab, scale: Scale | None = None) -> Section:
         tables=tables(found.seen),
         figures={PANELS: figure(found.seen)},
         verdicts=verdicts(found),
-        cost="about 40 minutes on two idle cores",
+        cost="about half an hour on two idle cores",
         notes=notes(found),
     )
 
@@ -129,13 +130,24 @@ def figure(seen: Mapping[str, Sequence[Seen]]) -> str:
     learning.axhline(TARGET, color="#888888", linewidth=0.8, linestyle="--")
     learning.set(xscale="log", xlabel="seconds since RL began", ylabel=f"reward, mean of {WINDOW} batches")
     learning.legend(fontsize=7)
-    for name, runs in seen.items():
-        where = fmean(one.staleness_mean for one in runs), fmean(one.completions_per_s for one in runs)
-        pace.plot(*where, **(_style(list(drawn).index(name)) if name in drawn else OTHER))
-        pace.annotate(name, where, xytext=(4, 3), textcoords="offset points", fontsize=6)
-    pace.set(xlabel="mean staleness, steps", ylabel="completions/s", ylim=(0, None))
+    ticks(learning.xaxis, SECONDS)
+    _draw_paces(pace, seen, list(drawn))
     _draw_ages(age, drawn)
     return svg(figure)
+
+
+def _draw_paces(axis: Axes, seen: Mapping[str, Sequence[Seen]], drawn: Sequence[str]) -> None:
+    """A bar for each, in the colour of its curve; behind it how stale what it trains is."""
+    for place, (name, runs) in enumerate(seen.items()):
+        paces = [one.completions_per_s for one in runs]
+        color = COLOURS[drawn.index(name) % len(COLOURS)] if name in drawn else OTHER
+        axis.barh(place, fmean(paces), xerr=ranges([paces]), color=color, error_kw={"elinewidth": 0.8, "capsize": 2})
+        staleness = fmean(one.staleness_mean for one in runs)
+        axis.annotate(f"{staleness:.1f}", (max(paces), place), xytext=(4, -2), textcoords="offset points", fontsize=7)
+    axis.set_yticks(range(len(seen)), list(seen), fontsize=7)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set(xlabel="completions/s; behind the bar: mean staleness, steps")
 
 
 def _draw_ages(axis: Axes, drawn: Mapping[str, Sequence[Seen]]) -> None:

@@ -26,8 +26,10 @@ from experiments.stale_kv_cache.cache import (
 from experiments.stale_kv_cache.experiment import (
     LAGS,
     MARGIN,
+    PLACES,
     SEEDS,
     STARTS,
+    Errors,
     Outcome,
     behind_swaps,
     error_table,
@@ -226,11 +228,16 @@ def seeds(**changed: float) -> list[Outcome]:
     ]
 
 
-def made_up_errors(error: float = 0.01, shift: float = 0.1) -> dict[str, dict[str, list[dict[str, float]]]]:
+def made_up_errors(error: float = 0.01, shift: float = 0.1, early_place: float = 0.01) -> Errors:
+    """Behind the first place the cache changes `early_place`, behind the others `error`."""
+
     def one(value: float) -> dict[str, float]:
         return {"error": value, "early": value, "largest": value, "shift": shift, "ratio_std": value, "tokens": 9.0}
 
-    return {way: {str(lag): [one(error if way == KEEP else 1e-6)] * len(STARTS) for lag in LAGS} for way in WAYS}
+    def by_way(kept: float):
+        return {way: {str(lag): [one(kept if way == KEEP else 1e-6)] * len(STARTS) for lag in LAGS} for way in WAYS}
+
+    return {place: by_way(early_place if place == PLACES[0] else error) for place in PLACES}
 
 
 @pytest.mark.parametrize(
@@ -245,6 +252,7 @@ def made_up_errors(error: float = 0.01, shift: float = 0.1) -> dict[str, dict[st
         ({}, {"error": 0.07}, [True, None, True]),
         ({}, {"error": 0.0, "shift": 0.0}, [True, None, True]),  # versions that are all the same
         ({}, {"error": 0.2}, [True, False, True]),
+        ({}, {"early_place": 0.2}, [True, False, True]),
     ],
 )
 def test_verdicts_follow_the_rules_of_the_readme(keep, errors, words):
@@ -261,7 +269,9 @@ def test_runs_that_did_not_learn_say_nothing_of_quality():
 def test_tables_and_figure():
     runs = {KEEP: seeds(reward=0.8), RECOMPUTE: seeds(reward=0.7)}
     speeds = {way: {str(every): [{"tokens_per_s": 100.0, "re_prefilled": 0.5}] for every in (0, 8)} for way in WAYS}
-    assert error_table(made_up_errors()).count("\n") == 1 + len(LAGS)
+    table = error_table(made_up_errors(error=0.00004))
+    assert table.count("\n") == 1 + len(PLACES) * len(LAGS)
+    assert "| 24 | 8 | 4.0e-05 (0.0e+00) |" in table
     assert "| made anew | 0.701 (0.001) |" in run_table(runs)
     assert "| none | 100 | 100 | 1.00 | 0.50 | 0.50 |" in speed_table(speeds)
     assert figure(made_up_errors(), runs, speeds).count("<svg") == 1
@@ -273,7 +283,8 @@ def test_the_whole_experiment_at_toy_size(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "SEEDS", (0,))
     monkeypatch.setattr(experiment, "STARTS", (1,))
     monkeypatch.setattr(experiment, "LAGS", (1, 2))
-    monkeypatch.setattr(experiment, "SWAPS", {"swap_at": 8, "max_new_tokens": 24, "num_prompts": 8})
+    monkeypatch.setattr(experiment, "SWAPS", {"max_new_tokens": 24, "num_prompts": 8})
+    monkeypatch.setattr(experiment, "PLACES", (1, 8))
     monkeypatch.setattr(experiment, "SPEED", experiment.SPEED | {"rows": 8, "new_tokens": 8, "repeats": 1})
     monkeypatch.setattr(experiment, "LAST_STEPS", 2)
     lessons = {
