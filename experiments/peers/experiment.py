@@ -20,7 +20,8 @@ DRAWN = ("trl_grpo", "sync", "ours", "ours_k8", "drop_stale", "areal", "finish_o
 OTHER = "#bbbbbb"
 SECONDS = (2, 5, 10, 20, 50, 100)
 PANELS = (
-    "Left: reward against seconds. Middle: pace, and mean staleness behind the bar. Right: age when trained, by length of the answer"
+    "Left: reward against seconds. Middle: pace, and mean staleness behind the bar. "
+    "Right: age when trained, by length of the answer"
 )
 
 
