@@ -371,7 +371,16 @@ def _notes(found: Found) -> list[str]:
 # Figures
 
 
+def start_score(found: Found) -> float:
+    """Mean gold score g0 of the policies that all began with, held out. Gold is 0 or 1 and a tie is half a win, so
+
+    win rate = P(1 beats 0) + P(tie) / 2 = (1 + g - g0) / 2
+    """
+    return fmean(1 + one["sampled_accuracy"] - 2 * one["win_rate"] for one in found.quality.values())
+
+
 def _curves_figure(found: Found) -> str:
+    start = start_score(found)
     figure, axes = panels(
         ["Reward by steps", "Gold score by steps", "Reward by seconds", "Gold score by seconds"], rows=2
     )
@@ -386,6 +395,9 @@ def _curves_figure(found: Found) -> str:
         lines(axis, series)
         axis.set_xlabel("steps" if index < 2 else "seconds")
         axis.set_ylim(0, 1.02)
+        if index % 2:
+            wins = axis.secondary_yaxis("right", functions=(lambda g: (1 + g - start) / 2, lambda w: 2 * w - 1 + start))
+            wins.set_ylabel("gold win rate over the start", fontsize=8)
     axes[0].legend(fontsize=7, frameon=False)
     return svg(figure)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments.async_vs_sync import experiment, reading, runs, task
-from experiments.async_vs_sync.experiment import Found, reaches, told, verdicts
+from experiments.async_vs_sync.experiment import Found, reaches, start_score, told, verdicts
 from experiments.async_vs_sync.reading import Curve, Times, curve_of, mean_tokens, overlapped_s, time_to, times_of
 from experiments.async_vs_sync.reward import spelled
 from experiments.async_vs_sync.runs import CONDITIONS, MODES, SEEDS
@@ -306,6 +306,14 @@ def test_the_section_shows_every_run_and_every_verdict():
     assert "s to a gold score of 0.72" in quality
     assert "| continuous | 0.900 (0.000) | 0.800 (0.000) | 0.800 (0.000) | 0.810 (0.010) | 20 (0) | 20 (0) |" in quality
     assert all(figure.count("<svg") == 1 for figure in section.figures.values())
+
+
+def test_the_axis_of_win_rates_is_that_of_pairs_of_answers():
+    ours, start = [1.0, 1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0, 0.0]
+    wins = sum((a > b) + (a == b) / 2 for a, b in zip(ours, start, strict=True)) / 5
+    known = made_up(**GOOD)
+    quality = {key: {"sampled_accuracy": 3 / 5, "win_rate": wins} for key in known.quality}
+    assert start_score(replace(known, quality=quality)) == pytest.approx(2 / 5)
 
 
 def test_a_section_is_told_from_the_files_of_its_runs(tmp_path: Path, monkeypatch):
