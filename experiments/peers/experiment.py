@@ -18,7 +18,9 @@ from experiments.section import Section, markdown_table, spread
 DRAWN = ("trl_grpo", "sync", "ours", "ours_k8", "drop_stale", "areal", "finish_order")
 """In the panels that would be unreadable with all of them."""
 OTHER = "#bbbbbb"
+"""The colour of the others' bars."""
 SECONDS = (2, 5, 10, 20, 50, 100)
+"""Where the logarithmic axis of time has ticks."""
 PANELS = (
     "Left: reward against seconds. Middle: pace, and mean staleness behind the bar. "
     "Right: age when trained, by length of the answer"
