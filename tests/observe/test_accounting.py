@@ -379,7 +379,7 @@ def test_wasted_tokens_by_cause_and_step(tmp_path: Path):
     decisions.add(0.6, finished(0, 1, 5, num_restored=2), {"type": "TrainStep", "step": 0, "ordinals": [0]})
     decisions.add(1.0, done(0), {"type": "Skip", "ordinals": [2], "cause": "stale"})  # 2 x 25, before step 1
     decisions.add(1.2, SWAPPED, {"type": "Skip", "ordinals": [3], "cause": "failed"}, start(6))  # 2 x 35
-    decisions.add(1.9, finished(0, 0, 5))  # a second copy, when the first is trained: it is left
+    decisions.add(1.9, finished(0, 0, 5))  # another second copy, when the first is trained: it was regenerated, too
     decisions.add(2.0, done(1))  # 4 (2 x 45) and 5, 6 are left
     trainer, generator = Process(tmp_path, "trainer"), Process(tmp_path, "generator-0")
     for step, end_s in enumerate((0.999, 1.999)):
@@ -396,11 +396,11 @@ def test_wasted_tokens_by_cause_and_step(tmp_path: Path):
     for process in (trainer, again):
         process.timeline.close()
     found = read_accounting(tmp_path)
-    told = {"no_signal": 30, "failed": 70, "stale": 50, "regenerated": 8, "re_prefilled": 11}
-    assert found.balance.wasted_tokens == told | {"left": 90 + 5 + (24 - 8 - 5)}
+    told = {"no_signal": 30, "failed": 70, "stale": 50, "regenerated": 8 + 5, "re_prefilled": 11}
+    assert found.balance.wasted_tokens == told | {"left": 90 + (24 - 8 - 5)}
     assert [step.wasted_tokens for step in found.steps] == [
         {"no_signal": 30, "regenerated": 8, "re_prefilled": 11},
-        {"stale": 50, "failed": 70},
+        {"stale": 50, "failed": 70, "regenerated": 5},
     ]
 
 

@@ -143,7 +143,6 @@ class Controller:
         self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_exported = False
         self.partials = dict(partials or {})  # by ordinal: what a resume has found, for its first admission
-        self.readmitted: set[int] = set()  # ordinals that are sampled again
         self.is_interrupted = False
 
     # The run
@@ -274,8 +273,6 @@ class Controller:
         self.vitals.take(message)
         match message:
             case CompletionFinished():
-                if message.ordinal in self.readmitted:
-                    self.tally.regenerated_tokens += message.num_tokens - message.num_restored
                 self._decide(message)
             case GroupScored():
                 self._settle(message)
@@ -320,6 +317,8 @@ class Controller:
         self.events.record(event, commands)
         for cause, tokens in self.decided.take(event, commands):
             self.vitals.waste(cause, tokens)
+            if cause == "regenerated":
+                self.tally.regenerated_tokens += tokens
         if isinstance(event, StepDone):
             self._after_step()  # a checkpoint comes before the next step: it has the weights between the two
         for command in commands:
@@ -362,8 +361,6 @@ class Controller:
             case StartGroup():
                 self.tally.started(self.clock.now_s())
                 is_again = command.ordinal in self.ledger.states
-                if is_again:
-                    self.readmitted.add(command.ordinal)
                 self.ledger.admit(command.ordinal)
                 self.holders[command.ordinal] = command.replica
                 admit = Admit(
@@ -390,7 +387,6 @@ class Controller:
         self.vitals.take(Counters(executor=CONTROLLER, values=states))
         ordinals = self.schedule.training
         self.ledger.trained(ordinals, step=message.step)
-        self.readmitted.difference_update(ordinals)
         metrics = self.tally.stepped(message, now_s) | self.vitals.of_step(message.version)
         wall_s = self.tally.wall_s(now_s)
         self.metrics.write(step=message.step, version=message.version, wall_s=wall_s, metrics=metrics)

@@ -122,6 +122,7 @@ class Decided:
         self._num_admitted = num_admitted
         self._pending: dict[int, dict[int, int]] = {}  # ordinal -> sample -> tokens; neither trained nor dropped yet
         self._again: set[int] = set()  # ordinals that were admitted once more
+        self._settled: set[int] = set()  # of these, trained or dropped: with the copy that was scored first
         self._training: Sequence[int] = ()
 
     @property
@@ -136,11 +137,10 @@ class Decided:
                 new = event.num_tokens - event.num_restored
                 if ordinal in self._again:
                     yield "regenerated", new
-                self._pending.setdefault(ordinal, {})[event.sample] = event.num_tokens
+                if ordinal not in self._settled:
+                    self._pending.setdefault(ordinal, {})[event.sample] = event.num_tokens
             case StepDone():
-                for ordinal in self._training:
-                    self._pending.pop(ordinal, None)
-                self._again.difference_update(self._training)
+                self._settle(self._training)
                 self._training = ()
             case _:
                 pass
@@ -153,9 +153,16 @@ class Decided:
                 case TrainStep(ordinals=ordinals):
                     self._training = ordinals
                 case Skip(ordinals=ordinals, cause=cause):
-                    dropped = (self._pending.pop(ordinal, {}) for ordinal in ordinals)
-                    if tokens := sum(sum(samples.values()) for samples in dropped):
+                    if tokens := self._settle(ordinals):
                         yield cause, tokens
+
+    def _settle(self, ordinals: Sequence[int]) -> int:
+        """Nothing is waited for any more; the tokens of their completions.
+
+        A second copy may still be sampled, where the first was not lost with its replica.
+        """
+        self._settled.update(self._again.intersection(ordinals))
+        return sum(sum(self._pending.pop(ordinal, {}).values()) for ordinal in ordinals)
 
 
 def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens]) -> Iterator[Wasted]:
