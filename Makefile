@@ -20,8 +20,8 @@ venv: .venv/dev ## create .venv with everything for development
 quickstart: .venv/run ## install, then train the quickstart recipe
 	$(BIN)/slipstream run quickstart
 
-test: .venv/dev ## run the tests: no download, no GPU
-	$(BIN)/python -m pytest -q
+test: .venv/dev ## run the tests, two files at a time: no download, no GPU
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, more whole runs, three quarters of an hour
 	$(BIN)/python -m pytest -q -m slow

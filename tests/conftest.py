@@ -14,6 +14,10 @@ from hypothesis import settings
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# The size of the terminal is for each test to choose, whatever the shell or a parallel pytest has set.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+
 # Hypothesis draws the same examples in every run: who changes nothing sees nothing change. `--hypothesis-profile drawn`
 # draws others: what it finds becomes an `@example`, or a test of its own.
 settings.register_profile("fixed", derandomize=True)

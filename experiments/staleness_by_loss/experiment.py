@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
+from pathlib import Path
 from statistics import fmean, linear_regression
 
 from experiments.figures import panels, svg
-from experiments.lab import Lab, Spec
+from experiments.lab import Lab, Spec, metrics
 from experiments.rlhf import (
     LEAST_GAIN,
     NAMES,
@@ -69,12 +70,14 @@ class Found:
     """What the runs came to.
 
     `paths` are PPO's, by N and seed: (KL, gold score) of each step. `oldest` is the age, in updates, of the stalest
-    minibatch at each N. `twins` are the ends of the two runs with ONE_GRADIENT.
+    minibatch at each N. `ess` are effective sample sizes of the ratios, shares, by seed the mean over all steps.
+    `twins` are the ends of the two runs with ONE_GRADIENT.
     """
 
     cells: Mapping[Key, Cell]
     paths: Mapping[int, Sequence[Sequence[tuple[float, float]]]]
     oldest: Mapping[int, int]
+    ess: Mapping[Key, Sequence[float]]
     twins: tuple[Ended, Ended]
 
     @property
@@ -107,8 +110,14 @@ def read(lab: Lab, made: Mapping[Key, Sequence[Spec]]) -> Found:
         cells={key: cell_of(runs) for key, runs in folders.items()},
         paths={num: [trodden(run) for run in runs] for (loss, num), runs in folders.items() if loss == "ppo"},
         oldest=oldest,
+        ess={key: [effective_share(run) for run in runs] for key, runs in folders.items()},
         twins=(copg, rloo),
     )
+
+
+def effective_share(run: Path) -> float:
+    """Mean over a run's steps."""
+    return fmean(line["ess"] for line in metrics(run) if "ess" in line)
 
 
 # The claims, each by the rule that README.md states
@@ -282,13 +291,13 @@ def deviation(path: Sequence[tuple[float, float]], frontier: Sequence[tuple[floa
 def tables(found: Found) -> dict[str, str]:
     columns = found.minibatches
 
-    def table(what: str) -> str:
-        def value(loss: str, num: int) -> str:
-            cell = found.cells.get((loss, num))
-            return "" if cell is None else spread([getattr(one, what) for one in cell.ended], 2)
-
+    def table(values: Mapping[Key, Sequence[float]]) -> str:
         head = ["loss", *(f"N = {num}" for num in columns)]
-        return markdown_table(head, [(NAMES[loss], *(value(loss, num) for num in columns)) for loss in found.losses])
+        rows = ([NAMES[loss], *(spread(values.get((loss, num), []), 2) for num in columns)] for loss in found.losses)
+        return markdown_table(head, rows)
+
+    def at_the_end(what: str) -> str:
+        return table({key: [getattr(one, what) for one in cell.ended] for key, cell in found.cells.items()})
 
     def kept(loss: str) -> list[str]:
         cells = found.of(loss)
@@ -300,10 +309,13 @@ def tables(found: Found) -> dict[str, str]:
     ages = ", ".join(str(found.oldest[num]) for num in columns)
     return {
         f"Gold win rate against the references. RL begins at {spread(start, 2)}; the stalest minibatch is {ages} "
-        "updates old": table("win_rate"),
-        "Drift: KL from the SFT policy in nats per completion": table("kl"),
+        "updates old": at_the_end("win_rate"),
+        "Drift: KL from the SFT policy in nats per completion": at_the_end("kl"),
         "Drift: perplexity of what is written by the SFT policy, per response token. "
-        f"RL begins at {spread(perplexity, 2)}": table("perplexity"),
+        f"RL begins at {spread(perplexity, 2)}": at_the_end("perplexity"),
+        "How far off-policy: effective sample size of the importance ratios, 1 where all are 1; mean over all steps": (
+            table(found.ess)
+        ),
         "Gain in win rate at N = 1, and the share of it that is kept": markdown_table(
             ["loss", "gain at N = 1", *(f"kept at N = {num}" for num in columns[1:])], map(kept, found.losses)
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,14 @@ import pytest
 from experiments.lab import Lab
 from experiments.rlhf import Cell, Ended
 from experiments.staleness_by_loss import experiment
-from experiments.staleness_by_loss.experiment import Found, Plan, deviation, slopes_by_seed, unexplained
+from experiments.staleness_by_loss.experiment import (
+    Found,
+    Plan,
+    deviation,
+    effective_share,
+    slopes_by_seed,
+    unexplained,
+)
 
 SEEDS = range(5)
 START = 0.3
@@ -78,7 +86,8 @@ def world(above: float = 0.0, spread: float = 1.0, **changed: tuple[float, ...])
         for num, rate in zip((*MINIBATCHES, 64), own, strict=False)
     }
     paths = {num: [path(num, above) for _ in SEEDS] for num in (*MINIBATCHES, 64)}
-    return Found(cells, paths, {num: num - 1 for num in (*MINIBATCHES, 64)}, (ENDED, ENDED))
+    ess = {(loss, num): [1.0 / num + jitter for jitter in JITTER] for loss, num in cells}
+    return Found(cells, paths, {num: num - 1 for num in (*MINIBATCHES, 64)}, ess, (ENDED, ENDED))
 
 
 def holds(found: Found, claim: str) -> bool | None:
@@ -171,6 +180,12 @@ def test_the_plan_has_what_the_figure_needs_and_rloo_once(tmp_path):
     assert made["rloo", 16][0].config().seed == made["copg", 16][0].config().seed == 0
 
 
+def test_effective_sample_size_is_the_mean_over_steps(tmp_path):
+    lines = ({"step": 0, "ess": 1.0}, {"step": 1, "ess": 0.5}, {"step": 1, "eval_accuracy": 0.1})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert effective_share(tmp_path) == 0.75
+
+
 def test_what_is_told(tmp_path):
     found = world()
     tables = experiment.tables(found)
@@ -178,6 +193,8 @@ def test_what_is_told(tmp_path):
     assert "| PPO | 0.80 (0.01) | 0.79 (0.01) | 0.70 (0.01) | 0.61 (0.01) | 0.52 (0.01) | 0.34 (0.01) |" in win_rates
     assert "| CoPG | 0.75 (0.01) | 0.70 (0.01) | 0.50 (0.01) | 0.20 (0.01) | 0.02 (0.01) |  |" in win_rates
     assert "the stalest minibatch is 0, 1, 3, 7, 15, 63 updates old" in next(iter(tables))
+    ess = next(table for caption, table in tables.items() if caption.startswith("How far off-policy"))
+    assert "| AIPO | 1.00 (0.01) | 0.50 (0.01) | 0.25 (0.01) | 0.12 (0.01) | 0.06 (0.01) |  |" in ess
     kept = list(tables.values())[-1]
     assert "| Best of 2 | 0.26 (0.04) | " in kept
     figure = experiment.figure(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from slipstream.core.errors import DiskError, ExecutorDied, ExecutorLost, Slipst
 from slipstream.core.recipes import resolve
 from slipstream.core.types import StepDone
 from slipstream.observe.samples import read_samples
+from slipstream.rewards.pool import Scored, ScoringPool
 from slipstream.stages import rl
 from slipstream.stages.resume import Resumed
 from slipstream.stages.rl import FromPython
@@ -51,16 +53,27 @@ def small(tiny: dict[str, Any]) -> dict[str, Any]:
 def cut_off(
     monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], out: Path, is_time: Callable[[Controller, Any], bool]
 ) -> None:
-    """Run until an event for which it `is_time`; then nothing more is done, or saved."""
-    decide = Controller._decide
+    """Run until an event for which it `is_time`; then nothing more is done, or saved.
+
+    Rewards are there as soon as they are asked for, so that what is under way by then hangs on no other process's pace.
+    """
+    decide, poll = Controller._decide, ScoringPool.poll
 
     def ending(self: Controller, event: Any) -> None:
         decide(self, event)
         if is_time(self, event):
             raise Cut
 
+    def polling(self: ScoringPool) -> list[Scored]:
+        scored = poll(self)
+        while self.num_pending:
+            assert select.select(self.fds(), [], [], 60.0)[0], "no reward in a minute"
+            scored += poll(self)
+        return scored
+
     with monkeypatch.context() as patch:
         patch.setattr(Controller, "_decide", ending)
+        patch.setattr(ScoringPool, "poll", polling)
         with pytest.raises(Cut):
             slipstream.run("quickstart", overrides=tables, out=out, display=False)
 

@@ -28,6 +28,13 @@ from slipstream.observe.sinks import SINKS, AlarmLine, Begin, End, MetricsLine, 
 from slipstream.observe.trackers import MAX_BEHIND, Feed, Trackers, check_trackers, open_trackers, without_secrets
 
 COPIES = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read())"
+COPIES_AND_TELLS = """
+import sys
+with open(sys.argv[1], "wb") as copy, open(sys.argv[1] + ".told", "wb", buffering=0) as told:
+    for line in sys.stdin.buffer:
+        told.write(b".")
+        copy.write(line)
+"""
 READS_NOTHING = "import signal; signal.pause()"
 CRASHES = "import sys; sys.stdin.readline(); sys.exit('ValueError: the server does not like you')"
 FAILS_AT_THE_END = "import sys; sys.stdin.read(); print('not all was sent'); sys.exit(3)"
@@ -109,13 +116,16 @@ def test_more_than_a_pipe_holds_arrives_whole_once_it_is_read(make, tmp_path, no
 
 
 def test_one_that_reads_nothing_never_blocks_is_dropped_once_and_takes_nothing_from_the_others(make, tmp_path, notes):
-    told = make(hangs=READS_NOTHING, copy=COPIES)
+    os.mkfifo(tmp_path / "copy.told")
+    told = make(hangs=READS_NOTHING, copy=COPIES_AND_TELLS)
     long = {f"metric_{i}": float(i) for i in range(100)}
     num_lines = MAX_BEHIND + 200  # a pipe takes 64 KiB at most, some 30 of them
-    for step in range(num_lines):
-        told.metrics(a_line(step, **long))
-    assert notes == [f"the tracker hangs is dropped, the run goes on without: it is {MAX_BEHIND} lines behind"]
-    told.end("done", {})
+    with (tmp_path / "copy.told").open("rb", buffering=0) as has_come:
+        for step in range(num_lines):
+            told.metrics(a_line(step, **long))
+            assert has_come.read(1) == b".", "it ended"  # the pace of one that keeps up
+        assert notes == [f"the tracker hangs is dropped, the run goes on without: it is {MAX_BEHIND} lines behind"]
+        told.end("done", {})
     assert len(read_lines(tmp_path / "copy")) == num_lines + 1
     assert len(notes) == 1
 
