@@ -143,8 +143,12 @@ class Pipeline:
         *,
         policy: str = USUAL,
         reward_model: str = USUAL,
+        lr_times: float = 1.0,
     ) -> Spec:
-        """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not."""
+        """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not.
+
+        `lr_times` is the learning rate over the loss's own.
+        """
         if self.updates % num_minibatches:
             raise ValueError(f"{self.updates} updates are no whole number of steps of {num_minibatches}")
         start = model_of(lab.place(self.sft(policy)), "sft")
@@ -171,7 +175,11 @@ class Pipeline:
             "observe": {"tokens_every": 0},
         }
         name = f"rlhf {loss} N={num_minibatches} policy {policy} reward model {reward_model} seed {seed}"
-        return self._spec(name, seed, merge(own, LOSSES[loss]))
+        own = merge(own, LOSSES[loss])
+        if lr_times != 1.0:
+            own["trainer"]["optimizer"]["lr"] *= lr_times
+            name += f" lr x{lr_times:g}"
+        return self._spec(name, seed, own)
 
     def make(self, lab: Lab, seeds: Sequence[int], sizes: Sequence[str], runs: Sequence[Spec]) -> list[Path]:
         """The folders of `runs`; what they begin with is made before them, the usual size first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 from pathlib import Path
 from statistics import fmean, linear_regression
@@ -43,22 +43,38 @@ ON_FRONTIER = 0.03
 """Gold scores at most this far from those of N = 1 at the same KL are on its frontier."""
 NEIGHBOURS = 16
 """Steps of N = 1 that a step of another N is compared with."""
+LARGER_LR = 12.0
+"""Over each loss's own learning rate: with larger updates the same N is further off-policy."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: every loss at every N, some at FARTHEST as well, on every seed."""
+    """What is run: every loss at every N, some at FARTHEST as well, on every seed.
+
+    At the larger learning rate `minibatches_at_larger_lr` of `losses_at_larger_lr`; the others, which bear none there,
+    on-policy alone.
+    """
 
     pipeline: Pipeline = field(default_factory=Pipeline)
     seeds: Sequence[int] = SEEDS
     losses: Sequence[str] = ("ppo", "proximal_rloo", "copg", "online_dpo", "best_of_2", "grpo", "aipo")
     minibatches: Sequence[int] = (ON_POLICY, 2, 4, 8, FAR)
     losses_at_farthest: Sequence[str] = ("ppo", "online_dpo")
+    losses_at_larger_lr: Sequence[str] = ("ppo", "proximal_rloo", "copg", "grpo", "aipo")
+    minibatches_at_larger_lr: Sequence[int] = (ON_POLICY, 4, FAR)
 
     def cells(self) -> Iterator[Key]:
         for loss in self.losses:
             farthest = [FARTHEST] if loss in self.losses_at_farthest else []
             yield from ((loss, num) for num in [*self.minibatches, *farthest])
+
+    def cells_at_larger_lr(self) -> Iterator[Key]:
+        for loss in self.losses:
+            if loss in self.losses_at_larger_lr:
+                farthest = [FARTHEST] if loss in self.losses_at_farthest else []
+                yield from ((loss, num) for num in [*self.minibatches_at_larger_lr, *farthest])
+            else:
+                yield loss, ON_POLICY
 
 
 Key = tuple[str, int]
@@ -66,19 +82,14 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the runs came to.
+class AtOneRate:
+    """What the runs at one learning rate came to.
 
-    `paths` are PPO's, by N and seed: (KL, gold score) of each step. `oldest` is the age, in updates, of the stalest
-    minibatch at each N. `ess` are effective sample sizes of the ratios, shares, by seed the mean over all steps.
-    `twins` are the ends of the two runs with ONE_GRADIENT.
+    `ess` are effective sample sizes of the ratios, shares, by seed the mean over all steps.
     """
 
     cells: Mapping[Key, Cell]
-    paths: Mapping[int, Sequence[Sequence[tuple[float, float]]]]
-    oldest: Mapping[int, int]
     ess: Mapping[Key, Sequence[float]]
-    twins: tuple[Ended, Ended]
 
     @property
     def losses(self) -> list[str]:
@@ -93,13 +104,34 @@ class Found:
         return {num: cell for (name, num), cell in self.cells.items() if name == loss}
 
 
+@dataclass(frozen=True)
+class Found(AtOneRate):
+    """What all runs came to, those at the usual learning rate first.
+
+    `paths` are PPO's, by N and seed: (KL, gold score) of each step. `oldest` is the age, in updates, of the stalest
+    minibatch at each N. `twins` are the ends of the two runs with ONE_GRADIENT.
+    """
+
+    paths: Mapping[int, Sequence[Sequence[tuple[float, float]]]]
+    oldest: Mapping[int, int]
+    twins: tuple[Ended, Ended]
+    at_larger_lr: AtOneRate
+
+
 def specs(lab: Lab, plan: Plan) -> dict[Key, list[Spec]]:
     """The RL runs of each cell, by seed."""
     made = {key: [plan.pipeline.rl(lab, *key, seed) for seed in plan.seeds] for key in plan.cells()}
     return made | {(ONE_GRADIENT[1], FAR): [plan.pipeline.rl(lab, ONE_GRADIENT[1], FAR, plan.seeds[0])]}
 
 
-def read(lab: Lab, made: Mapping[Key, Sequence[Spec]]) -> Found:
+def specs_at_larger_lr(lab: Lab, plan: Plan) -> dict[Key, list[Spec]]:
+    return {
+        key: [plan.pipeline.rl(lab, *key, seed, lr_times=LARGER_LR) for seed in plan.seeds]
+        for key in plan.cells_at_larger_lr()
+    }
+
+
+def read(lab: Lab, made: Mapping[Key, Sequence[Spec]], at_larger_lr: Mapping[Key, Sequence[Spec]]) -> Found:
     folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
     copg, rloo = (ended(read_evaluation(folders[loss, FAR][0])) for loss in ONE_GRADIENT)
     del folders[ONE_GRADIENT[1], FAR]
@@ -107,12 +139,19 @@ def read(lab: Lab, made: Mapping[Key, Sequence[Spec]]) -> Found:
     for (_, num), runs in folders.items():
         oldest[num] = max([oldest.get(num, 0), *map(oldest_update, runs)])
     return Found(
-        cells={key: cell_of(runs) for key, runs in folders.items()},
+        *cells_and_ess(folders),
         paths={num: [trodden(run) for run in runs] for (loss, num), runs in folders.items() if loss == "ppo"},
         oldest=oldest,
-        ess={key: [effective_share(run) for run in runs] for key, runs in folders.items()},
         twins=(copg, rloo),
+        at_larger_lr=AtOneRate(
+            *cells_and_ess({key: [lab.place(spec) for spec in some] for key, some in at_larger_lr.items()})
+        ),
     )
+
+
+def cells_and_ess(folders: Mapping[Key, Sequence[Path]]) -> tuple[dict[Key, Cell], dict[Key, list[float]]]:
+    cells = {key: cell_of(runs) for key, runs in folders.items()}
+    return cells, {key: [effective_share(run) for run in runs] for key, runs in folders.items()}
 
 
 def effective_share(run: Path) -> float:
@@ -135,6 +174,16 @@ def verdicts(found: Found) -> list[Verdict]:
         slower_along_it(found),
         copg_at_zero(found),
         proximal_above_copg(found),
+        *(
+            replace(verdict, claim=f"At {LARGER_LR:g} times the learning rate: {verdict.claim}")
+            for verdict in (
+                ppo_best_on_policy(found.at_larger_lr),
+                logarithmic_fall(found.at_larger_lr),
+                slower_along_it(found.at_larger_lr),
+                copg_at_zero(found.at_larger_lr),
+                proximal_above_copg(found.at_larger_lr),
+            )
+        ),
     ]
 
 
@@ -177,7 +226,7 @@ def learns(gains: Sequence[float]) -> bool | None:
     return False if fmean(gains) < LEAST_GAIN else is_greater_by_seed(gains, [0.0] * len(gains))
 
 
-def ppo_best_on_policy(found: Found) -> Verdict:
+def ppo_best_on_policy(found: AtOneRate) -> Verdict:
     """Against the losses that the source compares."""
     others = ("proximal_rloo", "online_dpo", "best_of_2")
     win_rates = {loss: found.cells[loss, ON_POLICY].win_rates() for loss in ("ppo", *others)}
@@ -199,13 +248,13 @@ def first_two_alike(found: Found) -> Verdict:
     )
 
 
-def logarithmic_fall(found: Found) -> Verdict:
+def logarithmic_fall(found: AtOneRate) -> Verdict:
     win_rates = {num: cell.win_rates() for num, cell in found.of("ppo").items() if num > 1}
     slopes, means = slopes_by_seed(win_rates), [fmean(values) for values in win_rates.values()]
     by_log, by_num = unexplained([log2(num) for num in win_rates], means), unexplained([*map(float, win_rates)], means)
     falls = is_greater_by_seed([0.0] * len(slopes), slopes)
     return Verdict(
-        "From N = 2 on PPO falls with the logarithm of N",
+        f"From N = {min(win_rates)} on PPO falls with the logarithm of N",
         "A, Fig. 3",
         by_log < by_num if falls else falls,
         f"{spread(slopes)} per doubling; a line over log N leaves {by_log:.0%} of the variance, over N {by_num:.0%}",
@@ -231,7 +280,7 @@ def one_frontier(found: Found) -> Verdict:
     )
 
 
-def slower_along_it(found: Found) -> Verdict:
+def slower_along_it(found: AtOneRate) -> Verdict:
     slopes = slopes_by_seed({num: [one.kl for one in cell.ended] for num, cell in found.of("ppo").items()})
     return Verdict(
         "PPO gets less far along it as N grows",
@@ -241,12 +290,12 @@ def slower_along_it(found: Found) -> Verdict:
     )
 
 
-def copg_at_zero(found: Found) -> Verdict:
+def copg_at_zero(found: AtOneRate) -> Verdict:
     far = found.cells["copg", FAR].win_rates()
     return Verdict("CoPG is at 0 by N = 16", "A, Fig. 13", fmean(far) <= AT_ZERO, f"win rate {spread(far, 2)}")
 
 
-def proximal_above_copg(found: Found) -> Verdict:
+def proximal_above_copg(found: AtOneRate) -> Verdict:
     proximal, copg = (found.cells[loss, FAR].win_rates() for loss in ("proximal_rloo", "copg"))
     return Verdict(
         "Proximal RLOO is above CoPG at N = 16",
@@ -289,7 +338,7 @@ def deviation(path: Sequence[tuple[float, float]], frontier: Sequence[tuple[floa
 
 
 def tables(found: Found) -> dict[str, str]:
-    columns = found.minibatches
+    columns, nums = found.minibatches, found.at_larger_lr.minibatches
 
     def table(values: Mapping[Key, Sequence[float]]) -> str:
         head = ["loss", *(f"N = {num}" for num in columns)]
@@ -304,6 +353,22 @@ def tables(found: Found) -> dict[str, str]:
         shares = (share(shares_kept(cells[num], cells[ON_POLICY])) if num in cells else "" for num in columns[1:])
         return [NAMES[loss], spread(cells[ON_POLICY].gains(), 2), *shares]
 
+    def at_larger_lr(loss: str) -> list[str]:
+        cells, ess = found.at_larger_lr.of(loss), found.at_larger_lr.ess
+        known = {num: cells.get(num) for num in nums}
+        return [
+            NAMES[loss],
+            *("" if cell is None else spread(cell.win_rates(), 2) for cell in known.values()),
+            *("" if cell is None else spread([one.kl for one in cell.ended], 2) for cell in known.values()),
+            *(spread(ess.get((loss, num), []), 2) for num in nums[1:]),
+            *("" if known[num] is None else share(shares_kept(cells[num], cells[ON_POLICY])) for num in nums[1:]),
+        ]
+
+    head_at_larger_lr = [
+        "loss",
+        *(f"{what}, N = {num}" for what in ("win rate", "KL") for num in nums),
+        *(f"{what}, N = {num}" for what in ("effective", "kept") for num in nums[1:]),
+    ]
     began = next(iter(found.cells.values())).began
     start, perplexity = ([getattr(one, what) for one in began] for what in ("win_rate", "perplexity"))
     ages = ", ".join(str(found.oldest[num]) for num in columns)
@@ -319,11 +384,16 @@ def tables(found: Found) -> dict[str, str]:
         "Gain in win rate at N = 1, and the share of it that is kept": markdown_table(
             ["loss", "gain at N = 1", *(f"kept at N = {num}" for num in columns[1:])], map(kept, found.losses)
         ),
+        f"At {LARGER_LR:g} times the learning rate: win rate, KL, effective sample size, share of the gain that is "
+        "kept": markdown_table(head_at_larger_lr, map(at_larger_lr, found.at_larger_lr.losses)),
     }
 
 
 def figure(found: Found) -> str:
-    """Win rate against KL, a panel per loss; in the last one PPO's gold score against KL as it trains."""
+    """Win rate against KL, a panel per loss; in the last one PPO's gold score against KL as it trains.
+
+    Diamonds are runs at the larger learning rate.
+    """
     shades = shades_of(found.minibatches)
     second = {ONE_GRADIENT[0]: f" = {NAMES[ONE_GRADIENT[1]]}"}
     drawn, axes = panels([*(NAMES[loss] + second.get(loss, "") for loss in found.losses), "PPO, step by step"], rows=2)
@@ -335,22 +405,29 @@ def figure(found: Found) -> str:
             kl, win_rates = [one.kl for one in cell.ended], cell.win_rates()
             axis.plot(kl, win_rates, "o", color=shades[num], markersize=3, alpha=0.6, markeredgewidth=0)
             axis.plot(fmean(kl), fmean(win_rates), "o", color=shades[num], markersize=7, label=f"N = {num}")
+        for num, cell in found.at_larger_lr.of(loss).items():
+            kl, win_rates = [one.kl for one in cell.ended], cell.win_rates()
+            axis.plot(kl, win_rates, "D", color=shades[num], markersize=2.5, alpha=0.6, markeredgewidth=0)
+            label = f"N = {num}, {LARGER_LR:g} x learning rate"
+            axis.plot(fmean(kl), fmean(win_rates), "D", color=shades[num], markersize=6, label=label)
         axis.set(ylabel="gold win rate")
     axes[found.losses.index("ppo")].legend(fontsize=7, loc="upper left")
     for num, paths in found.paths.items():
         points = [point for path in paths for point in path]
         axes[-1].plot(*zip(*points, strict=True), "o", color=shades[num], markersize=2.5, alpha=0.5, markeredgewidth=0)
     axes[-1].set(ylabel="mean gold score of a step")
-    seen = [one.kl for cell in found.cells.values() for one in cell.ended]
+    cells = [*found.cells.values(), *found.at_larger_lr.cells.values()]
+    seen = [one.kl for cell in cells for one in cell.ended]
     drift_axes(axes, max(seen + [kl for paths in found.paths.values() for path in paths for kl, _ in path]))
     return svg(drawn)
 
 
 def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
-    made = specs(lab, plan)
-    plan.pipeline.make(lab, plan.seeds, [USUAL], [spec for some in made.values() for spec in some])
-    found = read(lab, made)
+    made, faster = specs(lab, plan), specs_at_larger_lr(lab, plan)
+    runs = [spec for some in (*made.values(), *faster.values()) for spec in some]
+    plan.pipeline.make(lab, plan.seeds, [USUAL], runs)
+    found = read(lab, made, faster)
     copg, rloo = found.twins
     same = "ends as CoPG's does, bit for bit" if copg == rloo else f"ends at {rloo}, CoPG's at {copg}"
     return Section(
