@@ -202,5 +202,5 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         tables=tables(found),
         figures={"Win rate against KL by size and N": figure(found)},
         verdicts=verdicts(found),
-        cost="60 minutes on two cores, 10 of which the section on losses may have spent already",
+        cost="50 minutes on two cores, 10 of which the section on losses may have spent already",
     )

@@ -439,6 +439,6 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         tables=tables(found),
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),
-        cost="100 minutes on two cores",
+        cost="90 minutes on two cores",
         notes=[f"RLOO and CoPG have one gradient: RLOO's run at N = 16 with the first seed {same}."],
     )

@@ -11,6 +11,7 @@ from experiments.lab import Lab
 from experiments.rlhf import Cell, Ended
 from experiments.staleness_by_loss import experiment
 from experiments.staleness_by_loss.experiment import (
+    AtOneRate,
     Found,
     Plan,
     deviation,
@@ -44,6 +45,11 @@ CLAIMS = (
     "slower",
     "zero",
     "proximal",
+    "best on-policy, larger",
+    "logarithmic, larger",
+    "slower, larger",
+    "zero, larger",
+    "proximal, larger",
 )
 """In the order of `verdicts`."""
 
@@ -87,7 +93,10 @@ def world(above: float = 0.0, spread: float = 1.0, **changed: tuple[float, ...])
     }
     paths = {num: [path(num, above) for _ in SEEDS] for num in (*MINIBATCHES, 64)}
     ess = {(loss, num): [1.0 / num + jitter for jitter in JITTER] for loss, num in cells}
-    return Found(cells, paths, {num: num - 1 for num in (*MINIBATCHES, 64)}, ess, (ENDED, ENDED))
+    oldest = {num: num - 1 for num in (*MINIBATCHES, 64)}
+    keys = list(Plan().cells_at_larger_lr())
+    larger = AtOneRate({key: cells[key] for key in keys}, {key: ess[key] for key in keys})
+    return Found(cells, ess, paths, oldest, (ENDED, ENDED), larger)
 
 
 def holds(found: Found, claim: str) -> bool | None:
@@ -164,6 +173,27 @@ def test_deviation_is_from_the_nearest_steps_and_leaves_out_the_first():
     assert deviation([(0.0, 5.0), (20.0, 9.0)], own) is None
 
 
+def test_what_is_said_of_the_larger_rate_is_of_its_own_runs():
+    found, elsewhere = world(), world(copg=(0.75, 0.7, 0.6, 0.5, 0.7), proximal_rloo=(0.75, 0.7, 0.6, 0.5, 0.6))
+    usual_alone = replace(found, at_larger_lr=elsewhere.at_larger_lr)
+    for claim in ("zero", "proximal"):
+        assert (holds(usual_alone, claim), holds(usual_alone, f"{claim}, larger")) == (True, False)
+        larger_alone = replace(elsewhere, at_larger_lr=found.at_larger_lr)
+        assert (holds(larger_alone, claim), holds(larger_alone, f"{claim}, larger")) == (False, True)
+    told = experiment.verdicts(found)[-1].claim
+    assert told == "At 12 times the learning rate: Proximal RLOO is above CoPG at N = 16"
+
+
+def test_the_larger_rate_is_twelve_times_each_losss_own(tmp_path):
+    made = experiment.specs_at_larger_lr(Lab(tmp_path), Plan())
+    rates = {loss: some[0].config().trainer.optimizer.lr for (loss, num), some in made.items() if num == 1}
+    assert rates["ppo"] == pytest.approx(1.2e-3)
+    assert rates["best_of_2"] == pytest.approx(4e-4)
+    assert {num for loss, num in made if loss == "ppo"} == {1, 4, 16, 64}
+    assert {num for loss, num in made if loss == "online_dpo"} == {1}
+    assert "lr x12" in made["ppo", 1][0].name
+
+
 def test_slopes_are_per_doubling():
     assert slopes_by_seed({1: [0.0, 1.0], 2: [0.5, 1.0], 4: [1.0, 1.0]}) == pytest.approx([0.5, 0.0])
     assert unexplained([0.0, 1.0, 2.0], [1.0, 3.0, 5.0]) == pytest.approx(0.0)
@@ -195,8 +225,12 @@ def test_what_is_told(tmp_path):
     assert "the stalest minibatch is 0, 1, 3, 7, 15, 63 updates old" in next(iter(tables))
     ess = next(table for caption, table in tables.items() if caption.startswith("How far off-policy"))
     assert "| AIPO | 1.00 (0.01) | 0.50 (0.01) | 0.25 (0.01) | 0.12 (0.01) | 0.06 (0.01) |  |" in ess
-    kept = list(tables.values())[-1]
+    kept, larger = list(tables.values())[-2:]
     assert "| Best of 2 | 0.26 (0.04) | " in kept
+    assert "| Best of 2 | 0.60 (0.01) |  |  |  | 1.90 (0.01) |  |  |  |  |  |  |  |  |  |" in larger
     figure = experiment.figure(found)
-    assert all(title in figure for title in ("CoPG = RLOO", "Online DPO", "PPO, step by step", "N = 64"))
+    assert all(
+        title in figure
+        for title in ("N = 64, 12 x learning rate", "CoPG = RLOO", "Online DPO", "PPO, step by step", "N = 64")
+    )
     assert experiment.verdicts(found)[8].found == "win rate 0.02 (0.01)"
