@@ -338,7 +338,18 @@ def deviation(path: Sequence[tuple[float, float]], frontier: Sequence[tuple[floa
 
 
 def tables(found: Found) -> dict[str, str]:
-    columns, nums = found.minibatches, found.at_larger_lr.minibatches
+    ages = ", ".join(str(found.oldest[num]) for num in found.minibatches)
+    larger = {
+        f"At {LARGER_LR:g} times the learning rate. {caption}": table for caption, table in _tables(found.at_larger_lr)
+    }
+    return dict(_tables(found, f"; the stalest minibatch is {ages} updates old")) | larger
+
+
+def _tables(found: AtOneRate, of_age: str = "") -> Iterator[tuple[str, str]]:
+    """Captions and tables of one learning rate, a row per loss and a column per N."""
+    columns = found.minibatches
+    began = next(iter(found.cells.values())).began
+    start, perplexity = ([getattr(one, what) for one in began] for what in ("win_rate", "perplexity"))
 
     def table(values: Mapping[Key, Sequence[float]]) -> str:
         head = ["loss", *(f"N = {num}" for num in columns)]
@@ -353,40 +364,23 @@ def tables(found: Found) -> dict[str, str]:
         shares = (share(shares_kept(cells[num], cells[ON_POLICY])) if num in cells else "" for num in columns[1:])
         return [NAMES[loss], spread(cells[ON_POLICY].gains(), 2), *shares]
 
-    def at_larger_lr(loss: str) -> list[str]:
-        cells, ess = found.at_larger_lr.of(loss), found.at_larger_lr.ess
-        known = {num: cells.get(num) for num in nums}
-        return [
-            NAMES[loss],
-            *("" if cell is None else spread(cell.win_rates(), 2) for cell in known.values()),
-            *("" if cell is None else spread([one.kl for one in cell.ended], 2) for cell in known.values()),
-            *(spread(ess.get((loss, num), []), 2) for num in nums[1:]),
-            *("" if known[num] is None else share(shares_kept(cells[num], cells[ON_POLICY])) for num in nums[1:]),
-        ]
-
-    head_at_larger_lr = [
-        "loss",
-        *(f"{what}, N = {num}" for what in ("win rate", "KL") for num in nums),
-        *(f"{what}, N = {num}" for what in ("effective", "kept") for num in nums[1:]),
-    ]
-    began = next(iter(found.cells.values())).began
-    start, perplexity = ([getattr(one, what) for one in began] for what in ("win_rate", "perplexity"))
-    ages = ", ".join(str(found.oldest[num]) for num in columns)
-    return {
-        f"Gold win rate against the references. RL begins at {spread(start, 2)}; the stalest minibatch is {ages} "
-        "updates old": at_the_end("win_rate"),
-        "Drift: KL from the SFT policy in nats per completion": at_the_end("kl"),
+    yield f"Gold win rate against the references. RL begins at {spread(start, 2)}{of_age}", at_the_end("win_rate")
+    yield "Drift: KL from the SFT policy in nats per completion", at_the_end("kl")
+    yield (
         "Drift: perplexity of what is written by the SFT policy, per response token. "
-        f"RL begins at {spread(perplexity, 2)}": at_the_end("perplexity"),
-        "How far off-policy: effective sample size of the importance ratios, 1 where all are 1; mean over all steps": (
-            table(found.ess)
-        ),
-        "Gain in win rate at N = 1, and the share of it that is kept": markdown_table(
+        f"RL begins at {spread(perplexity, 2)}",
+        at_the_end("perplexity"),
+    )
+    yield (
+        "How far off-policy: effective sample size of the importance ratios, 1 where all are 1; mean over all steps",
+        table(found.ess),
+    )
+    yield (
+        "Gain in win rate at N = 1, and the share of it that is kept",
+        markdown_table(
             ["loss", "gain at N = 1", *(f"kept at N = {num}" for num in columns[1:])], map(kept, found.losses)
         ),
-        f"At {LARGER_LR:g} times the learning rate: win rate, KL, effective sample size, share of the gain that is "
-        "kept": markdown_table(head_at_larger_lr, map(at_larger_lr, found.at_larger_lr.losses)),
-    }
+    )
 
 
 def figure(found: Found) -> str:
