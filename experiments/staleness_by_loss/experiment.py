@@ -337,6 +337,17 @@ def deviation(path: Sequence[tuple[float, float]], frontier: Sequence[tuple[floa
 # What is shown
 
 
+def who_keeps(found: AtOneRate, num: int) -> str:
+    """Losses that were run at N = `num`, by what they keep there of their gain on-policy."""
+    shares = {
+        loss: shares_kept(cells[num], cells[ON_POLICY]) for loss in found.losses if num in (cells := found.of(loss))
+    }
+    known = {loss: values for loss, values in shares.items() if values is not None}
+    return ", ".join(
+        f"{NAMES[loss]} {share(known[loss])}" for loss in sorted(known, key=lambda one: -fmean(known[one]))
+    )
+
+
 def tables(found: Found) -> dict[str, str]:
     ages = ", ".join(str(found.oldest[num]) for num in found.minibatches)
     larger = {
@@ -405,7 +416,9 @@ def figure(found: Found) -> str:
             label = f"N = {num}, {LARGER_LR:g} x learning rate"
             axis.plot(fmean(kl), fmean(win_rates), "D", color=shades[num], markersize=6, label=label)
         axis.set(ylabel="gold win rate")
-    axes[found.losses.index("ppo")].legend(fontsize=7, loc="upper left")
+    # Where there is room: the last panel has the same colours, and nothing so low.
+    handles, labels = axes[found.losses.index("ppo")].get_legend_handles_labels()
+    axes[-1].legend(handles, labels, fontsize=6, ncols=2, loc="lower left")
     for num, paths in found.paths.items():
         points = [point for path in paths for point in path]
         axes[-1].plot(*zip(*points, strict=True), "o", color=shades[num], markersize=2.5, alpha=0.5, markeredgewidth=0)
@@ -434,5 +447,9 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),
         cost="90 minutes on two cores",
-        notes=[f"RLOO and CoPG have one gradient: RLOO's run at N = 16 with the first seed {same}."],
+        notes=[
+            f"At {LARGER_LR:g} times the learning rate and N = {FAR} what is kept of the gain is, most first: "
+            f"{who_keeps(found.at_larger_lr, FAR)}.",
+            f"RLOO and CoPG have one gradient: RLOO's run at N = {FAR} with the first seed {same}.",
+        ],
     )
