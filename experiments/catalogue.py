@@ -18,7 +18,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "staleness_by_loss": Entry("how much staleness each loss bears", 90),
     "corrections": Entry("which correction keeps continuous training stable at staleness 8", 28),
     "policy_or_reward_size": Entry("policy size or reward-model size", 50),
-    "idle_compute": Entry("more updates per batch, or the best and the worst of more completions", 30),
+    "idle_compute": Entry("more updates per batch, or the best and the worst of more completions", 20),
     "stale_kv_cache": Entry("keep or recompute the cache when weights change", 10),
     "collation": Entry("what greedy collation saves", 5),
     "adam_epsilon": Entry("where Adam's epsilon stands", 7),

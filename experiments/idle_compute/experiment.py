@@ -319,7 +319,7 @@ def section(lab: Lab) -> Section:
         },
         figures={"Win rate by completions and by time, and against drift": figure(runs, timings)},
         verdicts=verdicts(runs, timings),
-        cost=f"{len(places)} runs for quality on one core each, {len(timed_places)} for time on all.",
+        cost=f"{len(places)} runs for quality on one core each, {len(timed_places)} for time on all",
     )
 
 

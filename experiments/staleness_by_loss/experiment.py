@@ -442,7 +442,8 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         question="A policy samples N minibatches and is then trained once on each of them. How do win rate and drift "
         "change with N, and for which loss least?",
         setup=f"{plan.pipeline.told}, on {len(plan.seeds)} seeds. The N minibatches are those of one step at staleness "
-        "0, as in the source. Best of 2 learns at a third of the others' rate, as in the source.",
+        "0, as in the source. Best of 2 learns at a third of the others' rate, as in the source. Runs at "
+        f"{LARGER_LR:g} times the learning rate were added when those at the usual one had been seen.",
         tables=tables(found),
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),
