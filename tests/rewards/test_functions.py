@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_task_gives_the_verifiers_partial_credit() -> None:
     assert (
         score("task", {"answer_pattern": "<answer>(.*?)</answer>"}, job("none", task="words", entry=entry), tasks) == 0
     )
+
+
+def test_math_logs_nothing_and_silences_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert score("math", {}, job("\\frac{1}{", answer="$2$")) == 0.0
+    assert [record.getMessage() for record in caplog.records if record.name.startswith(("math", "latex"))] == []
+    logging.getLogger("slipstream.rewards").warning("heard")
+    assert "heard" in caplog.text
 
 
 def test_task_restores_tuples_that_json_made_lists() -> None:

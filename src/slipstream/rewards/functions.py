@@ -150,7 +150,8 @@ def math_equivalence(*, strict: bool = True) -> Scorer:
 
     from math_verify import parse, verify
 
-    logging.disable(logging.CRITICAL)  # it logs every text it cannot parse
+    for library in ("math_verify", "latex2sympy2_extended"):  # they log every text that they cannot parse
+        logging.getLogger(library).setLevel(logging.CRITICAL + 1)
 
     def score(job: Job) -> float | None:
         if job.answer is None:
