@@ -31,13 +31,15 @@ POISONS = (
 class Poisoning(Generator):
     """Every `every`-th completion of training is poisoned, in turn with each of the above."""
 
-    every = 9
+    every = 5
     num_sent = 0
 
     def _completion(self, item, prompt, purpose, eval_id=-1):
         completion = super()._completion(item, prompt, purpose, eval_id)
+        if purpose != "train":
+            return completion
         Poisoning.num_sent += 1
-        if purpose != "train" or Poisoning.num_sent % self.every:
+        if Poisoning.num_sent % self.every:
             return completion
         poison = POISONS[Poisoning.num_sent // self.every % len(POISONS)]
         return msgspec.structs.replace(completion, segments=tuple(map(poison, completion.segments)))
