@@ -20,8 +20,11 @@ venv: .venv/dev ## create .venv with everything for development
 quickstart: .venv/run ## install, then train the quickstart recipe
 	$(BIN)/slipstream run quickstart
 
-test: .venv/dev ## run the tests, two files at a time: no download, no GPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Whole runs and pages have the machine for themselves: they have processes of their own, and a pace.
+WHOLE := tests/integration tests/browser
+test: .venv/dev ## run the tests, most of them two files at a time: no download, no GPU
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(WHOLE:%=--ignore=%)
+	$(BIN)/python -m pytest -q $(WHOLE)
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, more whole runs, three quarters of an hour
 	$(BIN)/python -m pytest -q -m slow
