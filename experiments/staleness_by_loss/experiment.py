@@ -51,8 +51,8 @@ LARGER_LR = 12.0
 class Plan:
     """What is run: every loss at every N, some at FARTHEST as well, on every seed.
 
-    At the larger learning rate `minibatches_at_larger_lr` of `losses_at_larger_lr`; the others, which bear none there,
-    on-policy alone.
+    At the larger learning rate `minibatches_at_larger_lr` of `losses_at_larger_lr`; the others, which have no KL
+    in the reward, on-policy alone.
     """
 
     pipeline: Pipeline = field(default_factory=Pipeline)
@@ -343,9 +343,8 @@ def who_keeps(found: AtOneRate, num: int) -> str:
         loss: shares_kept(cells[num], cells[ON_POLICY]) for loss in found.losses if num in (cells := found.of(loss))
     }
     known = {loss: values for loss, values in shares.items() if values is not None}
-    return ", ".join(
-        f"{NAMES[loss]} {share(known[loss])}" for loss in sorted(known, key=lambda one: -fmean(known[one]))
-    )
+    in_order = sorted(known, key=lambda loss: -fmean(known[loss]))
+    return ", ".join(f"{NAMES[loss]} {share(known[loss])}" for loss in in_order) or "nobody gained enough to say"
 
 
 def tables(found: Found) -> dict[str, str]:

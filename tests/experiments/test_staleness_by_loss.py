@@ -230,6 +230,7 @@ def test_what_is_told(tmp_path):
     assert "| CoPG | 0.41 (0.04) | 0.39 (0.07) | -0.79 (0.20) |  |" in larger
     assert "| Best of 2 | 0.26 (0.04) |  |  |  |" in larger
     assert experiment.who_keeps(found.at_larger_lr, 16).endswith("PPO 0.39 (0.06), CoPG -0.79 (0.20)")
+    assert experiment.who_keeps(world(**dict.fromkeys(PAPER, (START,) * 6)).at_larger_lr, 16).startswith("nobody")
     figure = experiment.figure(found)
     assert all(
         title in figure
