@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from listeners import listeners
+
+from torch.distributed import TCPStore
 
 from slipstream.controller.meeting import Listen, Meeting, RunSpec
 from slipstream.controller.pipeline import Node
 from slipstream.core.errors import ConfigError
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
-from slipstream.launch import Job, cluster_of, torchrun
+from slipstream.launch import Job, cluster_of, meet, torchrun
 
 NODES = (Node("trainer", os.path.join, host="torchrun", ranks=4), Node("rewards", os.path.join))
 
@@ -26,7 +29,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     keys.save(file)
     meeting = Meeting(Listen(), timeout_s=10)
     spec = RunSpec(
-        "run-1", tmp_path, NODES, (), 60.0, 5.0, delta=False, relays=True, wall_minus_clock_s=0.0, started_s=0.0
+        "run-1", "start-1", tmp_path, NODES, (), 60.0, 5.0, delta=False, relays=True, wall_minus_clock_s=0.0, started_s=0.0
     )
     meeting.announce(spec, keys)
     yield Job("trainer", f"127.0.0.1:{meeting.port}", key_file=file)
@@ -79,8 +82,10 @@ def test_what_is_no_such_address_is_bad_input(tmp_path: Path, given: str) -> Non
 
 
 def test_a_group_on_one_machine(job: Job) -> None:
-    command, environment = torchrun(replace(job, threads=3, max_restarts=5))
-    assert command[:5] == ["--nproc-per-node", "4", "--max-restarts", "5", "--standalone"]
+    command, environment, _ = torchrun(replace(job, threads=3, max_restarts=5))
+    given = {"--nproc-per-node": "4", "--max-restarts": "5", "--nnodes": "1", "--node-rank": "0"}
+    given |= {"--rdzv-backend": "slipstream", "--rdzv-id": "run-1-trainer", "--local-addr": "127.0.0.1"}
+    assert {option: value_of(option, command) for option in given} == given
     member = command[command.index("slipstream.controller.member") :]
     assert value_of("--controller", member) == job.controller
     assert value_of("--group", member) == "trainer"
@@ -95,7 +100,7 @@ def test_the_key_goes_on_as_it_came(job: Job, monkeypatch: pytest.MonkeyPatch) -
     assert job.key_file is not None
     keys = RunKeys.load(job.key_file)
     monkeypatch.setenv(RUN_KEY_VARIABLE, keys.as_environment()[RUN_KEY_VARIABLE])
-    command, environment = torchrun(replace(job, key_file=None))
+    command, environment, _ = torchrun(replace(job, key_file=None))
     assert "--key-file" not in command
     assert environment.items() >= keys.as_environment().items()
     assert keys.as_environment()[RUN_KEY_VARIABLE] not in " ".join(command), "arguments are seen by everybody"
@@ -103,13 +108,30 @@ def test_the_key_goes_on_as_it_came(job: Job, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_group_on_two_machines_meets_by_the_address_that_the_others_reach(job: Job) -> None:
     two = replace(job, nnodes=2, node_rank=1, rendezvous="10.0.0.1:29500", address="127.0.0.1")
-    command, _ = torchrun(two)
-    assert "--standalone" not in command
-    given = {"--nproc-per-node": "2", "--nnodes": "2", "--node-rank": "1", "--rdzv-backend": "c10d"}
-    given |= {"--rdzv-endpoint": "10.0.0.1:29500", "--rdzv-id": "run-1-trainer", "--local-addr": "127.0.0.1"}
+    command, *_ = torchrun(two)
+    given = {"--nproc-per-node": "2", "--nnodes": "2", "--node-rank": "1", "--rdzv-backend": "slipstream"}
+    given |= {"--rdzv-id": "run-1-trainer", "--local-addr": "127.0.0.1"}
     assert {option: value_of(option, command) for option in given} == given
-    assert "is_host=0," in value_of("--rdzv-conf", command)
-    assert "is_host=1," in value_of("--rdzv-conf", torchrun(replace(two, node_rank=0))[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("127.0.0.2", "127.0.0.1"),  # what a machine may call itself
+        ("no.such.host.invalid", "127.0.0.1"),  # its own name may mean nothing to it yet
+    ],
+)
+def test_machine_0_listens_where_the_others_look_for_it_and_nowhere_else(job: Job, name: str, host: str) -> None:
+    two = replace(job, nnodes=2, rendezvous=f"{name}:0", address="127.0.0.1")
+    store = meet(two)
+    assert isinstance(store, TCPStore)
+    assert listeners(os.getpid(), store.port) == {host}
+
+
+def test_machine_0_says_so_where_it_cannot_listen(job: Job) -> None:
+    taken = job.controller.rpartition(":")[2]
+    with pytest.raises(ConfigError, match="cannot listen there"):
+        meet(replace(job, nnodes=2, rendezvous=f"127.0.0.1:{taken}", address="127.0.0.1"))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +141,7 @@ def test_a_group_on_two_machines_meets_by_the_address_that_the_others_reach(job:
         ({"nnodes": 2, "node_rank": 2, "rendezvous": "10.0.0.1:1"}, "counted from 0"),
         ({"nnodes": 2}, "rendezvous"),
         ({"rendezvous": "10.0.0.1:1"}, "rendezvous"),
+        ({"nnodes": 2, "rendezvous": "10.0.0.1"}, "not an address to meet at"),
         ({"group": "rewards"}, "no such group"),
         ({"group": "generator-7"}, "no such group"),
         ({"address": "no.such.host.invalid"}, "no such host"),

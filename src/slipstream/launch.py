@@ -10,11 +10,23 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
 from slipstream.controller.cluster import ALWAYS_REMOTE, Cluster
-from slipstream.controller.meeting import JOIN_TIMEOUT_S, Listen, attend, check_listening, parse_address, read_spec
+from slipstream.controller.meeting import (
+    JOIN_TIMEOUT_S,
+    Listen,
+    attend,
+    check_listening,
+    host_store,
+    parse_address,
+    read_spec,
+)
 from slipstream.controller.placement import num_cores, thread_environment
+from slipstream.controller.rendezvous import BACKEND, use_rendezvous
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
@@ -22,6 +34,8 @@ from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 CONTROLLER_GROUP = "controller"
 QUIET = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """c10d warns of every address that has no name."""
+SAME_RANKS = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
+"""A rank follows from the machine's number alone: agents need not read each other's numbers in the store."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +97,8 @@ def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
     return RunKeys.load(key_file)
 
 
-def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
-    """The arguments of the group's torchrun agent on this machine, and what its environment needs besides.
+def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
+    """The arguments of the group's torchrun agent on this machine, what its environment needs besides, and the keys.
 
     Waits for the controller, which knows how many ranks the group has. Raises ConfigError for another run's key, for a
     group that the run does not have, and for one whose ranks do not divide over `nnodes`.
@@ -103,6 +117,8 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
             got=f"--nnodes {job.nnodes}, --rendezvous {job.rendezvous}",
             allowed="both, or neither",
         )
+    if job.rendezvous is not None and parse_address(job.rendezvous) is None:
+        raise ConfigError("not an address to meet at", got=job.rendezvous, allowed="--rendezvous HOST:PORT")
     spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), keys, timeout_s=JOIN_TIMEOUT_S)
     node = spec.node(job.group)
     if node.ranks % job.nnodes:
@@ -114,31 +130,53 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
     per_machine = node.ranks // job.nnodes
     threads = max(1, num_cores() // per_machine) if job.threads is None else job.threads
     command = ["--nproc-per-node", str(per_machine), "--max-restarts", str(job.max_restarts)]
-    if job.rendezvous is None:
-        command += ["--standalone"]
-    else:
-        command += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", "c10d"]
-        command += ["--rdzv-endpoint", job.rendezvous, "--rdzv-id", f"{spec.run_id}-{node.name}"]
-        # torchrun would guess who is machine 0 from the name that a machine gives itself.
-        command += ["--rdzv-conf", f"is_host={int(job.node_rank == 0)},read_timeout={JOIN_TIMEOUT_S:.0f}"]
-        command += ["--local-addr", job.address]  # names of machines need not mean anything to each other
+    command += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", BACKEND]
+    command += ["--rdzv-id", f"{spec.run_id}-{node.name}"]
+    # Names of machines need not mean anything to each other; and who is alone needs no address that others reach.
+    command += ["--local-addr", LOOPBACK if job.rendezvous is None else job.address]
     command += ["-m", "slipstream.controller.member", "--controller", job.controller, "--group", job.group]
     command += ["--address", job.address, "--threads", str(threads)]
-    environment = thread_environment(threads) | QUIET
+    environment = thread_environment(threads) | QUIET | SAME_RANKS
     if job.key_file is not None:
         command += ["--key-file", str(job.key_file)]
     else:
         environment |= keys.as_environment()
-    return command, environment
+    return command, environment, keys
+
+
+def meet(job: Job) -> Store:
+    """The store over which the group's agents meet: on machine 0 it is made here. Waits for it on the others.
+
+    Raises ConfigError where it cannot listen, SlipstreamError when machine 0 does not answer.
+    """
+    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+    if job.rendezvous is None:
+        return host_store(Listen(LOOPBACK, 0), timeout=timeout)
+    if job.node_rank:
+        return attend(job.rendezvous, timeout_s=JOIN_TIMEOUT_S, whom=f"machine 0 of '{job.group}'")
+    place = parse_address(job.rendezvous)
+    assert place is not None, "torchrun() has refused it"
+    return host_store(Listen(_own_address(place[0], job.address), place[1]), timeout=timeout)
+
+
+def _own_address(name: str, address: str) -> str:
+    """Where to listen for others who know this machine by `name`; `address` where that means nothing here, or loopback,
+    as it may to the machine itself."""
+    try:
+        return address if numeric_address(name).is_loopback else name
+    except ConfigError:
+        return address
 
 
 def join(job: Job) -> None:
     """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up."""
-    arguments, environment = torchrun(job)
+    arguments, environment, keys = torchrun(job)
     os.environ.update(environment)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main
 
+    use_rendezvous(meet(job), keys)
     try:
         main(arguments)
     except ChildFailedError as error:
@@ -146,4 +184,10 @@ def join(job: Job) -> None:
             f"'{job.group}' has failed once more than --max-restarts {job.max_restarts} allows",
             got=f"exit codes {sorted({failure.exitcode for failure in error.failures.values()})}",
             hint="what its processes have said is above",
+        ) from error
+    except RendezvousError as error:
+        raise SlipstreamError(
+            f"the machines of '{job.group}' could not meet",
+            got=str(error) or type(error).__name__,
+            hint="who can reach the port of the rendezvous can keep them from it: see docs/cluster.md, Security",
         ) from error

@@ -33,12 +33,31 @@ def test_ranks_talk_where_their_machine_is_reached_unless_the_user_says_otherwis
         return RankGroup.alone()
 
     monkeypatch.setattr(groups, "_join", join)
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     for given in ("before", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(given, "eth7")  # undone in the end, also what is set in between
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False) if given == "before" else None
         join_under_torchrun(TWO, "127.0.0.1", timeout_s=1.0)
     assert joined == [(1, "lo"), (1, "eth7")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux tells it")
+@pytest.mark.parametrize(("local_world", "wanted"), [("2", "127.0.0.1"), ("1", "192.0.2.1")])
+def test_ranks_of_one_machine_talk_where_no_other_machine_can_join_in(
+    monkeypatch: pytest.MonkeyPatch, local_world: str, wanted: str
+) -> None:
+    asked: list[str] = []
+
+    def interface(address: str) -> None:
+        asked.append(address)
+
+    monkeypatch.setattr(groups, "interface_of", interface)
+    monkeypatch.setattr(groups, "_join", lambda *_, **__: RankGroup.alone())
+    for name, value in {"RANK": "1", "LOCAL_WORLD_SIZE": local_world, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    join_under_torchrun(TWO, "192.0.2.1", timeout_s=1.0)
+    assert asked == [wanted]
 
 
 def test_one_rank_needs_no_group_and_nothing_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

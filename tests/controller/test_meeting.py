@@ -19,6 +19,7 @@ from slipstream.core.keys import RunKeys
 
 SPEC = RunSpec(
     run_id="run-1",
+    start="s",
     run_dir=Path("/runs/a"),
     nodes=(Node("trainer", os.path.join, host="torchrun", ranks=2), Node("rewards", os.path.join)),
     channels=(ChannelSpec("rollouts", Kind.SCATTER, "rewards.rollouts", "trainer.rollouts", route="rollouts/samples"),),
@@ -46,7 +47,7 @@ def test_a_group_reads_what_the_controller_announced(tmp_path: Path) -> None:
 def test_a_specification_that_somebody_else_wrote_is_not_even_decoded() -> None:
     """It names code to import: whoever reaches the store could have it run."""
     keys, meeting = RunKeys.new(), Meeting(Listen(), timeout_s=10)
-    for forged in (RunKeys.new().seal(SPEC.encode()), SPEC.encode(), "not JSON at all", b"\xff" * 80):
+    for forged in (RunKeys.new().seal(SPEC.encode(), SPEC_KEY), SPEC.encode(), "not JSON at all", b"\xff" * 80):
         meeting.store.set(SPEC_KEY, forged)
         with pytest.raises(ConfigError, match="not of the run"):
             read_spec(meeting.store, keys, timeout_s=5)

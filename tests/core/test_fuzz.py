@@ -179,11 +179,10 @@ def test_the_announcement_that_the_fuzz_starts_from_is_found() -> None:
 
 @MANY
 @given(
-    mutated([RunKeys(b"k" * 32).seal('{"run_id": "x"}').encode()]).filter(lambda d: b"run_id" not in d[-16:])
+    mutated([RunKeys(b"k" * 32).seal('{"run_id": "x"}', SPEC_KEY).encode()]).filter(lambda d: b"run_id" not in d[-16:])
     | st.binary()
 )
 def test_a_specification_counts_with_its_seal_only(content: bytes) -> None:
-    assert SPEC_KEY
     with pytest.raises(ConfigError):
         read_spec(Junk(content), RunKeys(b"k" * 32), timeout_s=1.0)  # type: ignore[arg-type]
 

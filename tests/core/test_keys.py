@@ -101,11 +101,19 @@ def test_keys_differ_by_run_port_and_incarnation_and_by_nothing_else() -> None:
     assert len({secret, *(other[0] for other in others)}) == 4
 
 
-def test_a_seal_is_of_one_run_and_one_text() -> None:
-    keys, other = RunKeys.new(), RunKeys.new()
-    sealed = keys.seal('{"nodes": []}')
-    assert keys.unseal(sealed) == '{"nodes": []}'
+def test_a_seal_is_of_one_run_one_place_and_one_text() -> None:
+    keys, other, text = RunKeys.new(), RunKeys.new(), '{"nodes": []}'
+    sealed = keys.seal(text, "run")
+    assert keys.unseal(sealed, "run") == text
     flipped = ("1" if sealed[0] == "0" else "0") + sealed[1:]
-    for refused in (other.seal('{"nodes": []}'), sealed + " ", sealed[:-1], flipped, '{"nodes": []}', "", "\u00e9"):
+    elsewhere = [other.seal(text, "run"), keys.seal(text, "rendezvous/run"), keys.seal(text, "")]
+    for refused in (*elsewhere, sealed + " ", sealed[:-1], flipped, text, "", "\u00e9"):
         with pytest.raises(ConfigError, match="not of the run"):
-            keys.unseal(refused)
+            keys.unseal(refused, "run")
+
+
+def test_every_start_has_keys_of_its_own() -> None:
+    keys = keys_of(HEX)
+    assert keys.of_start("a") == keys_of(HEX).of_start("a")
+    assert len({curve_keys(one, "b.in", 1)[0] for one in (keys, keys.of_start("a"), keys.of_start("b"))}) == 3
+    assert keys.of_start("a") != keys.of_start("b")

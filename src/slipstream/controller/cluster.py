@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,8 @@ class MeetingPlace:
     """Where the processes of a run on several machines meet: the store beside the controller, reached with its keys."""
 
     def __init__(self, cluster: Cluster, pipeline: Pipeline, *, lease_s: float, deadline_s: float) -> None:
-        self._pipeline, self._keys = pipeline, cluster.keys
+        self._pipeline, self._keys, self._start = pipeline, cluster.keys, secrets.token_hex(16)
+        self._channel_keys = self._keys.of_start(self._start)
         self._deadline_s, self._lease_s = deadline_s, lease_s
         self._meeting = Meeting(cluster.listen, timeout_s=deadline_s)
 
@@ -49,7 +51,7 @@ class MeetingPlace:
         return StoreAddresses(
             self._pipeline.all_channels,
             self._meeting.store,
-            self._keys,
+            self._channel_keys,
             host=self._meeting.host,
             transport_dir=transport_dir,
             deadline_s=self._deadline_s,
@@ -57,7 +59,7 @@ class MeetingPlace:
 
     def child_environment(self) -> dict[str, str]:
         """What a child of the controller needs to speak with the groups."""
-        return self._keys.as_environment()
+        return self._channel_keys.as_environment()
 
     def announce(self, run_dir: Path, run_id: str, *, delta: bool, relays: bool, started_s: float) -> None:
         """From here on groups may join. `delta`: versions travel as what they have changed; `relays`: through replicas
@@ -65,6 +67,7 @@ class MeetingPlace:
         self._meeting.announce(
             RunSpec(
                 run_id=run_id,
+                start=self._start,
                 run_dir=run_dir.resolve(),
                 nodes=self._pipeline.nodes,
                 channels=self._pipeline.all_channels,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from slipstream.controller.pipeline import Node
-from slipstream.core.addresses import numeric_address
+from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.rank_group import RankGroup
 
 LOOPBACK_DEVICE = "lo"
@@ -41,11 +41,13 @@ def join_on_one_machine(
 def join_under_torchrun(node: Node, address: str, *, timeout_s: float) -> RankGroup:
     """The group of a torchrun job's ranks, from the environment that torchrun sets.
 
-    They talk over the interface that has `address`, whatever the machine calls itself; GLOO_SOCKET_IFNAME overrules it.
+    On one machine they talk over loopback, on several over the interface that has `address`, whatever the machine calls
+    itself; GLOO_SOCKET_IFNAME overrules it.
     """
     if not node.needs_group:
         return RankGroup.alone()
-    interface = interface_of(address)
+    is_on_one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    interface = interface_of(LOOPBACK if is_on_one_machine else address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return _join(node, int(os.environ["RANK"]), timeout_s=timeout_s)

@@ -4,7 +4,8 @@
     slipstream/channels/...    where ports listen, and how often groups were started (`core/addresses.py`)
 
 Anybody who reaches the store can read and write it. So the specification, which names the code that groups run, counts
-only with its seal, and an address leads nowhere without the keys. Nothing secret is in the store.
+only with its seal, and an address leads nowhere without the keys. A specification of an earlier start, put back with its
+seal, leads nowhere either: each start has keys of its own (`RunKeys.of_start`). Nothing secret is in the store.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class RunSpec:
     """What a group must know of its run."""
 
     run_id: str
+    start: str  # names this start of the controller
     run_dir: Path
     nodes: tuple[Node, ...]
     channels: tuple[ChannelSpec, ...]
@@ -72,6 +74,7 @@ class RunSpec:
     def encode(self) -> str:
         data = {
             "run_id": self.run_id,
+            "start": self.start,
             "run_dir": str(self.run_dir),
             "nodes": [encode_node(node) for node in self.nodes],
             "channels": [asdict(channel) for channel in self.channels],
@@ -102,18 +105,8 @@ class Meeting:
     """The controller's side: hosts the store."""
 
     def __init__(self, listen: Listen, *, timeout_s: float) -> None:
-        server = _bound(listen)
-        server.listen(4096)
-        self.host, self.port = listen.host, int(server.getsockname()[1])
-        # Bound here, since a store that binds by itself listens on every interface.
-        self.store: Store = TCPStore(
-            self.host,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=server.detach(),
-        )
+        self.store = host_store(listen, timeout=timedelta(seconds=timeout_s))
+        self.host, self.port = listen.host, self.store.port
         if listen.address_file is not None:
             partial = listen.address_file.with_name(f".{listen.address_file.name}.partial")
             partial.write_text(f"{self.host}:{self.port}\n")
@@ -121,7 +114,21 @@ class Meeting:
 
     def announce(self, spec: RunSpec, keys: RunKeys) -> None:
         """From here on groups may join."""
-        self.store.set(SPEC_KEY, keys.seal(spec.encode()))
+        self.store.set(SPEC_KEY, keys.seal(spec.encode(), SPEC_KEY))
+
+
+def host_store(listen: Listen, *, timeout: timedelta) -> TCPStore:
+    """A store that listens there and, unlike one that binds by itself, on no other interface. ConfigError where it cannot."""
+    server = _bound(listen)
+    server.listen(4096)
+    return TCPStore(
+        listen.host,
+        int(server.getsockname()[1]),
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
 
 
 def check_listening(listen: Listen) -> None:
@@ -156,16 +163,16 @@ def _bound(listen: Listen) -> socket.socket:
 
 def _not_there(listen: Listen, error: OSError) -> ConfigError:
     return ConfigError(
-        "the controller cannot listen there",
+        "a store cannot listen there",
         got=f"{listen.host}:{listen.port}: {error.strerror}",
         allowed="an address of this machine with a free port",
-        hint="--listen HOST:0 takes any free port",
+        hint="see --listen of the controller, --rendezvous of a group on several machines; port 0 takes any free one",
     )
 
 
-def attend(controller: str, *, timeout_s: float) -> Store:
-    """A group's side: the store of the controller at 'HOST:PORT', or named in a file with that. SlipstreamError if none
-    answers in time."""
+def attend(controller: str, *, timeout_s: float, whom: str = "controller") -> Store:
+    """A group's side: the store of the controller at 'HOST:PORT', or named in a file with that; `whom` in its place may
+    host it. SlipstreamError if nobody answers in time."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         host, port = read_address(controller, timeout_s=deadline_s - time.monotonic())
@@ -176,9 +183,9 @@ def attend(controller: str, *, timeout_s: float) -> Store:
             if time.monotonic() < deadline_s:
                 continue
             raise SlipstreamError(
-                f"no controller answered for {timeout_s:g} s",
+                f"no {whom} answered for {timeout_s:g} s",
                 got=f"{host}:{port}",
-                hint="is `slipstream launch ... --group controller` running, and does it listen there (--listen)?",
+                hint="is its `slipstream launch ... --group ...` running, and does it listen there?",
             ) from error
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
@@ -217,4 +224,4 @@ def read_spec(store: Store, keys: RunKeys, *, timeout_s: float) -> RunSpec:
         store.wait([SPEC_KEY], timedelta(seconds=timeout_s))
     except DistError as error:
         raise SlipstreamError(f"the controller announced no run for {timeout_s:g} s") from error
-    return RunSpec.decode(keys.unseal(store.get(SPEC_KEY).decode(errors="replace")))
+    return RunSpec.decode(keys.unseal(store.get(SPEC_KEY).decode(errors="replace"), SPEC_KEY))

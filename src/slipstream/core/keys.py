@@ -98,14 +98,25 @@ class RunKeys:
         socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
         socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(self._derived("listen", port, incarnation)))
 
-    def seal(self, text: str) -> str:
-        """`text` with a mark that nobody else can make: for what is read from where others can write, as a store is."""
-        return self._mark(text) + text
+    def of_start(self, start: str) -> RunKeys:
+        """The keys for the channels of one start of the controller, which `start` names and no other start does.
 
-    def unseal(self, sealed: str) -> str:
-        """The text that `seal` was given. ConfigError unless it was sealed with these keys, and is as it was."""
+        So a group that was handed the specification of an earlier start, with its seal, reaches nobody.
+        """
+        return RunKeys(hmac.digest(self.__secret, _PURPOSE + b"\0start\0" + start.encode(), hashlib.sha256))
+
+    def seal(self, text: str, place: str) -> str:
+        """`text` with a mark that nobody else can make: for what is read from where others can write, as a store is.
+
+        `place` says where it belongs, and what it is: at another place the mark does not count.
+        """
+        return self._mark(text, place) + text
+
+    def unseal(self, sealed: str, place: str) -> str:
+        """The text that `seal` was given. ConfigError unless it was sealed with these keys for this `place`, and is as
+        it was. Not that it is the newest one: who can write there may put back what was there before."""
         mark, text = sealed[:_MARK_CHARS], sealed[_MARK_CHARS:]
-        if not hmac.compare_digest(mark.encode(), self._mark(text).encode()):
+        if not hmac.compare_digest(mark.encode(), self._mark(text, place).encode()):
             raise ConfigError(
                 "this is not of the run that the key is of",
                 got="a mark made with another key, or a text that was changed",
@@ -113,8 +124,8 @@ class RunKeys:
             )
         return text
 
-    def _mark(self, text: str) -> str:
-        key = hmac.digest(self.__secret, _PURPOSE + b"\0seal", hashlib.sha256)
+    def _mark(self, text: str, place: str) -> str:
+        key = hmac.digest(self.__secret, _PURPOSE + b"\0seal\0" + place.encode(), hashlib.sha256)
         return hmac.digest(key, text.encode(), hashlib.sha256).hex()
 
     def _derived(self, role: str, port: str, incarnation: int) -> bytes:
