@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from listeners import listeners
-
 from torch.distributed import TCPStore
 
 from slipstream.controller.meeting import Listen, Meeting, RunSpec
@@ -29,7 +28,17 @@ def job(tmp_path: Path) -> Iterator[Job]:
     keys.save(file)
     meeting = Meeting(Listen(), timeout_s=10)
     spec = RunSpec(
-        "run-1", "start-1", tmp_path, NODES, (), 60.0, 5.0, delta=False, relays=True, wall_minus_clock_s=0.0, started_s=0.0
+        "run-1",
+        "start-1",
+        tmp_path,
+        NODES,
+        (),
+        60.0,
+        5.0,
+        delta=False,
+        relays=True,
+        wall_minus_clock_s=0.0,
+        started_s=0.0,
     )
     meeting.announce(spec, keys)
     yield Job("trainer", f"127.0.0.1:{meeting.port}", key_file=file)

@@ -4,8 +4,8 @@
     slipstream/channels/...    where ports listen, and how often groups were started (`core/addresses.py`)
 
 Anybody who reaches the store can read and write it. So the specification, which names the code that groups run, counts
-only with its seal, and an address leads nowhere without the keys. A specification of an earlier start, put back with its
-seal, leads nowhere either: each start has keys of its own (`RunKeys.of_start`). Nothing secret is in the store.
+only with its seal, and an address leads nowhere without the keys. A specification of an earlier start, put back with
+its seal, leads nowhere either: each start has keys of its own (`RunKeys.of_start`). Nothing secret is in the store.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Meeting:
 
 
 def host_store(listen: Listen, *, timeout: timedelta) -> TCPStore:
-    """A store that listens there and, unlike one that binds by itself, on no other interface. ConfigError where it cannot."""
+    """A store that listens there and, unlike one that binds by itself, on no other interface. ConfigError if not."""
     server = _bound(listen)
     server.listen(4096)
     return TCPStore(

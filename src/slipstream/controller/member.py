@@ -53,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
     group = join_under_torchrun(node, options.address, timeout_s=spec.deadline_s)
     name = rank_name(node.name, group.rank)
     incarnation = _incarnation(store, node.name, group)
-    book = StoreAddresses(spec.channels, store, keys.of_start(spec.start), host=options.address, deadline_s=JOIN_TIMEOUT_S)
+    book = StoreAddresses(
+        spec.channels, store, keys.of_start(spec.start), host=options.address, deadline_s=JOIN_TIMEOUT_S
+    )
     ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
     host: Host | None = None
     try:

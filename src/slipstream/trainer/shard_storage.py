@@ -1,9 +1,6 @@
-"""How torch's distributed checkpoint (`torch.distributed.checkpoint`, DCP) sees boxes, and files without pickles.
+"""The files of a checkpoint that several ranks write: boxes as safetensors, and JSON. Nothing in them is a pickle.
 
-DCP plans, gathers the ranks' plans, and sees to it that all of them succeed or all fail. Its own state dicts know plain
-tensors and DTensors, its file formats are a pickle (`.metadata`), or safetensors with one box per tensor and file. So
-planners and storage are ours: a tensor of the checkpoint is any set of boxes; a rank's boxes are one safetensors file,
-and what lies where is JSON.
+A tensor of the checkpoint is any set of boxes; a rank's boxes are one file.
 
     rank_<r>.safetensors   boxes that rank r wrote, "<part>/<tensor>@<start>"; its random generators
     index.json             for every tensor its precision, shape, and boxes: [rank, start, extent]
@@ -11,49 +8,26 @@ and what lies where is JSON.
     manifest.json          size and CRC-32 of each of them; written last
 """
 
-# ruff: noqa: ARG002, ARG003 - the signatures are DCP's
-
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from slipstream.core.disk import sync
 from slipstream.core.errors import CheckpointError
+from slipstream.models.inventory import Held
 from slipstream.models.safetensors_file import DTYPE_NAMES, DTYPES, Entry, write_safetensors
 from slipstream.models.shards import Box, Shard
-from slipstream.trainer.checkpoint import crc32, new_partial, partial_path, publish, random_state
+from slipstream.trainer.checkpoint import crc32, partial_path, publish
 
 FORMAT = 2
 """In manifest.json; 1 is one CPU rank's (`checkpoint.py`)."""
@@ -70,12 +44,6 @@ def _key(name: str, start: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, start))}"
 
 
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
 # Saving
 
 
@@ -89,114 +57,50 @@ class SaveOrder:
     keep: int | None = None
 
 
-class BoxSavePlanner(SavePlanner):
-    """Writes the boxes it is given: each lies on one rank only, in memory that nobody changes any more."""
-
-    def __init__(self, staged: Mapping[Box, Tensor]) -> None:
-        self._staged = {(box.name, box.start): (box, tensor) for box, tensor in staged.items()}
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: `state_dict` is empty, the boxes are what there is."""
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(box, tensor.dtype) for box, tensor in self._staged.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._staged[_place(write_item.index)][1]
+def write_boxes(
+    order: SaveOrder, rank: int, staged: Mapping[Box, Tensor], random: tuple[Mapping[str, Tensor], Mapping[str, Any]]
+) -> dict[str, int]:
+    """Write rank `rank`'s file beside the final name: boxes and random generators. Return its entry in the manifest."""
+    generators, random_state = random
+    tensors = {RANDOM + name: tensor for name, tensor in generators.items()}
+    tensors |= {_key(box.name, box.start): tensor for box, tensor in staged.items()}
+    tensors = dict(sorted(tensors.items(), key=lambda named: -named[1].dtype.itemsize))
+    entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    file = partial_path(order.path) / rank_file(rank)
+    written = write_safetensors(file, entries, tensors.values(), metadata={"random": json.dumps(random_state)})
+    return {"bytes": written.nbytes, "crc32": written.crc32}
 
 
-def _write_item(box: Box, dtype: torch.dtype) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.extent))
-    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(box.shape))
-    return WriteItem(MetadataIndex(box.name, box.start), WriteItemType.SHARD, tensor_data=data)
+def publish_boxes(order: SaveOrder, by_rank: Sequence[Mapping[str, int]], writers: Mapping[Held, int]) -> None:
+    """Add what is JSON to the ranks' files, of which `by_rank` are the entries, and give the checkpoint its name.
 
-
-def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
-    assert index.offset is not None
-    return index.fqn, tuple(index.offset)
-
-
-class BoxWriter(StorageWriter):
-    """One safetensors file per rank beside the final name; the coordinator adds what is JSON and renames.
-
-    Must be made in the thread whose random generators are saved.
+    `writers`: the rank that wrote each box. CheckpointError for a file of a rank that is not here.
     """
-
-    def __init__(self, order: SaveOrder) -> None:
-        self._order = order
-        self._partial = partial_path(order.path)
-        self._random, self._random_state = random_state()
-        self._rank = 0
-        self._plans: list[SavePlan] = []
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer writes one checkpoint."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._rank = kwargs["rank"]
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        new_partial(self._order.path)
-        self._plans = plans
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        tensors = {RANDOM + name: tensor for name, tensor in self._random.items()}
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)
-            tensors[_key(*_place(item.index))] = tensor
-        tensors = dict(sorted(tensors.items(), key=lambda named: -named[1].dtype.itemsize))
-        entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        file = self._partial / rank_file(self._rank)
-        written = write_safetensors(
-            file, entries, tensors.values(), metadata={"random": json.dumps(self._random_state)}
-        )
-        entry = {"bytes": written.nbytes, "crc32": written.crc32}
-        return _done([WriteResult(MetadataIndex(file.name), written.nbytes, entry)])
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = {result.index.fqn: result.storage_data for by_rank in results for result in by_rank}
-        for name, entry in files.items():
-            file = self._partial / name
-            if not file.is_file() or file.stat().st_size != entry["bytes"]:
-                raise CheckpointError(
-                    f"another rank wrote {name}, and it is not here",
-                    got=self._partial,
-                    hint="the run's directory must be on a file system that all of the trainer's machines share",
-                )
-        for name, content in ((INDEX, _index(self._plans)), ("state.json", self._order.state)):
-            file = self._partial / name
-            file.write_text(json.dumps(content))
-            sync(file)
-            files[name] = {"bytes": file.stat().st_size, "crc32": crc32(file)}
-        manifest = {"format": FORMAT, "step": self._order.step, "ranks": len(results), "files": files}
-        publish(self._partial, self._order.path, manifest, keep=self._order.keep)
+    partial = partial_path(order.path)
+    files = {rank_file(rank): dict(entry) for rank, entry in enumerate(by_rank)}
+    for name, entry in files.items():
+        file = partial / name
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"another rank wrote {name}, and it is not here",
+                got=partial,
+                hint="the run's directory must be on a file system that all of the trainer's machines share",
+            )
+    for name, content in ((INDEX, _index(writers)), ("state.json", order.state)):
+        file = partial / name
+        file.write_text(json.dumps(content))
+        sync(file)
+        files[name] = {"bytes": file.stat().st_size, "crc32": crc32(file)}
+    manifest = {"format": FORMAT, "step": order.step, "ranks": len(by_rank), "files": files}
+    publish(partial, order.path, manifest, keep=order.keep)
 
 
-def _index(plans: Iterable[SavePlan]) -> dict[str, Any]:
+def _index(writers: Mapping[Held, int]) -> dict[str, Any]:
     """index.json: {tensor: {"dtype", "shape", "boxes": [[rank, start, extent], ...]}}."""
     index: dict[str, Any] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data = item.tensor_data
-            assert data is not None
-            tensor = {"dtype": DTYPE_NAMES[data.properties.dtype], "shape": list(data.size), "boxes": []}
-            box = [rank, list(data.chunk.offsets), list(data.chunk.sizes)]
-            index.setdefault(item.index.fqn, tensor)["boxes"].append(box)
+    for (box, dtype), rank in (((held.box, held.dtype), rank) for held, rank in writers.items()):
+        tensor = {"dtype": DTYPE_NAMES[dtype], "shape": list(box.shape), "boxes": []}
+        index.setdefault(box.name, tensor)["boxes"].append([rank, list(box.start), list(box.extent)])
     return index
 
 
@@ -244,87 +148,25 @@ def load_random_state(path: Path, rank: int) -> tuple[dict[str, Tensor], dict[st
         return tensors, json.loads(file.metadata()["random"])
 
 
-class BoxReader(StorageReader):
-    """Reads from `StoredBox`es, wherever they are."""
-
-    def __init__(self, boxes: Iterable[StoredBox]) -> None:
-        self._boxes = {(stored.box.name, stored.box.start): stored for stored in boxes}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader reads one checkpoint."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, Any] = {}
-        for stored in self._boxes.values():
-            box = stored.box
-            whole = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(box.shape), [])
-            chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.extent))
-            tensors.setdefault(box.name, whole).chunks.append(chunk)
-        return Metadata(tensors)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: all is known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            slices = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
-            target = planner.resolve_tensor(item)
-            target.copy_(self._boxes[_place(item.storage_index)].read(slices))
-            planner.commit_tensor(item, target)
-        return _done(None)
-
-
-class BoxLoadPlanner(LoadPlanner):
-    """Fills shards with what intersects their boxes."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards: dict[str, list[Shard]] = defaultdict(list)
-        for shard in shards:
-            if math.prod(shard.box.extent):
-                self._shards[shard.box.name].append(shard)
-        self._metadata = Metadata({})
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self._metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for name, shards in self._shards.items():
-            stored = self._metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            boxes = [shard.box for shard in shards]
-            chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.extent)) for box in boxes]
-            items += create_read_items_for_chunk_list(name, stored, chunks)
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> NoReturn:
-        raise AssertionError("there is nothing but tensors in these checkpoints")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        number = read_item.dest_index.index
-        assert number is not None
-        view = self._shards[read_item.dest_index.fqn][number].view
-        return view[tuple(slice(a, a + n) for a, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: it is a view of the shard's."""
+def fill(shards: Iterable[Shard], stored: Iterable[StoredBox]) -> None:
+    """Copy into each shard what of it is stored. CheckpointError for one that is not stored exactly once."""
+    by_name: dict[str, list[StoredBox]] = defaultdict(list)
+    for one in stored:
+        by_name[one.box.name].append(one)
+    for shard in shards:
+        missing = math.prod(shard.box.extent)
+        for one in by_name[shard.box.name] if missing else ():
+            common = [
+                (max(a, c), min(b, d))
+                for a, b, c, d in zip(shard.box.start, shard.box.stop, one.box.start, one.box.stop, strict=True)
+            ]
+            if all(low < high for low, high in common):
+                there = tuple(slice(low - a, high - a) for (low, high), a in zip(common, one.box.start, strict=True))
+                here = tuple(slice(low - a, high - a) for (low, high), a in zip(common, shard.box.start, strict=True))
+                shard.view[here].copy_(one.read(there))
+                missing -= math.prod(high - low for low, high in common)
+        if missing:
+            raise CheckpointError(f"the stored boxes of {shard.box.name} do not make it up exactly once", got=shard.box)
 
 
 def prefixed(part: str, shard: Shard) -> Shard:

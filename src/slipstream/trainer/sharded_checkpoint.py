@@ -6,9 +6,9 @@ The files are described in `shard_storage.py`; what holds for one rank's checkpo
 or not there, nothing pickled.
 
 A save has two phases. On the critical path each rank copies the boxes it is to write (equal boxes on several ranks are
-written once, spread over them), pinned where there is a GPU. Then a thread runs DCP's `save`, over a gloo group of its
-own, since collectives of two threads must not meet in one group. Why not DCP's `async_save`: it copies what every rank
-holds before anybody knows who writes what, copies whole storages where we keep views, and is marked experimental.
+written once, spread over them), pinned where there is a GPU. Then a thread writes, and agrees with those of the other
+ranks over a gloo group of its own, since collectives of two threads must not meet in one group. Why not torch's
+distributed checkpoint: its ranks send each other pickles, over connections that nobody authenticates.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,14 +29,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from slipstream.core.background import start_thread
 from slipstream.core.disk import HINTS
-from slipstream.core.errors import CheckpointError, DiskError
+from slipstream.core.errors import CheckpointError, DiskError, RankError
 from slipstream.core.links import WakeUp
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.flat import FlatParameters
@@ -51,15 +46,14 @@ from slipstream.trainer.checkpoint import Restored, Saved, read_manifest, set_ra
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.shard_storage import (
     FORMAT,
-    BoxLoadPlanner,
-    BoxReader,
-    BoxSavePlanner,
-    BoxWriter,
     SaveOrder,
     StoredBox,
+    fill,
     load_random_state,
     prefixed,
+    publish_boxes,
     stored_boxes,
+    write_boxes,
 )
 
 Parts = Mapping[str, Sequence[Shard]]
@@ -155,24 +149,17 @@ class ShardedCheckpoints:
         self._finish(self._timeout_s)
         staged = self._stage([prefixed(part, shard) for part, shards in parts.items() for shard in shards])
         state = {"step": step, "num_updates": updates[POLICY], "updates": dict(updates), "extra": dict(extra or {})}
-        writer = BoxWriter(SaveOrder(path, step, state, keep))
+        order, random = SaveOrder(path, step, state, keep), one_rank.random_state()  # this thread's generators
         running: Future[Saved] = Future()
         self._running = running
 
         def write() -> None:
             failure: Exception | None = None
             try:
-                with _dcp_errors(f"checkpoint {path} could not be saved"):
-                    dcp_save(
-                        {},
-                        storage_writer=writer,
-                        planner=BoxSavePlanner(staged),
-                        process_group=self._group.pg,
-                        no_dist=self._group.pg is None,
-                    )
+                self._write(order, staged, random)
             except Exception as error:  # noqa: BLE001 - it is raised by the next call
                 failure = error
-                if self._group.is_leader:  # nobody writes any more: DCP has told all ranks
+                if self._group.is_leader:  # nobody writes any more: all ranks were told
                     shutil.rmtree(one_rank.partial_path(path), ignore_errors=True)
             self._wake.set()  # before the result, after which it may be cleared
             if failure is None:
@@ -181,6 +168,35 @@ class ShardedCheckpoints:
                 running.set_exception(failure)
 
         start_thread(write, name=f"checkpoint-{step}")
+
+    def _write(self, order: SaveOrder, staged: Mapping[Box, Tensor], random: tuple[dict[str, Tensor], Any]) -> None:
+        """Write the checkpoint with all other ranks: a folder, then everybody's file, then what makes it whole."""
+        group, what = self._group, f"checkpoint {order.path} could not be saved"
+        self._together(what, lambda: one_rank.new_partial(order.path) if group.is_leader else None)
+        files = self._together(what, lambda: write_boxes(order, group.rank, staged, random))
+        self._together(what, lambda: publish_boxes(order, files, self._givers) if group.is_leader else None)
+
+    def _together(self, what: str, attempt: Callable[[], T]) -> list[T]:
+        """What `attempt()` gives, which must be JSON, by rank. What fails on one rank is an error on all of them: a
+        DiskError where it is the disk's, else a CheckpointError."""
+        failure: Exception | None = None
+        told: dict[str, Any] = {}
+        try:
+            told["result"] = attempt()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
+            failure = error
+            is_disk = isinstance(error, OSError)
+            told["error"] = str(error) if is_disk else f"{type(error).__name__}: {error}"
+            told["errno"] = error.errno if is_disk else None
+        try:
+            by_rank = [json.loads(payload) for payload in self._group.gather(json.dumps(told).encode())]
+        except RankError as error:
+            raise CheckpointError(what, got=error, hint="another rank may have died: see its log") from error
+        for rank, one in enumerate(by_rank):
+            if "error" in one:
+                kind = CheckpointError if one["errno"] is None else DiskError
+                raise kind(what, got=f"rank {rank}: {one['error']}", hint=HINTS.get(one["errno"] or 0)) from failure
+        return [one["result"] for one in by_rank]
 
     def _stage(self, shards: Sequence[Shard]) -> dict[Box, Tensor]:
         """Copies, in one piece of memory, of the boxes that this rank writes."""
@@ -248,14 +264,8 @@ class ShardedCheckpoints:
         manifest, stored = self._agreed(lambda: self._open(path, parts, wholes or {}))
         shards = [prefixed(part, shard) for part, shards in parts.items() for shard in shards]
         self._check_model(path, stored, shards, parts)
-        with torch.no_grad(), _dcp_errors(f"checkpoint {path} could not be read"):
-            dcp_load(
-                {},
-                storage_reader=BoxReader(stored),
-                planner=BoxLoadPlanner(shards),
-                process_group=self._group.pg,
-                no_dist=self._group.pg is None,
-            )
+        with torch.no_grad():
+            self._together(f"checkpoint {path} could not be read", lambda: fill(shards, stored))
         state = json.loads((path / "state.json").read_text())
         if manifest["format"] == FORMAT:
             found = load_random_state(path, self._group.rank)
@@ -332,22 +342,6 @@ def _gloo_twin(group: RankGroup, timeout_s: float) -> RankGroup:
     members = dist.get_process_group_ranks(group.pg)
     timeout = timedelta(seconds=timeout_s)
     return RankGroup.over(dist.new_group(members, timeout, "gloo"))
-
-
-@contextmanager
-def _dcp_errors(what: str) -> Iterator[None]:
-    """What goes wrong on one rank inside of DCP, on all ranks as a CheckpointError, or a DiskError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is ")  # one rank on its own is no mistake
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(sorted(error.failures.items())))
-        if isinstance(cause, OSError):
-            raise DiskError(what, got=f"rank {rank}: {cause}", hint=HINTS.get(cause.errno or 0)) from cause
-        raise CheckpointError(what, got=f"rank {rank}: {type(cause).__name__}: {cause}") from cause
-    except RuntimeError as error:
-        raise CheckpointError(what, got=error, hint="another rank may have died: see its log") from error
 
 
 # Checkpoints of one CPU rank, and one CPU rank
