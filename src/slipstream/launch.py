@@ -8,6 +8,7 @@ Kubernetes.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,7 @@ from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 CONTROLLER_GROUP = "controller"
 QUIET = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """c10d warns of every address that has no name."""
+MAX_DESCRIPTORS = 1 << 16
 SAME_RANKS = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
 """A rank follows from the machine's number alone: agents need not read each other's numbers in the store."""
 
@@ -57,6 +59,17 @@ class Job:
     threads: int | None = None
 
 
+def allow_connections() -> None:
+    """Let this process, and all that it starts, have as many descriptors as the system lets them ask for.
+
+    1,000 idle connections use up the usual 1,024: then the store takes no more, and gloo ends the process.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def cluster_of(
     listen: str, key_file: Path | None, address_file: Path | None, also_remote: Collection[str] = ()
 ) -> Cluster:
@@ -65,6 +78,7 @@ def cluster_of(
     Groups of `also_remote` ('reward_models', 'reference') join it as trainer and generators do.
     Raises ConfigError for an address that is none of this machine's, and without a key.
     """
+    allow_connections()
     found = parse_address(listen)
     if found is None:
         raise ConfigError("not an address to listen at", got=listen, allowed="HOST:PORT; port 0 takes any free one")
@@ -170,6 +184,7 @@ def _own_address(name: str, address: str) -> str:
 
 def join(job: Job) -> None:
     """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up."""
+    allow_connections()
     arguments, environment, keys = torchrun(job)
     os.environ.update(environment)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -8,15 +8,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.types import Holding, WeightsLinked, WeightsOffered
+from slipstream.core.types import Holding, LinkMember, WeightsLinked, WeightsOffered
 from slipstream.weight_sync import link_group
 from slipstream.weight_sync.device_memory import DeviceMemory
+from slipstream.weight_sync.link_group import plan_of
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.relay import Shelf, SlotSource
 from slipstream.weight_sync.slots import Commit, InProcess, Slots
@@ -136,3 +139,49 @@ def test_a_source_sends_to_receives_that_are_queued(tmp_path: Path, monkeypatch:
         reader.close()
     for end in ends:
         end.close()
+
+
+# What others write into the store
+
+
+def member(**changes: Any) -> bytes:
+    """What a source of all columns tells of itself, but for `changes`."""
+    whole = holding((0, ROWS), (0, COLUMNS))
+    return wire.encode(LinkMember(holding=msgspec.structs.replace(whole, **changes), host="", device=""))
+
+
+BIG = np.array([[1 << 40, 1 << 40]])
+HOSTILE = {
+    "junk": b"junk",
+    "no such tensor": member(tensor=np.array([7], np.int32)),
+    "fewer names than boxes": member(names=()),
+    "another number of boxes": member(offset=np.zeros(3, np.int64)),
+    "flat boxes": member(start=np.zeros(2, np.int64)),
+    "many dimensions": member(start=np.zeros((1, 9), np.int64)),
+    "negative extent": member(stop=np.array([[-1, -1]])),
+    "huge items": member(item_bytes=(1 << 40,)),
+    "items that wrap around": member(item_bytes=((1 << 62) + 1,)),
+    "huge box": member(stop=BIG, shapes=((1 << 40, 1 << 40),)),
+}
+
+
+@pytest.mark.parametrize("written", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("is_source", [False, True], ids=["receives", "sends"])
+def test_no_plan_reaches_beyond_what_a_rank_holds(written: bytes, is_source: bool) -> None:
+    """Whoever reaches the store may write what the other end tells of itself, and what this one did."""
+    mine = LinkMember(holding=holding((0, ROWS), (0, COLUMNS)), host="", device="")
+    rank = 0 if is_source else 1
+    told = [written, written]
+    try:
+        plan = plan_of(told, mine, rank, 1)
+    except WeightSyncError:
+        return
+    for copies in plan.copies.values():
+        for first, last in (copies.reads if is_source else copies.writes,):
+            assert 0 <= first <= last <= mine.holding.num_bytes
+
+
+def test_an_honest_plan_is_made() -> None:
+    mine = LinkMember(holding=holding((0, ROWS), (0, 6)), host="", device="")
+    plan = plan_of([member(), b"overwritten by now"], mine, 1, 1)
+    assert plan.copies[0, 0].num_bytes == ROWS * 6

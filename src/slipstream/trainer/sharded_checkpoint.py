@@ -172,7 +172,12 @@ class ShardedCheckpoints:
     def _write(self, order: SaveOrder, staged: Mapping[Box, Tensor], random: tuple[dict[str, Tensor], Any]) -> None:
         """Write the checkpoint with all other ranks: a folder, then everybody's file, then what makes it whole."""
         group, what = self._group, f"checkpoint {order.path} could not be saved"
-        self._together(what, lambda: one_rank.new_partial(order.path) if group.is_leader else None)
+
+        def begin() -> None:
+            if group.is_leader:
+                one_rank.new_partial(order.path)
+
+        self._together(what, begin)
         files = self._together(what, lambda: write_boxes(order, group.rank, staged, random))
         self._together(what, lambda: publish_boxes(order, files, self._givers) if group.is_leader else None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.core import wire
-from slipstream.core.errors import WeightSyncError
+from slipstream.core.errors import ChannelError, WeightSyncError
 from slipstream.core.types import Holding, LinkMember, WeightsLinked
 from slipstream.weight_sync.copying import Memory
 from slipstream.weight_sync.device_memory import DeviceMemory
@@ -65,21 +66,17 @@ class LinkGroup:
         self._pairs: dict[int, Pair] = {}
 
     def agree(self, holding: Holding) -> Plan:
-        """The plan that all ranks of the link have made. Raises WeightSyncError when they differ."""
+        """The plan that all ranks of the link have made.
+
+        Raises WeightSyncError when they differ, and for what cannot be: others may have written to the store.
+        """
         place = self.ends.place
-        member = LinkMember(holding=holding, host=place.host, device=place.device)
-        self.store.set(f"member/{self.rank}", wire.encode(member))
-        members = [wire.decode(self.store.get(f"member/{rank}"), (LinkMember,)) for rank in range(self.size)]
-        holdings = [m.holding for m in members if isinstance(m, LinkMember)]
-        places = [Place(m.host, m.device) for m in members if isinstance(m, LinkMember)]
-        plan = make_plan(
-            holdings[: self.num_sources],
-            holdings[self.num_sources :],
-            source_places=places[: self.num_sources],
-            destination_places=places[self.num_sources :],
-        )
+        mine = LinkMember(holding=holding, host=place.host, device=place.device)
+        self.store.set(f"member/{self.rank}", wire.encode(mine))
+        told = [self.store.get(f"member/{rank}") for rank in range(self.size)]
+        plan = plan_of(told, mine, self.rank, self.num_sources)
         self.store.set(f"plan/{self.rank}", f"{plan.hash:x}")
-        others = [self.store.get(f"plan/{rank}").decode() for rank in range(self.size)]
+        others = [self.store.get(f"plan/{rank}").decode(errors="replace") for rank in range(self.size)]
         if others != [f"{plan.hash:x}"] * self.size:
             raise WeightSyncError(
                 "the ends of a link have made different plans", got=others, hint="do both run the same version of this?"
@@ -118,3 +115,29 @@ class LinkGroup:
                     self.gloo.recv([torch.zeros(1)], peer, Tag.CLOSING).wait(timedelta(milliseconds=1))
         for pair in list(self._pairs.values()):
             pair.close()
+
+
+def plan_of(told: Sequence[bytes], mine: LinkMember, rank: int, num_sources: int) -> Plan:
+    """The plan from what the ranks of a link, sources first, have `told` in the store; of `rank` itself, `mine` counts.
+
+    Raises WeightSyncError for what no rank would have told, and for a plan that reaches beyond this rank's bytes.
+    """
+    try:
+        members = [mine if of == rank else wire.decode(content, (LinkMember,)) for of, content in enumerate(told)]
+        holdings = [m.holding for m in members if isinstance(m, LinkMember)]
+        places = [Place(m.host, m.device) for m in members if isinstance(m, LinkMember)]
+        plan = make_plan(
+            holdings[:num_sources],
+            holdings[num_sources:],
+            source_places=places[:num_sources],
+            destination_places=places[num_sources:],
+        )
+    except (ChannelError, ValueError, TypeError, IndexError, OverflowError, MemoryError) as error:
+        raise WeightSyncError(
+            "a rank of this link tells of itself what cannot be", got=f"{type(error).__name__}: {error}"
+        ) from error
+    for (source, destination), copies in plan.copies.items():
+        extents = [copies.reads] * (source == rank) + [copies.writes] * (destination + num_sources == rank)
+        if not all(copies.lie_within(mine.holding.num_bytes, extent) for extent in extents):
+            raise WeightSyncError("the plan of this link reaches beyond what this rank holds", got=extents)
+    return plan

@@ -37,8 +37,8 @@ from slipstream.core.types import WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import HOST, Bytes, Memory
 from slipstream.weight_sync.delta import apply_changes, changes_of
 from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag
-from slipstream.weight_sync.plan import BUCKET_BYTES, Array, Copies, Place
-from slipstream.weight_sync.relay import Extent, Shelf, Source, State
+from slipstream.weight_sync.plan import BUCKET_BYTES, Copies, Place
+from slipstream.weight_sync.relay import Shelf, Source, State
 from slipstream.weight_sync.threads import give_way
 
 _LOG = logging.getLogger(__name__)
@@ -110,20 +110,13 @@ class _Bucket:
     def __init__(self, copies: Copies) -> None:
         self.copies, self.num_bytes = copies, copies.num_bytes
         self.packing, self.unpacking = copies.packed(), copies.unpacked()
-        self.taken_from = _extent(copies.source, copies.source_strides, copies)
-        self.lands_in = _extent(copies.target, copies.target_strides, copies)
+        self.taken_from, self.lands_in = copies.reads, copies.writes
 
     def slice_of(self, start: np.ndarray[Any, Any]) -> slice | None:
         """Where it lies as one run, `start` being the copies' sources or targets."""
         if not self.copies.is_one_run:
             return None
         return slice(int(start[0]), int(start[0]) + self.num_bytes)
-
-
-def _extent(starts: Array, strides: Array, copies: Copies) -> Extent:
-    """From the first to past the last byte of one side of `copies`."""
-    ends = starts + ((copies.counts - 1) * strides).sum(1) + copies.run_bytes
-    return int(starts.min()), int(ends.max())
 
 
 class LinkServer:

@@ -28,6 +28,8 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import Holding
 
 Array = np.ndarray[Any, Any]
+Extent = tuple[int, int]
+"""(first byte, one past the last)"""
 
 BUCKET_BYTES = 64 << 20
 _LARGEST_GAP = 64  # bytes between parameters (`models.quantized`): copied along when nothing lies there
@@ -162,6 +164,24 @@ class Copies:
         return Copies(
             packed.target, self.target, self.counts, packed.target_strides, self.target_strides, self.run_bytes
         )
+
+    @property
+    def reads(self) -> Extent:
+        return self._extent(self.source, self.source_strides)
+
+    @property
+    def writes(self) -> Extent:
+        return self._extent(self.target, self.target_strides)
+
+    def _extent(self, starts: Array, strides: Array) -> Extent:
+        ends = starts + ((self.counts - 1) * strides).sum(1) + self.run_bytes
+        return int(starts.min()), int(ends.max())
+
+    def lie_within(self, num_bytes: int, extent: Extent) -> bool:
+        """Whether the side with this `extent` stays in a buffer of `num_bytes`. Of a plan that strangers may have had a
+        say in: nothing else about the copies is sure."""
+        is_sane = bool(((self.run_bytes > 0) & (self.run_bytes <= num_bytes)).all() and (self.counts > 0).all())
+        return is_sane and 0 <= extent[0] <= extent[1] <= num_bytes
 
     @property
     def is_one_run(self) -> bool:

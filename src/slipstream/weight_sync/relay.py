@@ -18,10 +18,8 @@ import torch
 
 from slipstream.core.types import Holding
 from slipstream.weight_sync.copying import HOST
+from slipstream.weight_sync.plan import Extent
 from slipstream.weight_sync.slots import Slots
-
-Extent = tuple[int, int]
-"""(first byte, one past the last)"""
 
 
 class State(enum.Enum):
