@@ -83,11 +83,8 @@ def use_rendezvous(store: Store, keys: RunKeys) -> None:
 
 
 def _handler(store: Store, keys: RunKeys, parameters: RendezvousParameters) -> RendezvousHandler:
-    return Rendezvous.from_backend(
-        parameters.run_id,
-        store,
-        SealedState(store, parameters.run_id, keys),
-        parameters.min_nodes,
-        parameters.max_nodes,
-        parameters.local_addr,
+    state = SealedState(store, parameters.run_id, keys)
+    handler: RendezvousHandler = Rendezvous.from_backend(
+        parameters.run_id, store, state, parameters.min_nodes, parameters.max_nodes, parameters.local_addr
     )
+    return handler

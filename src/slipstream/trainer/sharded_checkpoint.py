@@ -190,9 +190,10 @@ class ShardedCheckpoints:
             told["result"] = attempt()
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
             failure = error
-            is_disk = isinstance(error, OSError)
-            told["error"] = str(error) if is_disk else f"{type(error).__name__}: {error}"
-            told["errno"] = error.errno if is_disk else None
+            if isinstance(error, OSError):
+                told |= {"error": str(error), "errno": error.errno or 0}
+            else:
+                told |= {"error": f"{type(error).__name__}: {error}", "errno": None}
         try:
             by_rank = [json.loads(payload) for payload in self._group.gather(json.dumps(told).encode())]
         except RankError as error:
@@ -200,7 +201,7 @@ class ShardedCheckpoints:
         for rank, one in enumerate(by_rank):
             if "error" in one:
                 kind = CheckpointError if one["errno"] is None else DiskError
-                raise kind(what, got=f"rank {rank}: {one['error']}", hint=HINTS.get(one["errno"] or 0)) from failure
+                raise kind(what, got=f"rank {rank}: {one['error']}", hint=HINTS.get(one["errno"])) from failure
         return [one["result"] for one in by_rank]
 
     def _stage(self, shards: Sequence[Shard]) -> dict[Box, Tensor]:
