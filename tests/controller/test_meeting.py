@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.controller import meeting as meeting_module
+from slipstream.controller.cluster import Cluster, MeetingPlace
 from slipstream.controller.meeting import SPEC_KEY, Listen, Meeting, RunSpec, attend, read_address, read_spec
-from slipstream.controller.pipeline import Node
+from slipstream.controller.pipeline import Node, Pipeline
 from slipstream.core.channel import ChannelSpec, Kind
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys
@@ -51,6 +52,22 @@ def test_a_specification_that_somebody_else_wrote_is_not_even_decoded() -> None:
         meeting.store.set(SPEC_KEY, forged)
         with pytest.raises(ConfigError, match="not of the run"):
             read_spec(meeting.store, keys, timeout_s=5)
+
+
+def test_a_specification_of_an_earlier_start_leads_to_nobody(tmp_path: Path) -> None:
+    """With its seal, which still counts: the channels of the next start have other keys."""
+    keys, pipeline = RunKeys.new(), Pipeline(nodes=SPEC.nodes, channels=())
+    starts, channels = [], []
+    for _ in range(2):
+        place = MeetingPlace(Cluster(Listen(), keys), pipeline, lease_s=5.0, deadline_s=10.0)
+        place.announce(tmp_path, "run-1", delta=False, relays=True, started_s=0.0)
+        spec = read_spec(attend(place.address, timeout_s=10), keys, timeout_s=5)
+        starts.append(keys.of_start(spec.start))
+        channels.append(place.addresses(tmp_path).keys)
+        assert RunKeys.take(place.child_environment()) == channels[-1]
+    assert starts == channels
+    assert channels[0] != channels[1]
+    assert keys not in channels
 
 
 def test_waits_for_a_controller_have_a_deadline_and_say_whom_they_wait_for(tmp_path: Path) -> None:
