@@ -145,7 +145,8 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
     threads = max(1, num_cores() // per_machine) if job.threads is None else job.threads
     command = ["--nproc-per-node", str(per_machine), "--max-restarts", str(job.max_restarts)]
     command += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", BACKEND]
-    command += ["--rdzv-id", f"{spec.run_id}-{node.name}"]
+    # The place is known by then (`meet`); without one torchrun warns.
+    command += ["--rdzv-id", f"{spec.run_id}-{node.name}", "--rdzv-endpoint", job.rendezvous or f"{LOOPBACK}:0"]
     # Names of machines need not mean anything to each other; and who is alone needs no address that others reach.
     command += ["--local-addr", LOOPBACK if job.rendezvous is None else job.address]
     command += ["-m", "slipstream.controller.member", "--controller", job.controller, "--group", job.group]
