@@ -17,6 +17,7 @@ from slipstream.controller.meeting import JOIN_TIMEOUT_S, Listen, attend, check_
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.interrupts import Interrupted
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 
 CONTROLLER_GROUP = "controller"
@@ -133,14 +134,17 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str]]:
 
 
 def join(job: Job) -> None:
-    """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up."""
+    """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up; Interrupted."""
     arguments, environment = torchrun(job)
     os.environ.update(environment)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     try:
         main(arguments)
+    except SignalException as ended:
+        raise Interrupted(ended.sigval) from ended
     except ChildFailedError as error:
         raise SlipstreamError(
             f"'{job.group}' has failed once more than --max-restarts {job.max_restarts} allows",

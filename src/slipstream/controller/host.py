@@ -37,10 +37,12 @@ from slipstream.core.channel import ChannelSpec, Ports, connect_by_book, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, RankError
 from slipstream.core.executor import Context
+from slipstream.core.interrupts import leave_to_the_run
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
+from slipstream.core.run_lock import inherited
 from slipstream.core.scratch import file_prefix
 from slipstream.core.types import Counters, Failed, Joined, Left, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
@@ -232,7 +234,7 @@ class LeaseTether:
 
 def main(spec_path: str) -> int:
     """Host one executor until it is finished, fails, or the controller is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    leave_to_the_run()
     spec = json.loads(Path(spec_path).read_text())
     channels = tuple(decode_channel(channel) for channel in spec["channels"])
     name = rank_name(spec["node"]["name"], spec["rank"])
@@ -398,6 +400,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=environment,
+                pass_fds=inherited(run_dir),  # it writes there: the lock is to outlive a controller that is killed
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the controller only
             )
         return cls(name, process, os.pidfd_open(process.pid), log_path, log_start)
