@@ -50,6 +50,7 @@ class Interrupts:
         """Whether `Interrupted` was raised: nothing is waited for any more."""
         self._heard_s = self._raised_s = 0.0
         self._grace_s: float | None = None  # while the first signal is only noted
+        self._alarm = (0.0, 0.0)  # what the program's own timer had left when the grace period began
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Self:
@@ -104,7 +105,7 @@ class Interrupts:
             if self._grace_s is not None:
                 if number != signal.SIGINT:
                     self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._take)
-                    signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+                    self._alarm = signal.setitimer(signal.ITIMER_REAL, self._grace_s)
                 return
         elif number == self.number and now_s - self._heard_s < ECHO_S:
             return
@@ -119,6 +120,9 @@ class Interrupts:
         if signal.SIGALRM in self._previous:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, self._previous.pop(signal.SIGALRM))
+            left_s, every_s = self._alarm
+            if left_s:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-3, left_s - (time.monotonic() - self._heard_s)), every_s)
 
 
 def leave_to_the_run() -> None:
