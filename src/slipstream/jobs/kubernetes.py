@@ -20,6 +20,7 @@ from slipstream.jobs.machines import (
     STORE_PORT,
     Machines,
     lay_out,
+    termination_s,
 )
 
 VOLUME = "slipstream"
@@ -50,7 +51,7 @@ def kubernetes_files(
     layout = lay_out(config, remote, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
 
     def job(group: str, machines: Machines, restarts: int, command: list[str]) -> dict[str, Any]:
-        return _job(name, group, metadata, machines, restarts, str(image), command)
+        return _job(name, group, metadata, machines, restarts, str(image), command, termination_s(config))
 
     script = _KUBERNETES_CONTROLLER.format(
         run=f"{VOLUME_DIR}/runs/{name}",
@@ -132,6 +133,7 @@ def _job(
     restarts: int,
     image: str,
     command: list[str],
+    termination_s: int,
 ) -> dict[str, Any]:
     """An Indexed Job with a pod per machine, known to the others as `_object_name(name, group)`-INDEX.`name`."""
     labels = metadata["labels"] | {"app.kubernetes.io/component": group}
@@ -157,6 +159,7 @@ def _job(
     pod = {
         "subdomain": name,
         "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": termination_s,
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": [

@@ -19,6 +19,7 @@ from slipstream.jobs.machines import (
     GroupJob,
     Machines,
     lay_out,
+    termination_s,
 )
 
 _LOG = "--output=logs/%x-%j.log"
@@ -59,10 +60,12 @@ def slurm_files(
         folder=shlex.quote(str(folder)), working_dir=shlex.quote(str(working_dir.absolute()))
     ).strip()
     layout = lay_out(config, remote, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
+    early_s = max(300, termination_s(config))
     return {
         RECIPE_FILE: config_toml(config),
         "controller.sbatch": _SLURM_CONTROLLER.format(
-            header=_header(f"{name}-controller", layout.controller, _LOG, "--signal=INT@300", *shared),
+            header=_header(f"{name}-controller", layout.controller, _LOG, f"--signal=INT@{early_s}", *shared),
+            early_s=early_s,
             where=where,
             run=shlex.quote(str((folder / "run") if out is None else out.absolute())),
             launch=launch,
@@ -136,7 +139,7 @@ _SLURM_CONTROLLER = """\
 #!/bin/bash
 {header}
 # Hosts the run's store, runs the controller, and as its children what scores completions without a job of its own.
-# Five minutes before the job's time is up the run gets SIGINT and ends with a checkpoint; submit.sh then goes on.
+# {early_s} s before the job's time is up the run gets SIGINT and ends with a checkpoint; submit.sh then goes on.
 set -euo pipefail
 {where}
 run={run}

@@ -147,7 +147,8 @@ def _attempt(
             with given.interrupts.deferred(config.shutdown_grace_s):
                 return _run_and_conclude(controller, tally, run_dir, observer, trackers)
         except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
-            tally.status = "done" if tally.status == "done" else "interrupted"
+            if tally.status == "failed":
+                tally.status = "interrupted"
             observer.note(f"{interrupted}: ended at once, without a checkpoint of the present step")
             with contextlib.suppress(DiskError):
                 write_summary(tally.summary(run_dir), run_dir / "summary.json")
