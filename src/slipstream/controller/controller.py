@@ -47,6 +47,7 @@ from slipstream.core.types import (
     Export,
     Exported,
     GroupScored,
+    Leaving,
     Left,
     Message,
     Partial,
@@ -143,6 +144,7 @@ class Controller:
         self.checkpointed: int | None = None
         self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_exported = False
+        self.is_checkpoint_wanted = False  # out of turn: who holds the weights is about to end
         self.partials = dict(partials or {})  # by ordinal: what a resume has found, for its first admission
         self.interrupts = Interrupts() if interrupts is None else interrupts
 
@@ -295,6 +297,9 @@ class Controller:
                 self.checkpointed = message.step
             case Exported():
                 self.is_exported = True
+            case Leaving():
+                self.observer.note(f"{message.executor} was told to end: a checkpoint follows the current step")
+                self.is_checkpoint_wanted = True
             case Left():
                 pass  # a child: its process is watched
             case _:
@@ -389,7 +394,9 @@ class Controller:
 
     def _after_step(self) -> None:
         done, config = self.schedule.steps_done, self.config
-        if config.trainer.checkpoint_every and done % config.trainer.checkpoint_every == 0 and not self.is_interrupted:
+        is_due = config.trainer.checkpoint_every and done % config.trainer.checkpoint_every == 0
+        if (is_due or self.is_checkpoint_wanted) and not self.is_interrupted:
+            self.is_checkpoint_wanted = False
             self._checkpoint()
         if config.eval.every and done % config.eval.every == 0 and done < config.steps:
             self.evaluation_due = done

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEAVING = signal.SIGUSR1  # from torchrun's agent to its processes: it was told to end, and will end them
 ECHO_S = 0.3
 ENDING_S = 5.0
 
@@ -50,6 +51,7 @@ class Interrupts:
         """Whether `Interrupted` was raised: nothing is waited for any more."""
         self._heard_s = self._raised_s = 0.0
         self._grace_s: float | None = None  # while the first signal is only noted
+        self._tell: Callable[[], None] = lambda: None
         self._alarm = (0.0, 0.0)  # what the program's own timer had left when the grace period began
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -69,9 +71,12 @@ class Interrupts:
                 signal.signal(number, self._previous[number])
 
     @contextlib.contextmanager
-    def deferred(self, grace_s: float) -> Iterator[None]:
-        """Inside, the first signal is only noted in `number`; at most `grace_s` later everything ends at once."""
-        self._grace_s = grace_s
+    def deferred(self, grace_s: float, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, the first signal is only noted in `number`; at most `grace_s` later everything ends at once.
+
+        `tell` is called then, in the handler.
+        """
+        self._grace_s, self._tell = grace_s, tell
         try:
             yield
         finally:
@@ -106,6 +111,7 @@ class Interrupts:
                 if number != signal.SIGINT:
                     self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._take)
                     self._alarm = signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+                self._tell()
                 return
         elif number == self.number and now_s - self._heard_s < ECHO_S:
             return

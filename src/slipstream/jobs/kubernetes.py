@@ -63,7 +63,7 @@ def kubernetes_files(
         f"{each.kind}.yaml": _manifest(
             _ABOUT_GROUP,
             *(
-                job(group, each.machines, GROUP_RESTARTS, _group_command(name, group, each.machines))
+                job(group, each.machines, GROUP_RESTARTS, _group_command(name, group, each.machines, config))
                 for group in each.groups
             ),
         )
@@ -114,11 +114,12 @@ def _object_name(name: str, group: str) -> str:
     return f"{name}-{group.replace('_', '-')}"
 
 
-def _group_command(name: str, group: str, machines: Machines) -> list[str]:
+def _group_command(name: str, group: str, machines: Machines, config: RunConfig) -> list[str]:
     """$(...) is filled in by Kubernetes, for each pod."""
     command = ["slipstream", "launch", "--group", group]
     command += ["--controller", f"{name}-controller-0.{name}:{STORE_PORT}", "--address", "$(POD_IP)"]
     command += ["--threads", str(machines.cpus // machines.ranks)]
+    command += ["--shutdown-grace-s", f"{config.shutdown_grace_s:g}"]
     if machines.nodes > 1:
         first = f"{_object_name(name, group)}-0.{name}:{RENDEZVOUS_PORT}"
         command += ["--nnodes", str(machines.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--rendezvous", first]

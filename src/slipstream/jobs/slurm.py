@@ -72,7 +72,10 @@ def slurm_files(
             remote=f" --remote {' '.join(layout.remote)}" if layout.remote else "",
             restart=_restart(CONTROLLER_RESTARTS, BAD_INPUT, INTERRUPTED),
         ),
-        **{f"{job.kind}.sbatch": _group_script(job, name, shared, where, launch) for job in layout.groups},
+        **{
+            f"{job.kind}.sbatch": _group_script(job, name, shared, where, launch, config.shutdown_grace_s)
+            for job in layout.groups
+        },
         "end.sbatch": _SLURM_END.format(
             header=_header(f"{name}-end", Machines(1, 1, 0, 1), _LOG, *(s for s in shared if "--time" not in s))
         ),
@@ -95,7 +98,7 @@ def _header(name: str, machines: Machines, *more: str) -> str:
     return "\n".join(f"#SBATCH {option}" for option in options)
 
 
-def _group_script(job: GroupJob, run: str, shared: Sequence[str], where: str, launch: str) -> str:
+def _group_script(job: GroupJob, run: str, shared: Sequence[str], where: str, launch: str, grace_s: float) -> str:
     """The job of a group, or an array with an element for each replica; its machines meet, where it has several."""
     machines, is_array = job.machines, job.replicas is not None
     own = ["--output=logs/%x-%a-%A.log", f"--array=0-{len(job.groups) - 1}"] if is_array else [_LOG]
@@ -106,6 +109,7 @@ def _group_script(job: GroupJob, run: str, shared: Sequence[str], where: str, la
         where=where,
         about=f"On each node a torchrun agent; {machines.ranks} of the group's ranks, {what}.",
         launch=launch,
+        grace_s=grace_s,
         group=f'"{job.kind}-$SLURM_ARRAY_TASK_ID"' if is_array else job.kind,
         ranks=machines.ranks,
         rendezvous=_SLURM_RENDEZVOUS if several else "",
@@ -177,7 +181,7 @@ status=0
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
     bash -c 'addresses=$(hostname -I); exec "$@" --address "${{addresses%% *}}"{node_rank}' node \\
     {launch} --group {group} --controller "$address" --key-file "$folder/key" \\
-    --threads "$((SLURM_CPUS_PER_TASK / {ranks}))"{meeting} || status=$?
+    --threads "$((SLURM_CPUS_PER_TASK / {ranks}))" --shutdown-grace-s {grace_s:g}{meeting} || status=$?
 {restart}
 """
 
