@@ -132,6 +132,7 @@ def test_a_step_that_does_not_end_is_not_waited_for_for_ever(by: str, tiny: dict
     assert not [pid for pid in executors.values() if is_alive(pid)]
     assert "ended at once" in (tmp_path / "said").read_text()
     assert status(run) == "interrupted"
+    assert slipstream.report(run).is_file(), "there was no time for it"
 
 
 # In one process
