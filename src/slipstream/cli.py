@@ -70,12 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of `slipstream ... | head` left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except Interrupted as interrupted:
-        _errors.print(f"interrupted by {interrupted}", style="yellow")
-        return interrupted.exit_code
-    except KeyboardInterrupt:
-        _errors.print("interrupted", style="yellow")
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        code = interrupt.exit_code if isinstance(interrupt, Interrupted) else EXIT_INTERRUPTED
+        by = "" if code == EXIT_INTERRUPTED else f" by {interrupt}"
+        _errors.print(f"interrupted{by}", style="yellow")
+        return code
 
 
 def run_command(argv: Sequence[str]) -> int:

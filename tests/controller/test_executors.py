@@ -381,7 +381,7 @@ def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run)
     assert run.controller.config.trainer.checkpoint_every > 1
     trainer = run.start()["trainer"]
     trainer.say(Leaving(executor="trainer"), scored(0), scored(1))
-    assert trainer.hears(TrainStep) == TrainStep(step=0, ordinals=(0, 1))
+    run.until(lambda: run.schedule.training == (0, 1), "a step")
     assert run.observer.notes[-1] == "trainer was told to end: a checkpoint follows the current step"
     metrics = {
         "tokens_trained": 8.0,
@@ -391,15 +391,10 @@ def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run)
         "reward_mean": 0.5,
     }
     trainer.say(StepDone(step=0, version=1, metrics=metrics), scored(2), scored(3))
-    saved = run_checkpoint(run, trainer)
-    assert saved.step == 1
+    run.until(lambda: run.schedule.training == (2, 3), "the next step")
+    assert trainer.hears(Checkpoint).step == 1
+    assert trainer.hears(TrainStep) == TrainStep(step=1, ordinals=(2, 3)), "the checkpoint comes before it"
     trainer.say(StepDone(step=1, version=2, metrics=metrics))
-    run.until(lambda: run.schedule.steps_done == 2, "another step")
-    assert not [event for event in run.events() if event["type"] == "Checkpoint"]
-
-
-def run_checkpoint(run: Run, trainer: Played) -> Checkpoint:
-    run.until(lambda: run.schedule.steps_done == 1, "the step")
-    message = trainer.hears(Checkpoint)
-    assert isinstance(message, Checkpoint)
-    return message
+    run.until(lambda: run.schedule.steps_done == 2, "its end")
+    assert run.controller.cut_at is not None
+    assert run.controller.cut_at[0] == 1, "one is enough"

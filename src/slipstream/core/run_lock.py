@@ -79,8 +79,8 @@ def holding(run_dir: Path) -> Iterator[None]:
     Waits for the processes of a run that was killed, at most `WAIT_S`. ConfigError, at once, where a run goes on there;
     SlipstreamError for one on another machine, which may be dead, and known to be later; DiskError.
     """
-    path, folder, key = run_dir / LOCK_FILE, run_dir.stat(), run_dir.resolve()
-    is_new = not path.exists()
+    path, key = run_dir / LOCK_FILE, run_dir.resolve()
+    as_found = [(one, one.stat()) for one in (path, run_dir) if one.exists()]
     with disk_errors(path):
         descriptor = _take(run_dir)
     _held[key] = descriptor
@@ -97,9 +97,11 @@ def holding(run_dir: Path) -> Iterator[None]:
         del _held[key]
         with contextlib.suppress(OSError):  # the folder may be gone
             os.ftruncate(descriptor, 0)
-            if is_new and not has_begun:
-                path.unlink()
-                os.utime(run_dir, ns=(folder.st_atime_ns, folder.st_mtime_ns))
+            if not has_begun:
+                if path not in dict(as_found):
+                    path.unlink()
+                for one, about in as_found:
+                    os.utime(one, ns=(about.st_atime_ns, about.st_mtime_ns))
         with contextlib.suppress(OSError):  # a file system without locks
             _set(descriptor, fcntl.F_UNLCK)
         os.close(descriptor)
