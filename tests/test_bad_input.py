@@ -48,7 +48,7 @@ from slipstream.observe.summary import (
 from slipstream.trainer.checkpoint import save_checkpoint
 from slipstream.trainer.optim import FlatAdamW
 
-MAX_LINES, MAX_COLUMNS = 24, 400
+MAX_LINES, MAX_COLUMNS = 24, 480
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 BASE: dict[str, Any] = {

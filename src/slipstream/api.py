@@ -25,7 +25,9 @@ from slipstream.controller.meeting import check_listening
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import merge, resolve
+from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.stages.chain import check_data, check_stages, run_stages
 from slipstream.stages.rl import FromPython, resume_rl, run_rl
 
@@ -69,13 +71,41 @@ def run(
     generators are not started here: they join, from wherever they are.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
-    written so far stay, and `summary.json` says `failed`).
+    written so far stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
+    (`core/interrupts.py`); SIGTERM and SIGHUP then go to the program's own handler, and without one end the program
+    by SystemExit.
     """
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
-    given = FromPython(reward=reward, display=display, pipeline=pipeline, cluster=cluster)
-    if resume is not None:
-        return _resume(Path(resume), given)
+    with _interruptible() as interrupts:
+        given = FromPython(reward=reward, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts)
+        if resume is not None:
+            return _resume(Path(resume), given)
+        return _run(config, overrides, preset, prompts, out, given)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Interrupts]:
+    """Signals end the run within; afterwards they have the effect that they had before."""
+    interrupts = Interrupts()
+    try:
+        with interrupts:
+            yield interrupts
+    except Interrupted:
+        interrupts.hand_on()
+        raise
+    interrupts.hand_on()
+
+
+def _run(
+    config: RunConfig | str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None,
+    preset: str | None,
+    prompts: Sequence[str | Mapping[str, Any]] | None,
+    out: str | Path | None,
+    given: FromPython,
+) -> Result:
+    """A new run, with the arguments of `run`."""
     if not isinstance(config, RunConfig):
         if prompts is not None:  # tables need not name a source that would be replaced
             overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
@@ -83,10 +113,10 @@ def run(
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
     run_dir = _new_run_dir(config, out)
-    check_stages(config, has_own_reward=reward is not None, remote=given.remote)
-    if cluster is not None:
-        check_listening(cluster.listen)
-    with _made(run_dir):
+    check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
+    if given.cluster is not None:
+        check_listening(given.cluster.listen)
+    with _made(run_dir, is_named=out is not None) as run_dir:
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir)
         check_data(config, run_dir)
@@ -96,11 +126,21 @@ def run(
 
 
 @contextmanager
-def _made(run_dir: Path) -> Iterator[None]:
-    """`run_dir` exists within; it goes again where bad input is found before the folder is that of a run."""
+def _made(run_dir: Path, *, is_named: bool) -> Iterator[Path]:
+    """The folder of a new run: `run_dir`, or one beside it where another run has taken a name that nobody asked for.
+
+    It exists within, and no other run writes to it; it goes again where it did not become that of a run.
+    """
     new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=is_named)
+        except FileExistsError:
+            if is_named:
+                raise
+            run_dir = run_dir.with_name(f"{run_dir.name}-{os.getpid()}")
+            new = [run_dir]
+            run_dir.mkdir()
         if not os.access(run_dir, os.W_OK):
             raise OSError(errno.EROFS, "it cannot be written to")
     except OSError as error:
@@ -112,11 +152,16 @@ def _made(run_dir: Path) -> Iterator[None]:
             hint="choose another one with --out",
         ) from error
     try:
-        yield
-    except ConfigError:
-        if not (run_dir / "config.toml").exists():
-            (run_dir / PROMPTS_FILE).unlink(missing_ok=True)
-            _remove(new)
+        with holding(run_dir):
+            _check_unused(run_dir)  # once more: another run may have come and gone
+            try:
+                yield run_dir
+            except (ConfigError, Interrupted):
+                if not (run_dir / "config.toml").exists():
+                    (run_dir / PROMPTS_FILE).unlink(missing_ok=True)
+                raise
+    except (ConfigError, Interrupted):
+        _remove(new)
         raise
 
 
@@ -131,8 +176,15 @@ def _new_run_dir(config: RunConfig, out: str | Path | None) -> Path:
     run_dir = Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}" if out is None else Path(out)
     if out is None and run_dir.exists():
         run_dir = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns() % 1000:03d}")
+    check_free(run_dir)
+    _check_unused(run_dir)
+    return run_dir
+
+
+def _check_unused(run_dir: Path) -> None:
     try:
-        is_file, is_used = run_dir.exists() and not run_dir.is_dir(), run_dir.is_dir() and any(run_dir.iterdir())
+        is_file = run_dir.exists() and not run_dir.is_dir()
+        is_used = run_dir.is_dir() and any(path.name != LOCK_FILE for path in run_dir.iterdir())
     except OSError as error:
         raise ConfigError(
             f"the run's directory '{run_dir}' cannot be made", got=error.strerror, allowed="a new or empty directory"
@@ -148,7 +200,6 @@ def _new_run_dir(config: RunConfig, out: str | Path | None) -> Path:
             allowed="a new or empty directory",
             hint=f"choose another --out, or continue that run with --resume {run_dir}",
         )
-    return run_dir
 
 
 def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]], run_dir: Path) -> RunConfig:
@@ -185,6 +236,7 @@ def _resume(run_dir: Path, given: FromPython) -> Result:
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
-    if config.stages == ["rl"]:
-        return Result(out=run_dir, summary=resume_rl(config, run_dir, given))
-    return Result(out=run_dir, summary=run_stages(config, run_dir, given))
+    with holding(run_dir):
+        if config.stages == ["rl"]:
+            return Result(out=run_dir, summary=resume_rl(config, run_dir, given))
+        return Result(out=run_dir, summary=run_stages(config, run_dir, given))

@@ -1,7 +1,8 @@
 """The command line: `slipstream COMMAND`, one of `COMMANDS`.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 130 interrupted. Errors go to stderr without a
-traceback. torch and transformers are imported inside the commands that compute, after their input was checked.
+Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 130 interrupted by Ctrl-C, 143 by SIGTERM, 129
+by SIGHUP. Errors go to stderr without a traceback. torch and transformers are imported inside the commands that
+compute, after their input was checked.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.text import Text
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
+from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import (
     check_model_path,
     defaults,
@@ -34,6 +36,7 @@ from slipstream.core.recipes import (
     recipes_dir,
     resolve,
 )
+from slipstream.core.run_lock import check_free
 from slipstream.core.sections import Precision
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -56,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 allowed=", ".join(COMMANDS),
                 hint=did_you_mean(name, COMMANDS) or "a command comes first: `slipstream run RECIPE ...`",
             )
-        return COMMANDS[name](rest)
+        with Interrupts():
+            return COMMANDS[name](rest)
     except ConfigError as error:
         _print_error(error)
         return EXIT_BAD_INPUT
@@ -66,9 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of `slipstream ... | head` left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        _errors.print("interrupted", style="yellow")
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        code = interrupt.exit_code if isinstance(interrupt, Interrupted) else EXIT_INTERRUPTED
+        by = "" if code == EXIT_INTERRUPTED else f" by {interrupt}"
+        _errors.print(f"interrupted{by}", style="yellow")
+        return code
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -578,6 +584,7 @@ def _recipe_defaults(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _run_config(options: Any) -> RunConfig:
+    """Of `run` and `launch`. That a run is going on in the folder is told at once, before torch is imported."""
     overrides = as_overrides(options.overrides)
     if options.resume is not None:
         return _resumed_config(options, overrides)
@@ -589,6 +596,8 @@ def _run_config(options: Any) -> RunConfig:
         )
     config = resolve(options.recipe, overrides, options.preset)
     check_model_path(config)
+    if options.out is not None:
+        check_free(options.out)
     return config
 
 
@@ -597,7 +606,9 @@ def _resumed_config(options: Any, overrides: Mapping[str, Any]) -> RunConfig:
     refused = [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None] + list(overrides)
     if refused:
         raise ConfigError("a resumed run keeps its configuration", got=", ".join(refused), allowed="--resume alone")
-    return resolve(_saved_config(options.resume))
+    saved = _saved_config(options.resume)
+    check_free(options.resume)
+    return resolve(saved)
 
 
 def _eval_config(options: Any) -> tuple[Path, RunConfig]:

@@ -7,6 +7,7 @@ Kubernetes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Collection
@@ -26,10 +27,12 @@ from slipstream.controller.meeting import (
     parse_address,
     read_spec,
 )
+from slipstream.controller.pipeline import replica_of
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.controller.rendezvous import BACKEND, use_rendezvous
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.interrupts import LEAVING, Interrupts
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 
 CONTROLLER_GROUP = "controller"
@@ -57,6 +60,7 @@ class Job:
     rendezvous: str | None = None
     max_restarts: int = 3
     threads: int | None = None
+    shutdown_grace_s: float = 25.0
 
 
 def allow_connections() -> None:
@@ -184,18 +188,28 @@ def _own_address(name: str, address: str) -> str:
 
 
 def join(job: Job) -> None:
-    """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up."""
+    """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up.
+
+    Interrupted by a signal: for a generator at once. What the run cannot do without stays for `shutdown_grace_s`: the
+    controller was told to end, too, and needs it for a checkpoint, or hears of it and makes one.
+    """
     allow_connections()
     arguments, environment, keys = torchrun(job)
     os.environ.update(environment)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are taken here
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main
 
-    use_rendezvous(meet(job), keys)
+    interrupts = Interrupts()
     try:
-        main(arguments)
+        with interrupts:
+            use_rendezvous(meet(job), keys)
+            with _leaving(job, interrupts):
+                main(arguments)
+                interrupts.check()
     except ChildFailedError as error:
+        interrupts.check()  # the controller had ended before
         raise SlipstreamError(
             f"'{job.group}' has failed once more than --max-restarts {job.max_restarts} allows",
             got=f"exit codes {sorted({failure.exitcode for failure in error.failures.values()})}",
@@ -207,3 +221,15 @@ def join(job: Job) -> None:
             got=str(error) or type(error).__name__,
             hint="who can reach the port of the rendezvous can keep them from it: see docs/cluster.md, Security",
         ) from error
+
+
+def _leaving(job: Job, interrupts: Interrupts) -> contextlib.AbstractContextManager[None]:
+    if replica_of(job.group) is not None:
+        return contextlib.nullcontext()
+
+    def tell() -> None:
+        os.write(2, f"{job.group} stays until the run has saved what it has; once more: it ends at once\n".encode())
+        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            os.kill(int(pid), LEAVING)
+
+    return interrupts.deferred(job.shutdown_grace_s, tell)

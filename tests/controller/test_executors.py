@@ -33,11 +33,13 @@ from slipstream.core.keys import RunKeys
 from slipstream.core.recipes import resolve
 from slipstream.core.types import (
     Admit,
+    Checkpoint,
     CompletionFinished,
     Counters,
     Failed,
     GroupScored,
     Joined,
+    Leaving,
     Left,
     Message,
     PeerJoined,
@@ -372,3 +374,27 @@ def test_a_resume_may_bring_a_whole_batch_which_is_trained_before_any_generator_
     assert run.controller.executors.missing == ["generator-0", "generator-0@1", "generator-1"]
     assert run.controller.ledger.counts()["trained"] == 2
     assert run.controller.tally.steps_done == 1
+
+
+def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run) -> None:
+    """A scheduler told its group to end, and the run goes on: the next attempt should begin from here."""
+    assert run.controller.config.trainer.checkpoint_every > 1
+    trainer = run.start()["trainer"]
+    trainer.say(Leaving(executor="trainer"), scored(0), scored(1))
+    run.until(lambda: run.schedule.training == (0, 1), "a step")
+    assert run.observer.notes[-1] == "trainer was told to end: a checkpoint follows the current step"
+    metrics = {
+        "tokens_trained": 8.0,
+        "tokens_read": 8.0,
+        "padding_frac": 0.0,
+        "staleness_updates_max": 0.0,
+        "reward_mean": 0.5,
+    }
+    trainer.say(StepDone(step=0, version=1, metrics=metrics), scored(2), scored(3))
+    run.until(lambda: run.schedule.training == (2, 3), "the next step")
+    assert trainer.hears(Checkpoint).step == 1
+    assert trainer.hears(TrainStep) == TrainStep(step=1, ordinals=(2, 3)), "the checkpoint comes before it"
+    trainer.say(StepDone(step=1, version=2, metrics=metrics))
+    run.until(lambda: run.schedule.steps_done == 2, "its end")
+    assert run.controller.cut_at is not None
+    assert run.controller.cut_at[0] == 1, "one is enough"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from slipstream.controller.build import default_pipeline
 from slipstream.controller.controller import Controller
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.executor import Executor
+from slipstream.core.run_lock import LOCK_FILE
 from slipstream.core.types import GroupScored
 from slipstream.observe.metrics import read_metrics
 
@@ -90,7 +93,7 @@ def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(ti
         decide(self, event)
         is_skip = isinstance(event, GroupScored) and not event.has_signal
         if is_skip and self.schedule.steps_done >= 2 and not self.schedule.training:
-            self.is_interrupted = True
+            self.interrupts.number = signal.SIGINT
 
     with monkeypatch.context() as patch:
         patch.setattr(Controller, "_decide", interrupting)
@@ -129,12 +132,22 @@ def test_no_child_outlives_a_killed_controller(tiny, tmp_path):
     process = start(tiny, tmp_path / "run", steps=10_000)
     await_steps(tmp_path / "run", 1, process)
     executors = executors_of(process.pid)
+    os.kill(executors["trainer"], signal.SIGSTOP)
     process.kill()
     process.communicate(timeout=10)
+    assert is_locked(tmp_path / "run"), "no other run begins while a process of this one may write"
+    os.kill(executors["trainer"], signal.SIGCONT)
     deadline = time.monotonic() + 15
     while any(is_alive(pid) for pid in executors.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in executors.values())
+    assert not is_locked(tmp_path / "run")
+
+
+def is_locked(out: Path) -> bool:
+    with (out / LOCK_FILE).open("rb") as lock:
+        found = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    return struct.unpack("hhqqi0q", found)[0] != fcntl.F_UNLCK
 
 
 def test_an_executor_that_raises_is_named_with_its_error(tiny, tmp_path):

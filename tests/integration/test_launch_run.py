@@ -10,6 +10,7 @@ import sys
 import pytest
 from audit import audit
 from launching import Launched
+from processes import is_alive
 
 from slipstream.core.recipes import config_toml, resolve
 
@@ -52,3 +53,33 @@ def test_a_killed_generator_is_started_again_by_its_agent_and_joins_at_the_newes
     lost = next(i for i, event in enumerate(kinds) if event["type"] == "ReplicaLost")
     healed = next(event for event in kinds[lost:] if event["type"] == "Swapped")
     assert healed["version"] >= sum(event["type"] == "StepDone" for event in kinds[: kinds.index(healed)]) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_told_to_end_with_all_its_groups_a_run_saves_its_last_step(tiny, tmp_path):
+    """What `kubectl delete jobs` and a preempted partition do: each command gets SIGTERM, nobody gets it first."""
+    recipe = tmp_path / "tiny.toml"
+    patient = {"shutdown_grace_s": 100.0, "deadline_s": 300.0, "lease_s": 300.0}
+    overrides = tiny | patient | {"steps": 100_000, "rewards": {"num_workers": 1}, "warm_start": {"steps": 0}}
+    recipe.write_text(config_toml(resolve("quickstart", overrides)))
+    out = tmp_path / "run"
+    metrics = out / "metrics.jsonl"
+
+    with Launched(tmp_path) as run:
+        run.control(str(recipe), "--out", str(out))
+        for group in ("trainer", "generator-0"):
+            run.join(group, "--shutdown-grace-s", "100")
+        run.wait_until(lambda: has_trained(metrics, 2), "no steps", timeout_s=300)
+        workers = [pid for group in ("trainer", "generator-0") for pid in run.workers(group)]
+        for job in run.jobs.values():
+            job.send_signal(signal.SIGTERM)
+        assert {name: run.end(name) for name in run.jobs} == dict.fromkeys(run.jobs, 143), run.logs()
+        assert not [pid for pid in workers if is_alive(pid)]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert (out / "checkpoints" / f"step_{summary['steps']}" / "manifest.json").is_file(), run.logs()
+
+
+def has_trained(metrics, steps):
+    return metrics.exists() and metrics.read_text().count('"reward_mean"') >= steps

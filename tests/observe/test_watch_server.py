@@ -304,13 +304,19 @@ def test_the_public_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert page.url == f"http://127.0.0.1:{page.port}/"
 
 
-def test_ctrl_c_ends_the_command_at_once_and_torch_was_never_loaded(run_dir: Path) -> None:
-    code = (
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "interrupted by SIGTERM\n")],
+)
+def test_a_signal_ends_the_command_at_once_and_torch_was_never_loaded(
+    number: signal.Signals, code: int, said: str, run_dir: Path
+) -> None:
+    program = (
         "import sys; from slipstream.cli import main; found = main(sys.argv[1:]); "
         "print('torch' in sys.modules or 'transformers' in sys.modules); sys.exit(found)"
     )
     command = subprocess.Popen(
-        [sys.executable, "-c", code, "watch", str(run_dir), "--port", "0"],
+        [sys.executable, "-c", program, "watch", str(run_dir), "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -322,10 +328,10 @@ def test_ctrl_c_ends_the_command_at_once_and_torch_was_never_loaded(run_dir: Pat
     connection.request("GET", "/api/live")
     assert connection.getresponse().readline().startswith(b"data: ")
     started_s = time.monotonic()
-    command.send_signal(signal.SIGINT)
+    command.send_signal(number)
     out, err = command.communicate(timeout=20)
     assert time.monotonic() - started_s < 5
-    assert command.returncode == 130
-    assert err == "interrupted\n"
+    assert command.returncode == code
+    assert err == said
     assert out.strip() == "False"
     connection.close()

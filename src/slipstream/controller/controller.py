@@ -3,7 +3,7 @@
     consumes      events of all executors, and that one was lost (`controller/executors.py`)
     produces      commands: admissions, training steps, evaluations, checkpoints, the end
     waits for     any event, at most `deadline_s` without one
-    ends when     the last step is trained and swapped in, evaluated and exported; or on Ctrl-C; or with an error
+    ends when     the last step is trained and swapped in, evaluated and exported; or is interrupted; or with an error
 
 Decisions are the schedule's (`controller/schedule.py`); payloads never come here.
 """
@@ -15,10 +15,9 @@ import os
 import shutil
 import signal
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 import msgspec
@@ -36,6 +35,7 @@ from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import CheckpointError, SlipstreamError
+from slipstream.core.interrupts import Interrupts
 from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
     Admit,
@@ -47,6 +47,7 @@ from slipstream.core.types import (
     Export,
     Exported,
     GroupScored,
+    Leaving,
     Left,
     Message,
     Partial,
@@ -100,6 +101,7 @@ class Controller:
         cluster: Cluster | None = None,
         partials: Mapping[int, tuple[Partial, ...]] | None = None,
         trackers: Trackers | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
         self.config = config
         self.pipeline = pipeline
@@ -142,10 +144,16 @@ class Controller:
         self.checkpointed: int | None = None
         self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_exported = False
+        self.is_checkpoint_wanted = False  # out of turn: who holds the weights is about to end
         self.partials = dict(partials or {})  # by ordinal: what a resume has found, for its first admission
-        self.is_interrupted = False
+        self.interrupts = Interrupts() if interrupts is None else interrupts
 
     # The run
+
+    @property
+    def is_interrupted(self) -> bool:
+        """The run is to end after the current step, with a checkpoint."""
+        return self.interrupts.number is not None
 
     def run(self) -> Tally:
         """Launch, train, end. Raises ExecutorDied or SlipstreamError; whatever happens, no process survives it."""
@@ -161,15 +169,14 @@ class Controller:
             transport_dir = make_transport_dir()
             run_id, owner = transport_dir.name, claim(transport_dir)
         try:
-            with self._catch_interrupts():
-                with self.timeline.span("start_up"):
-                    self.executors.launch(transport_dir, run_id, self.cluster)
-                    if self.work.warm_start is not None:
-                        self.executors.send("trainer", self.work.warm_start)
-                self._train()
-                if self.schedule.versions:
-                    self._finish()
-                self.tally.status = "interrupted" if self.is_interrupted else "done"
+            with self.timeline.span("start_up"):
+                self.executors.launch(transport_dir, run_id, self.cluster)
+                if self.work.warm_start is not None:
+                    self.executors.send("trainer", self.work.warm_start)
+            self._train()
+            if self.schedule.versions:
+                self._finish()
+            self.tally.status = "interrupted" if self.is_interrupted else "done"
         finally:
             self._shut_down()
             shutil.rmtree(transport_dir, ignore_errors=True)
@@ -178,7 +185,7 @@ class Controller:
         return self.tally
 
     def _train(self) -> None:
-        """From the first event to the last step; a Ctrl-C before the first version leaves nothing to save."""
+        """From the first event to the last step; an interrupt before the first version leaves nothing to save."""
         self._run_until(lambda: not self.executors.missing or self.is_interrupted, "all executors to be ready")
         first = self.schedule.steps_done
         replicas = [node.name for node in self.pipeline.nodes if node.name.startswith("generator")]
@@ -190,8 +197,15 @@ class Controller:
             self._evaluate_first(first)
         self._run_until(lambda: self.schedule.is_finished or self.is_interrupted, "training")
         if self.is_interrupted:
+            self._tell_of_interrupt()
             self._decide(Stop())
             self._run_until(lambda: not self.schedule.training, "the current step")
+
+    def _tell_of_interrupt(self) -> None:
+        number = self.interrupts.number
+        grace = "" if number == signal.SIGINT else f", at most {self.config.shutdown_grace_s:g} s"
+        what = "ends after the current step, with a checkpoint" if self.schedule.versions else "ends"
+        self.observer.note(f"{signal.Signals(number or 0).name}: the run {what}{grace} (once more: at once)")
 
     def _evaluate_first(self, first: int) -> None:
         """The policy that RL begins with; after a resume what a crash has cut off, if that was due."""
@@ -248,25 +262,6 @@ class Controller:
                 hint=f"see {self.run_dir / 'logs'}; raise deadline_s if a single step takes longer",
             )
 
-    @contextlib.contextmanager
-    def _catch_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after the current step with a checkpoint; the second one at once."""
-
-        def interrupt(_number: int, _frame: FrameType | None) -> None:
-            if self.is_interrupted:
-                raise KeyboardInterrupt
-            self.is_interrupted = True
-
-        try:
-            previous = signal.signal(signal.SIGINT, interrupt)
-        except ValueError:  # not the main thread: somebody else handles signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
-
     # Events
 
     def _handle(self, message: Message) -> None:
@@ -302,6 +297,9 @@ class Controller:
                 self.checkpointed = message.step
             case Exported():
                 self.is_exported = True
+            case Leaving():
+                self.observer.note(f"{message.executor} was told to end: a checkpoint follows the current step")
+                self.is_checkpoint_wanted = True
             case Left():
                 pass  # a child: its process is watched
             case _:
@@ -396,7 +394,9 @@ class Controller:
 
     def _after_step(self) -> None:
         done, config = self.schedule.steps_done, self.config
-        if config.trainer.checkpoint_every and done % config.trainer.checkpoint_every == 0 and not self.is_interrupted:
+        is_due = config.trainer.checkpoint_every and done % config.trainer.checkpoint_every == 0
+        if (is_due or self.is_checkpoint_wanted) and not self.is_interrupted:
+            self.is_checkpoint_wanted = False
             self._checkpoint()
         if config.eval.every and done % config.eval.every == 0 and done < config.steps:
             self.evaluation_due = done
@@ -467,7 +467,12 @@ class Controller:
                 ends.callback(writer.close)
             ends.callback(self._note_end)
             ends.enter_context(self.timeline.span("shut_down"))
-            self.executors.end(self._hear_last_words, is_failed=self.tally.status == "failed")
+            has_nothing_to_save = self.is_interrupted and not self.schedule.versions
+            self.executors.end(
+                self._hear_last_words,
+                is_failed=self.tally.status == "failed" or has_nothing_to_save,
+                is_at_once=self.interrupts.is_at_once,
+            )
 
     def _hear_last_words(self, message: Message) -> None:
         if isinstance(message, Counters):

@@ -209,12 +209,16 @@ class Executors:
             self._lose(name, why)
         return True
 
-    def end(self, hear: Callable[[Message], None], *, is_failed: bool) -> None:
+    def end(self, hear: Callable[[Message], None], *, is_failed: bool, is_at_once: bool = False) -> None:
         """Stop who still listens, wait for it, kill what does not end. Runs after errors too.
 
-        `hear` gets the last events. After a failure nobody is given time, and other machines are told by their leases.
+        `hear` gets the last events. After a failure nobody is given time to do so, and other machines are told by their
+        leases; `is_at_once`: nor to close what it has open.
         """
         with contextlib.ExitStack() as ends:  # each is closed whatever the others do
+            ends.callback(self._kill_children)
+            if is_at_once:
+                self._kill_children()
             for host in reversed(self._inline):
                 ends.callback(host.close)
             ends.callback(self._end_children)
@@ -408,6 +412,13 @@ class Executors:
         deadline_s = self._clock.now_s() + LET_GO_DEADLINE_S
         for child in self._children.values():
             child.end(max(0.0, deadline_s - self._clock.now_s()))
+
+    def _kill_children(self) -> None:
+        """Those that are still there: because it is to be at once, or an interrupt cut their end short."""
+        for child in self._children.values():
+            if child.process.returncode is None:
+                child.kill()
+        self._children.clear()
 
     def _take_last_words(self, child: Child | None, hear: Callable[[Message], None]) -> None:
         """Give a child that was told to stop its time to end by itself, or (None) all groups on other machines."""

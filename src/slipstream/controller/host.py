@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,12 +37,14 @@ from slipstream.core.channel import ChannelSpec, Ports, connect_by_book, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, RankError
 from slipstream.core.executor import Context
+from slipstream.core.interrupts import leave_to_the_run
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
+from slipstream.core.run_lock import inherited
 from slipstream.core.scratch import file_prefix
-from slipstream.core.types import Counters, Failed, Joined, Left, PeerJoined, PeerLost
+from slipstream.core.types import Counters, Failed, Joined, Leaving, Left, PeerJoined, PeerLost
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
@@ -232,7 +234,7 @@ class LeaseTether:
 
 def main(spec_path: str) -> int:
     """Host one executor until it is finished, fails, or the controller is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    leave_to_the_run()
     spec = json.loads(Path(spec_path).read_text())
     channels = tuple(decode_channel(channel) for channel in spec["channels"])
     name = rank_name(spec["node"]["name"], spec["rank"])
@@ -284,15 +286,21 @@ def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, 
     return connect_by_book(channels, [name], book, spec["incarnation"])[name]
 
 
-def serve(host: Host, tether: Tether) -> int:
-    """Consumes: its executor's ports. Unblocked by: a message or descriptor. Ends when: finished, or cut off."""
+def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda: False) -> int:
+    """Consumes: its executor's ports. Unblocked by: a message or descriptor. Ends when: finished, or cut off.
+
+    The controller is told, once, when the process `is_leaving`.
+    """
     clock = host.context.clock
-    checked_s = clock.now_s()
+    checked_s, has_told = clock.now_s(), False
     with host.timeline.span("overhead"):
         while not host.executor.is_finished:
             if not host.step() and not host.executor.is_finished:
                 host.wait(tether.fds, CHECK_TETHER_EVERY_S)
                 checked_s = 0.0
+            if not has_told and is_leaving():
+                has_told = True
+                host.ports.outputs["events"].put(Leaving(executor=host.name))
             if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
                 checked_s = clock.now_s()
                 if tether.is_cut():
@@ -398,6 +406,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=environment,
+                pass_fds=inherited(run_dir),  # it writes there: the lock is to outlive a controller that is killed
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the controller only
             )
         return cls(name, process, os.pidfd_open(process.pid), log_path, log_start)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from slipstream.core.addresses import LOOPBACK, Store, StoreAddresses, grant_inc
 from slipstream.core.channel import connect_by_book
 from slipstream.core.clock import ShiftedClock, wall_minus_clock_s
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.interrupts import LEAVING
 from slipstream.core.keys import RunKeys
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
@@ -43,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
     agent = os.pidfd_open(os.getppid())  # before anything is waited for: it may end meanwhile
+    leaving: list[int] = []
+    signal.signal(LEAVING, lambda number, _frame: leaving.append(number))
     sweep()
     keys = RunKeys.load(options.key_file) if options.key_file is not None else RunKeys.take()
     if keys is None:
@@ -74,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         if incarnation == 1:
             host.timeline.backdate("start_up", spec.started_s)
         host.init()
-        return serve(host, LeaseTether(ports, spec.lease_s, agent=agent))
+        return serve(host, LeaseTether(ports, spec.lease_s, agent=agent), is_leaving=lambda: bool(leaving))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
         with nullcontext() if host is None else host.timeline.span("shut_down"):
             return report(ports, name, error, num_ranks=node.ranks)

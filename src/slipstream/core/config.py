@@ -145,6 +145,11 @@ class RunConfig(Section):
         description="A process that is silent for so many seconds is taken for lost: it is shut out, and one of the "
         "controller's own is killed.",
     )
+    shutdown_grace_s: PositiveFloat = Field(
+        25.0,
+        description="After SIGTERM or SIGHUP: seconds for the current step, its checkpoint and the end. A run that "
+        "takes longer ends at once, without that checkpoint. Below what the scheduler gives (30 s in most).",
+    )
     max_restarts: NonNegative = Field(
         3,
         description="How often each executor is started again when its process is lost: generators and rewards alone, "

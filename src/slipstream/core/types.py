@@ -415,6 +415,12 @@ class Joined(Message):
     incarnation: int
 
 
+class Leaving(Message):
+    """A scheduler has told the group of `executor`, which is on another machine, to end: it does so within a while."""
+
+    executor: str
+
+
 class Left(Message):
     """The process of `executor` has done what it was told to, and ends: its last word."""
 

@@ -20,6 +20,7 @@ from slipstream.jobs.machines import (
     STORE_PORT,
     Machines,
     lay_out,
+    termination_s,
 )
 
 VOLUME = "slipstream"
@@ -50,7 +51,7 @@ def kubernetes_files(
     layout = lay_out(config, remote, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
 
     def job(group: str, machines: Machines, restarts: int, command: list[str]) -> dict[str, Any]:
-        return _job(name, group, metadata, machines, restarts, str(image), command)
+        return _job(name, group, metadata, machines, restarts, str(image), command, termination_s(config))
 
     script = _KUBERNETES_CONTROLLER.format(
         run=f"{VOLUME_DIR}/runs/{name}",
@@ -62,7 +63,7 @@ def kubernetes_files(
         f"{each.kind}.yaml": _manifest(
             _ABOUT_GROUP,
             *(
-                job(group, each.machines, GROUP_RESTARTS, _group_command(name, group, each.machines))
+                job(group, each.machines, GROUP_RESTARTS, _group_command(name, group, each.machines, config))
                 for group in each.groups
             ),
         )
@@ -113,11 +114,12 @@ def _object_name(name: str, group: str) -> str:
     return f"{name}-{group.replace('_', '-')}"
 
 
-def _group_command(name: str, group: str, machines: Machines) -> list[str]:
+def _group_command(name: str, group: str, machines: Machines, config: RunConfig) -> list[str]:
     """$(...) is filled in by Kubernetes, for each pod."""
     command = ["slipstream", "launch", "--group", group]
     command += ["--controller", f"{name}-controller-0.{name}:{STORE_PORT}", "--address", "$(POD_IP)"]
     command += ["--threads", str(machines.cpus // machines.ranks)]
+    command += ["--shutdown-grace-s", f"{config.shutdown_grace_s:g}"]
     if machines.nodes > 1:
         first = f"{_object_name(name, group)}-0.{name}:{RENDEZVOUS_PORT}"
         command += ["--nnodes", str(machines.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--rendezvous", first]
@@ -132,6 +134,7 @@ def _job(
     restarts: int,
     image: str,
     command: list[str],
+    termination_s: int,
 ) -> dict[str, Any]:
     """An Indexed Job with a pod per machine, known to the others as `_object_name(name, group)`-INDEX.`name`."""
     labels = metadata["labels"] | {"app.kubernetes.io/component": group}
@@ -157,6 +160,7 @@ def _job(
     pod = {
         "subdomain": name,
         "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": termination_s,
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": [

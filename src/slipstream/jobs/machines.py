@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,9 @@ GROUP_RESTARTS = 20
 """Times a group's job starts anew after failing, beside the restarts that its torchrun agent makes in place."""
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes of `slipstream launch` after which starting again would be of no use, or not wanted."""
+
+ENDING_S = 15
+"""Seconds for a run whose grace period is over: its children are killed, its summary is written."""
 
 RECIPE_FILE = "recipe.toml"
 STORE_PORT, RENDEZVOUS_PORT = 29400, 29500
@@ -108,6 +112,11 @@ def lay_out(
             )
     controller = _controller_machine(config, staying, cpus_per_rank=cpus_per_rank)
     return Layout(controller, tuple(groups), remote=tuple(told))
+
+
+def termination_s(config: RunConfig) -> int:
+    """Seconds between SIGTERM and SIGKILL that the run needs."""
+    return math.ceil(config.shutdown_grace_s) + ENDING_S
 
 
 def _scorers(config: RunConfig) -> list[Scorer]:

@@ -19,6 +19,7 @@ from slipstream.jobs.machines import (
     GroupJob,
     Machines,
     lay_out,
+    termination_s,
 )
 
 _LOG = "--output=logs/%x-%j.log"
@@ -59,17 +60,22 @@ def slurm_files(
         folder=shlex.quote(str(folder)), working_dir=shlex.quote(str(working_dir.absolute()))
     ).strip()
     layout = lay_out(config, remote, ranks_per_node=gpus_per_node, cpus_per_rank=cpus_per_rank)
+    early_s = max(300, termination_s(config))
     return {
         RECIPE_FILE: config_toml(config),
         "controller.sbatch": _SLURM_CONTROLLER.format(
-            header=_header(f"{name}-controller", layout.controller, _LOG, "--signal=INT@300", *shared),
+            header=_header(f"{name}-controller", layout.controller, _LOG, f"--signal=INT@{early_s}", *shared),
+            early_s=early_s,
             where=where,
             run=shlex.quote(str((folder / "run") if out is None else out.absolute())),
             launch=launch,
             remote=f" --remote {' '.join(layout.remote)}" if layout.remote else "",
             restart=_restart(CONTROLLER_RESTARTS, BAD_INPUT, INTERRUPTED),
         ),
-        **{f"{job.kind}.sbatch": _group_script(job, name, shared, where, launch) for job in layout.groups},
+        **{
+            f"{job.kind}.sbatch": _group_script(job, name, shared, where, launch, config.shutdown_grace_s)
+            for job in layout.groups
+        },
         "end.sbatch": _SLURM_END.format(
             header=_header(f"{name}-end", Machines(1, 1, 0, 1), _LOG, *(s for s in shared if "--time" not in s))
         ),
@@ -92,7 +98,7 @@ def _header(name: str, machines: Machines, *more: str) -> str:
     return "\n".join(f"#SBATCH {option}" for option in options)
 
 
-def _group_script(job: GroupJob, run: str, shared: Sequence[str], where: str, launch: str) -> str:
+def _group_script(job: GroupJob, run: str, shared: Sequence[str], where: str, launch: str, grace_s: float) -> str:
     """The job of a group, or an array with an element for each replica; its machines meet, where it has several."""
     machines, is_array = job.machines, job.replicas is not None
     own = ["--output=logs/%x-%a-%A.log", f"--array=0-{len(job.groups) - 1}"] if is_array else [_LOG]
@@ -103,6 +109,7 @@ def _group_script(job: GroupJob, run: str, shared: Sequence[str], where: str, la
         where=where,
         about=f"On each node a torchrun agent; {machines.ranks} of the group's ranks, {what}.",
         launch=launch,
+        grace_s=grace_s,
         group=f'"{job.kind}-$SLURM_ARRAY_TASK_ID"' if is_array else job.kind,
         ranks=machines.ranks,
         rendezvous=_SLURM_RENDEZVOUS if several else "",
@@ -136,7 +143,7 @@ _SLURM_CONTROLLER = """\
 #!/bin/bash
 {header}
 # Hosts the run's store, runs the controller, and as its children what scores completions without a job of its own.
-# Five minutes before the job's time is up the run gets SIGINT and ends with a checkpoint; submit.sh then goes on.
+# {early_s} s before the job's time is up the run gets SIGINT and ends with a checkpoint; submit.sh then goes on.
 set -euo pipefail
 {where}
 run={run}
@@ -174,7 +181,7 @@ status=0
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
     bash -c 'addresses=$(hostname -I); exec "$@" --address "${{addresses%% *}}"{node_rank}' node \\
     {launch} --group {group} --controller "$address" --key-file "$folder/key" \\
-    --threads "$((SLURM_CPUS_PER_TASK / {ranks}))"{meeting} || status=$?
+    --threads "$((SLURM_CPUS_PER_TASK / {ranks}))" --shutdown-grace-s {grace_s:g}{meeting} || status=$?
 {restart}
 """
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
+from slipstream.core.interrupts import leave_to_the_run
 from slipstream.observe.catalogue import described
 
 NICENESS = 10
@@ -243,4 +244,5 @@ def serve(make: Callable[[Begin], Sink], lines: BinaryIO) -> None:
 
 if __name__ == "__main__":
     os.nice(NICENESS)
+    leave_to_the_run()
     serve(SINKS[sys.argv[1]], sys.stdin.buffer)

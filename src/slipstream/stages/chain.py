@@ -100,13 +100,14 @@ def _readers(config: RunConfig) -> list[Reader]:
 def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     """Go through `config.stages` in `run_dir`, leaving out those whose output is there.
 
-    Returns what `summary.json` says; without RL, what the last stage recorded. Ctrl-C ends the run early, its status
+    Returns what `summary.json` says; without RL, what the last stage recorded. Interrupts end the run early, its status
     then 'interrupted': resumed, RL goes on from its last checkpoint, any other stage begins anew.
     """
     if not (run_dir / "config.toml").exists():
         save_config(config, run_dir / "config.toml")
     told: dict[str, Any] = {}
     for stage in config.stages:
+        given.interrupts.check()  # one may have come when RL was just through
         if stage == "rl":
             told = _rl(config, run_dir, given)
             if told["status"] != "done":

@@ -15,10 +15,13 @@ import traceback
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.interrupts import leave_to_the_run
 from slipstream.core.recipes import resolve, stage_dir
+from slipstream.core.run_lock import inherited
 
 ERROR = "error.json"
 LET_GO_DEADLINE_S = 5.0
@@ -49,6 +52,7 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
         stdout=None if is_terminal else subprocess.PIPE,  # a notebook shows what this process writes
         text=True,
         env=os.environ | thread_environment(num_cores()) | {"PYTHONPATH": search_path},
+        pass_fds=inherited(run_dir),
     )
     try:
         for line in process.stdout or ():
@@ -60,6 +64,8 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
         if process.stdout is not None:
             process.stdout.close()
         _end(process)
+        if is_terminal and display:
+            Console().show_cursor()  # it may have ended within a live picture
     if code == 0:
         return
     if error_path.is_file():
@@ -80,7 +86,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def main(run_dir: Path, stage: str, *, display: bool) -> int:
     """Run one stage here; what went wrong is left in its folder for the run to raise."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle: it closes the lifeline
+    leave_to_the_run()  # it closes the lifeline
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     from slipstream.stages.chain import run_stage  # torch, once the lifeline is watched
 

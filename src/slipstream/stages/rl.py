@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -24,6 +24,7 @@ from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserve
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError, ExecutorLost
+from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.core.staleness import last_step
 from slipstream.core.types import Partial
@@ -53,6 +54,7 @@ class FromPython:
     display: bool = True
     pipeline: Callable[[RunConfig], Pipeline] | None = None
     cluster: Cluster | None = None
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
     @property
     def remote(self) -> frozenset[str]:
@@ -73,7 +75,7 @@ def run_rl(
     `config` is saved as it is; 'stage:...' in it stands for folders under `run_dir`. An attempt that loses an executor
     without which it cannot go on (ExecutorLost: trainer, reference, reward models) is followed by another one, from the
     last checkpoint: `max_restarts` times for each executor, after a pause that doubles. Errors that an executor reports
-    end the run. Ctrl-C ends it also in a pause. `prepared` is what the first attempt starts with,
+    end the run. Interrupts end it also in a pause. `prepared` is what the first attempt starts with,
     where it has been made; else ConfigError for bad data, before anything is written.
     """
     restarts = Restarts(config.max_restarts, WallClock())
@@ -85,7 +87,12 @@ def run_rl(
             if pause_s is None:
                 raise
             what, executor = error.what, error.executor  # not the error: its traceback holds all of that attempt
-        sleep(pause_s)
+        try:
+            given.interrupts.check()  # it was to end, and lost an executor on the way
+            sleep(pause_s)
+        except KeyboardInterrupt:
+            _mark_interrupted(run_dir)
+            raise
         resumed, prepared = prepare_resume(run_dir), None
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
         _tell(config, given, [f"{what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
@@ -113,7 +120,10 @@ def _attempt(
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
     first_step = 0 if cut is None else cut.schedule.steps_done
-    with open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers:
+    with (
+        contextlib.closing(observer),
+        open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers,
+    ):
         pipeline = (
             default_pipeline(with_paths, reward=given.reward, resume=checkpoint, remote=given.remote)
             if given.pipeline is None
@@ -130,16 +140,41 @@ def _attempt(
             cluster=given.cluster,
             partials=None if resumed is None else _admissible(config, resumed),
             trackers=trackers,
+            interrupts=given.interrupts,
         )
         tally.status = "failed"  # until the controller says otherwise
         try:
-            controller.run()
-        except BaseException:
-            with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
-                _conclude(tally, run_dir, observer, trackers)
+            with given.interrupts.deferred(config.shutdown_grace_s):
+                return _run_and_conclude(controller, tally, run_dir, observer, trackers)
+        except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
+            if tally.status == "failed":
+                tally.status = "interrupted"
+            observer.note(f"{interrupted}: ended at once, without a checkpoint of the present step")
+            with contextlib.suppress(DiskError):
+                write_summary(tally.summary(run_dir), run_dir / "summary.json")
             raise
-        told: dict[str, Any] = msgspec.to_builtins(_conclude(tally, run_dir, observer, trackers), str_keys=True)
-        return told
+
+
+def _run_and_conclude(
+    controller: Controller, tally: Tally, run_dir: Path, observer: Observer, trackers: Trackers
+) -> dict[str, Any]:
+    try:
+        controller.run()
+    except Interrupted:
+        raise
+    except BaseException:
+        with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
+            _conclude(tally, run_dir, observer, trackers)
+        raise
+    told: dict[str, Any] = msgspec.to_builtins(_conclude(tally, run_dir, observer, trackers), str_keys=True)
+    return told
+
+
+def _mark_interrupted(run_dir: Path) -> None:
+    """The attempt before the pause has left a summary, which says that it failed."""
+    path = run_dir / "summary.json"
+    if path.is_file():
+        write_summary(msgspec.structs.replace(read_summary(path), status="interrupted"), path)
 
 
 def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial, ...]]:

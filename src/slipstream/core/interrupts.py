@@ -1,0 +1,143 @@
+"""The signals that end a run: SIGINT (Ctrl-C), SIGTERM (schedulers, `kill`) and SIGHUP (a terminal that closed).
+
+    the first, while RL runs      noted: the controller ends the run after the current step, with a checkpoint
+    the first, anywhere else      `Interrupted` is raised: there is nothing to finish
+    the second                    `Interrupted` is raised: no step is waited for, no checkpoint made
+    the end of the grace period   the same. It begins with SIGTERM or SIGHUP; Ctrl-C waits as long as the step takes
+
+The same signal again within `ECHO_S` is no second one: `timeout`, shells and other wrappers send it to a process and to
+its group. Signals that follow a second one are ignored for `ENDING_S`, in which children are killed and files written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEAVING = signal.SIGUSR1  # from torchrun's agent to its processes: it was told to end, and will end them
+ECHO_S = 0.3
+ENDING_S = 5.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ends the program; `exit_code` is what shells make of it: 130, 143, 129."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+
+class Interrupts:
+    """Takes the signals inside its context, and gives them back to their handlers afterwards.
+
+    Only the main thread can: in any other one the context does nothing, and signals keep their effect. SIGTERM and
+    SIGHUP that the program was started to ignore (`nohup`) stay ignored.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The first signal that came."""
+        self.is_at_once = False
+        """Whether `Interrupted` was raised: nothing is waited for any more."""
+        self._heard_s = self._raised_s = 0.0
+        self._grace_s: float | None = None  # while the first signal is only noted
+        self._tell: Callable[[], None] = lambda: None
+        self._alarm = (0.0, 0.0)  # what the program's own timer had left when the grace period began
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_clock()
+        for number in SIGNALS:
+            if number in self._previous:
+                signal.signal(number, self._previous[number])
+
+    @contextlib.contextmanager
+    def deferred(self, grace_s: float, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, the first signal is only noted in `number`; at most `grace_s` later everything ends at once.
+
+        `tell` is called then, in the handler.
+        """
+        self._grace_s, self._tell = grace_s, tell
+        try:
+            yield
+        finally:
+            self._grace_s = None
+            self._stop_clock()
+
+    def check(self) -> None:
+        """Raise Interrupted where a signal has come that was only noted."""
+        if self.number is not None:
+            self._end_at_once()
+
+    def hand_on(self) -> None:
+        """Give the signal to the handler that had it before; SIGTERM and SIGHUP end the program where none had.
+
+        Raises SystemExit(128 + number) then. Ctrl-C was for the run alone.
+        """
+        if self.number is None or self.number == signal.SIGINT:
+            return
+        previous = self._previous[self.number]
+        if not callable(previous):
+            raise SystemExit(128 + self.number)
+        previous(self.number, None)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.is_at_once:
+            if now_s - self._raised_s < ENDING_S:
+                return
+        elif self.number is None:
+            self.number, self._heard_s = number, now_s
+            if self._grace_s is not None:
+                if number != signal.SIGINT:
+                    self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._take)
+                    self._alarm = signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+                self._tell()
+                return
+        elif number == self.number and now_s - self._heard_s < ECHO_S:
+            return
+        self._end_at_once()
+
+    def _end_at_once(self) -> None:
+        assert self.number is not None, "a signal has come"
+        self.is_at_once, self._raised_s = True, time.monotonic()
+        raise Interrupted(self.number)
+
+    def _stop_clock(self) -> None:
+        if signal.SIGALRM in self._previous:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, self._previous.pop(signal.SIGALRM))
+            left_s, every_s = self._alarm
+            if left_s:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-3, left_s - (time.monotonic() - self._heard_s)), every_s)
+
+
+def leave_to_the_run() -> None:
+    """Let the signals do nothing in this process: its controller handles them, and closes the lifeline.
+
+    Schedulers and service managers may send them to all processes of a run. SIGTERM and SIGHUP are not ignored but
+    handled, by nothing: what this process starts would inherit that it ignores them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda _number, _frame: None)
+        signal.siginterrupt(number, False)

@@ -1,0 +1,162 @@
+"""Signals that end a run: the first, the second, echoes, the grace period, and to whom they go afterwards."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from slipstream.core import interrupts as interrupts_module
+from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts
+
+FAR_S = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the time that the module sees."""
+    now = [FAR_S]
+    monkeypatch.setattr(interrupts_module.time, "monotonic", lambda: now[0])
+
+    def advance(seconds: float) -> None:
+        now[0] += seconds
+
+    return advance
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_where_there_is_nothing_to_finish_the_first_signal_ends_everything(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=number.name) as ended, Interrupts():
+        signal.raise_signal(number)
+    assert isinstance(ended.value, KeyboardInterrupt)
+    assert ended.value.exit_code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}[number]
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_is_deferred_is_noted_and_the_second_ends_everything(
+    number: signal.Signals, clock: Callable[[float], None]
+) -> None:
+    with Interrupts() as interrupts, interrupts.deferred(FAR_S):
+        assert interrupts.number is None
+        signal.raise_signal(number)
+        assert interrupts.number == number
+        clock(0.1)
+        signal.raise_signal(number)  # `timeout` sends it to the process and to its group
+        assert not interrupts.is_at_once
+        clock(1.0)
+        with pytest.raises(Interrupted):
+            signal.raise_signal(number)
+        assert interrupts.is_at_once
+        signal.raise_signal(signal.SIGTERM)  # children are being killed
+        clock(10.0)
+        with pytest.raises(Interrupted, match=number.name):  # and do not end
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_different_signal_is_no_echo() -> None:
+    with Interrupts() as interrupts, interrupts.deferred(FAR_S):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Interrupted, match="SIGINT"):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_the_end_of_the_grace_period_is_a_second_signal() -> None:
+    """It comes through whatever the main thread waits in."""
+    before = signal.getsignal(signal.SIGALRM)
+    with Interrupts() as interrupts, interrupts.deferred(0.01):
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            threading.Event().wait(60)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_ctrl_c_has_no_grace_period() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with Interrupts() as interrupts, interrupts.deferred(0.01):
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_what_ends_in_time_hears_no_alarm_and_the_programs_own_one_goes_on() -> None:
+    handler, own = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 500.0)
+    with Interrupts() as interrupts:
+        with interrupts.deferred(FAR_S):
+            signal.raise_signal(signal.SIGTERM)
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 900
+        assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+        signal.setitimer(signal.ITIMER_REAL, *own)
+        assert signal.getsignal(signal.SIGALRM) is handler
+        with pytest.raises(Interrupted):
+            interrupts.check()
+
+
+def test_what_the_program_ignores_stays_ignored() -> None:
+    """`nohup` ignores SIGHUP. Ctrl-C is taken all the same: a shell ignores it for what it runs in the background."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        with Interrupts() as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupts.number is None
+            with pytest.raises(Interrupted):
+                signal.raise_signal(signal.SIGINT)
+        assert all(signal.getsignal(number) is signal.SIG_IGN for number in SIGNALS)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_another_thread_takes_nothing() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    found = []
+
+    def run() -> None:
+        with Interrupts() as interrupts, interrupts.deferred(FAR_S):
+            found.append([signal.getsignal(number) for number in SIGNALS])
+            interrupts.hand_on()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert found == [before]
+
+
+def test_afterwards_the_signal_goes_to_who_had_it_before() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+    try:
+        with Interrupts() as interrupts, interrupts.deferred(FAR_S):
+            signal.raise_signal(signal.SIGTERM)
+        assert not heard
+        interrupts.hand_on()
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with Interrupts() as interrupts, interrupts.deferred(FAR_S):
+        signal.raise_signal(signal.SIGHUP)
+    with pytest.raises(SystemExit) as left:
+        interrupts.hand_on()
+    assert left.value.code == 129
+    with Interrupts() as interrupts, interrupts.deferred(FAR_S):
+        signal.raise_signal(signal.SIGINT)
+    interrupts.hand_on()  # Ctrl-C was for the run
+
+
+def test_what_a_child_starts_can_be_ended() -> None:
+    """The child itself outlives signals to all processes of a run; what it starts has them as usual."""
+    program = (
+        "import os, signal, subprocess, sys\n"
+        "from slipstream.core.interrupts import leave_to_the_run\n"
+        "leave_to_the_run()\n"
+        "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.raise_signal(number)\n"
+        "inner = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "inner.terminate()\n"
+        "sys.exit(0 if inner.wait(60) == -signal.SIGTERM else 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0

@@ -1,0 +1,260 @@
+"""SIGTERM, SIGHUP and a second signal: what a run saves, how soon it ends, what it leaves, and who hears of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit import audit
+from processes import children, command_line, is_alive
+
+import slipstream
+from slipstream.controller.controller import Controller
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import config_toml, resolve
+from slipstream.core.run_lock import LOCK_FILE, holding
+from slipstream.core.types import StepDone
+from slipstream.stages import rl
+
+DEADLINE_S = 120.0
+ENDLESS = 100_000  # steps
+
+
+def start(tiny: dict[str, Any], folder: Path, *flags: str, **more: Any) -> subprocess.Popen[str]:
+    """`slipstream run`, in `folder`/run, with its own process group."""
+    recipe = folder / "tiny.toml"
+    recipe.write_text(config_toml(resolve("quickstart", tiny | {"steps": ENDLESS, "warm_start": {"steps": 0}} | more)))
+    with (folder / "said").open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "slipstream.cli", "run", str(recipe), "--out", str(folder / "run"), *flags],
+            stdout=said,
+            stderr=said,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def wait_until(is_so: Callable[[], bool], what: str, process: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert process.poll() is None, (folder / "said").read_text()
+        assert time.monotonic() < deadline, f"{what} within {DEADLINE_S:g} s\n{(folder / 'said').read_text()}"
+        time.sleep(0.05)
+
+
+def executors_of(process: subprocess.Popen[str]) -> dict[str, int]:
+    found = {pid: command_line(pid) for pid in children(process.pid)}
+    return {Path(words[-1]).stem: pid for pid, words in found.items() if "slipstream.controller.host" in words}
+
+
+def has_trained(run: Path, steps: int) -> bool:
+    path = run / "metrics.jsonl"
+    return path.exists() and path.read_text().count('"reward_mean"') >= steps
+
+
+def status(run: Path) -> str:
+    return str(json.loads((run / "summary.json").read_text())["status"])
+
+
+def end_of(process: subprocess.Popen[str], folder: Path) -> int:
+    try:
+        return process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the run does not end\n{(folder / 'said').read_text()}") from None
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
+)
+def test_a_run_that_is_told_to_end_saves_its_last_step_and_is_gone_on_with(
+    number: signal.Signals, code: int, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """All its processes get the signal, as from a service manager; only the controller minds it."""
+    run = tmp_path / "run"
+    process = start(tiny, tmp_path, "--shutdown-grace-s", "100")
+    wait_until(lambda: has_trained(run, 2), "two steps", process, tmp_path)
+    with pytest.raises(ConfigError, match=f"another run is going on(.|\n)*process {process.pid} on"):
+        slipstream.run("quickstart", resume=run, display=False)
+    executors = executors_of(process)
+    assert set(executors) == {"trainer", "rewards", "generator-0"}
+    for pid in (process.pid, *executors.values()):
+        os.kill(pid, number)
+    assert end_of(process, tmp_path) == code
+    said = (tmp_path / "said").read_text()
+    assert f"{number.name}: the run ends after the current step, with a checkpoint, at most 100 s" in said
+    assert "Traceback" not in said
+    assert not [pid for pid in executors.values() if is_alive(pid)]
+    assert status(run) == "interrupted"
+    done = int(json.loads((run / "summary.json").read_text())["steps"])
+    assert (run / "checkpoints" / f"step_{done}" / "manifest.json").is_file(), "nothing that was trained is lost"
+
+    config = (run / "config.toml").read_text().replace(f"steps = {ENDLESS}", f"steps = {done + 2}")
+    (run / "config.toml").write_text(config.replace('host = "process"', 'host = "inline"'))
+    result = slipstream.run("quickstart", resume=run, display=False)
+    assert (result.status, result.summary["steps"]) == ("done", done + 2)
+    assert result.summary["prompts"]["lost"] == result.summary["prompts"]["repeated"] == 0
+    audit(run)
+
+
+def test_told_to_end_amid_the_start_up_a_run_leaves_no_process(tiny: dict[str, Any], tmp_path: Path) -> None:
+    process = start(tiny, tmp_path)
+    wait_until(lambda: len(executors_of(process)) == 3, "three executors", process, tmp_path)
+    executors = executors_of(process)
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process, tmp_path) == 143
+    assert not [pid for pid in executors.values() if is_alive(pid)]
+    assert status(tmp_path / "run") == "interrupted"
+
+
+@pytest.mark.parametrize("by", ["the grace period", pytest.param("a second signal", marks=pytest.mark.slow)])
+def test_a_step_that_does_not_end_is_not_waited_for_for_ever(by: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+    """A trainer that stands still neither ends its step nor saves a checkpoint."""
+    run = tmp_path / "run"
+    grace_s = "1" if by == "the grace period" else "1000"
+    process = start(tiny, tmp_path, "--shutdown-grace-s", grace_s, "--deadline-s", "1000", "--lease-s", "1000")
+    wait_until(lambda: has_trained(run, 1), "a step", process, tmp_path)
+    executors = executors_of(process)
+    os.kill(executors["trainer"], signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    if by == "a second signal":
+        said = tmp_path / "said"
+        wait_until(lambda: "once more: at once" in said.read_text(), "the note", process, tmp_path)
+        process.send_signal(signal.SIGTERM)
+    assert end_of(process, tmp_path) == 143
+    assert not [pid for pid in executors.values() if is_alive(pid)]
+    assert "ended at once" in (tmp_path / "said").read_text()
+    assert status(run) == "interrupted"
+    assert slipstream.report(run).is_file(), "there was no time for it"
+
+
+# In one process
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, *, steps: int) -> None:
+    """This process gets the signal once so many steps are done."""
+    decide = Controller._decide
+
+    def signalling(self: Controller, event: Any) -> None:
+        decide(self, event)
+        if isinstance(event, StepDone) and event.step + 1 == steps:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Controller, "_decide", signalling)
+
+
+def test_from_python_the_run_is_saved_and_the_signal_goes_on_to_the_program(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline = tiny | {"host": "inline", "steps": 4, "warm_start": {"steps": 0}}
+    heard: list[int] = []
+    with monkeypatch.context() as patch:
+        signalled(patch, signal.SIGTERM, steps=1)
+        with pytest.raises(SystemExit) as left:
+            slipstream.run("quickstart", overrides=inline, out=tmp_path / "run", display=False)
+        assert left.value.code == 143
+        assert status(tmp_path / "run") == "interrupted"
+    with monkeypatch.context() as patch:
+        signalled(patch, signal.SIGTERM, steps=2)
+        before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+        try:
+            result = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
+            assert (result.status, heard) == ("interrupted", [signal.SIGTERM])
+            assert signal.getsignal(signal.SIGTERM).__name__ == "<lambda>"
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    result = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
+    assert (result.status, result.summary["steps"]) == ("done", 4)
+    audit(tmp_path / "run")
+
+
+def test_a_run_that_is_interrupted_in_a_pause_says_so(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = json.loads((trained / "summary.json").read_text())
+    (tmp_path / "summary.json").write_text(json.dumps(said | {"status": "failed"}))
+
+    def lose(*_: Any) -> dict[str, Any]:
+        raise slipstream.core.errors.ExecutorLost("the trainer ended", executor="trainer")
+
+    monkeypatch.setattr(rl, "_attempt", lose)
+    monkeypatch.setattr(rl, "sleep", lambda _: signal.raise_signal(signal.SIGTERM))
+    given = rl.FromPython(display=False)
+    with pytest.raises(KeyboardInterrupt), given.interrupts:
+        rl.run_rl(resolve("quickstart"), tmp_path, given)
+    assert status(tmp_path) == "interrupted"
+
+
+def test_what_is_lost_while_the_run_ends_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: Any) -> dict[str, Any]:
+        with given.interrupts.deferred(100):
+            signal.raise_signal(signal.SIGTERM)
+            raise slipstream.core.errors.ExecutorLost("the trainer ended", executor="trainer")
+
+    monkeypatch.setattr(rl, "_attempt", lose)
+    monkeypatch.setattr(rl, "sleep", lambda _: pytest.fail("it waits for another attempt"))
+    given = rl.FromPython(display=False)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), given.interrupts:
+        rl.run_rl(resolve("quickstart"), tmp_path, given)
+
+
+# One writer
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("stages", [["rl"], ["sft", "rl"]])
+def test_a_folder_takes_one_run_at_a_time_whether_it_is_new_or_goes_on(
+    stages: list[str], tiny: dict[str, Any], trained: Path, tmp_path: Path
+) -> None:
+    overrides = tiny | {"stages": stages}
+    out = tmp_path / "run"
+    out.mkdir()
+    with holding(out):  # a run that has only just begun
+        before = files_of(tmp_path)
+        with pytest.raises(ConfigError, match="another run is going on"):
+            slipstream.run("quickstart", overrides=overrides, out=out, display=False)
+        assert files_of(tmp_path) == before
+    with holding(trained):
+        before = files_of(trained)
+        for call in ({"out": trained, "overrides": overrides}, {"resume": trained}):
+            with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+                slipstream.run("quickstart", display=False, **call)
+        assert slipstream.report(trained, out=tmp_path / "page.html").is_file(), "who reads may"
+        assert files_of(trained) == before
+
+
+def test_a_folder_that_was_used_between_the_look_and_the_lock_is_not_empty(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+
+    def another_run(*_: Any, **__: Any) -> None:
+        out.mkdir()
+        (out / "config.toml").write_text("of another run")
+        (out / "prompts.jsonl").write_text("of another run")
+
+    monkeypatch.setattr(slipstream.api, "check_stages", another_run)
+    with pytest.raises(ConfigError, match="not empty"):
+        slipstream.run("quickstart", overrides=tiny, out=out, prompts=["a", "b"], display=False)
+    assert {path.name for path in out.iterdir()} == {"config.toml", "prompts.jsonl"}
+
+
+def test_two_that_take_the_same_default_name_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    with slipstream.api._made(Path("a"), is_named=False) as folder:
+        assert folder != Path("a")
+        assert {path.name for path in folder.iterdir()} == {LOCK_FILE}
