@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from slipstream.core.disk import disk_errors, replacing, sync
+from slipstream.core.disk import check_in_place, disk_errors, replacing, sync
 from slipstream.core.errors import SlipstreamError
 
 T = TypeVar("T")
@@ -23,7 +23,8 @@ T = TypeVar("T")
 class JsonlWriter:
     """Appends msgspec-encodable objects, one a line; `write` hands each batch to the system in a single call.
 
-    DiskError where the disk refuses; the file then ends with the last whole batch, so that it can be gone on with.
+    DiskError where the disk refuses; the file then ends with the last whole batch, so that it can be gone on with. And
+    where the file was removed, moved or replaced, since its lines would be seen by nobody.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,6 +38,7 @@ class JsonlWriter:
 
     def write(self, *records: Any) -> None:
         if records:
+            check_in_place(self._path, self._file.fileno())
             with disk_errors(self._path):
                 self._append(b"\n".join(map(self._encoder.encode, records)) + b"\n")
 

@@ -23,6 +23,7 @@ from slipstream.controller.tally import Tally
 from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver, write_samples
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import ConfigError, DiskError, ExecutorLost
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.core.staleness import last_step
@@ -113,31 +114,35 @@ def _attempt(
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(prompt_set.report)
     first_step = 0 if cut is None else cut.schedule.steps_done
-    with open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers:
+    with (
+        HeldFolder(run_dir) as folder,
+        open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers,
+    ):
         pipeline = (
             default_pipeline(with_paths, reward=given.reward, resume=checkpoint, remote=given.remote)
             if given.pipeline is None
             else given.pipeline(with_paths)
         )
-        controller = Controller(
-            with_paths,
-            pipeline,
-            schedule_for(with_paths, None if cut is None else cut.schedule),
-            work,
-            run_dir=run_dir,
-            tally=tally,
-            observer=observer,
-            cluster=given.cluster,
-            partials=None if resumed is None else _admissible(config, resumed),
-            trackers=trackers,
-        )
         tally.status = "failed"  # until the controller says otherwise
         try:
-            controller.run()
+            Controller(
+                with_paths,
+                pipeline,
+                schedule_for(with_paths, None if cut is None else cut.schedule),
+                work,
+                run_dir=run_dir,
+                tally=tally,
+                observer=observer,
+                cluster=given.cluster,
+                partials=None if resumed is None else _admissible(config, resumed),
+                trackers=trackers,
+            ).run()
         except BaseException:
             with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
+                folder.check()
                 _conclude(tally, run_dir, observer, trackers)
             raise
+        folder.check()
         told: dict[str, Any] = msgspec.to_builtins(_conclude(tally, run_dir, observer, trackers), str_keys=True)
         return told
 
