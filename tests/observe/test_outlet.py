@@ -35,7 +35,8 @@ def train(config, *, out, resume):
         sys.stderr.write("said by a library\\n")
         for step in range(3):
             display.step({"step": step, "reward": 0.5})
-            sys.stdin.readline()
+            if sys.stdin is not None:
+                sys.stdin.readline()
     Path(sys.argv[1], "done").touch()
     if sys.argv[3] == "fails":
         raise DiskError("the run failed by itself")
@@ -46,7 +47,7 @@ cli._run_config = lambda options: None
 cli.main.__defaults__ = (["run", "quickstart"],)
 cli.script()
 """
-CODES = {"done": 0, "interrupted": 130, "fails": 1}
+CODES = {"done": 0, "fails": 1}
 
 
 def start(folder: Path, *, lines: int = 3, ending: str = "done", prefix: str = "", **more) -> subprocess.Popen[bytes]:
@@ -91,7 +92,6 @@ def test_a_reader_that_leaves_changes_no_exit_code(tmp_path: Path, ending: str) 
         (">/dev/full", "standard output is refused (No space left on device)"),
         (">/dev/full 2>&1", "standard error is refused (No space left on device)"),
         (">&-", "standard output is gone (it is closed)"),
-        (">&- 2>&-", "standard error is gone (it is closed)"),
         ("<&- >&- 2>&-", "standard error is gone (it is closed)"),
     ],
 )
@@ -164,13 +164,12 @@ def test_an_encoding_without_the_characters_shows_their_escapes(tmp_path: Path) 
     assert b"line 2 \\u2192 xxx" in told
 
 
-@pytest.mark.parametrize("command", ["recipes", "plan quickstart"])
-def test_other_commands_end_with_their_reader(command: str) -> None:
+def test_other_commands_end_with_their_reader() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "slipstream.cli", *command.split()],
+            [sys.executable, "-m", "slipstream.cli", "recipes"],
             stdout=output,
             stderr=subprocess.PIPE,
             timeout=DEADLINE_S,

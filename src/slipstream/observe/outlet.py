@@ -207,10 +207,10 @@ def lasting_output(log_path: Path | None = None) -> Iterator[None]:
     outlets: list[Outlet] = []
     if stdout is sys.__stdout__:
         outlets.append(outlet := Outlet(stdout, "standard output", log))
-        sys.stdout = outlet  # type: ignore[assignment]
+        sys.stdout = outlet
     if stderr is sys.__stderr__:
         outlets.append(outlet := Outlet(stderr, "standard error", log))
-        sys.stderr = outlet  # type: ignore[assignment]
+        sys.stderr = outlet
     try:
         yield
     finally:

@@ -95,7 +95,7 @@ def main(run_dir: Path, stage: str, errors: int, *, display: bool) -> int:
     """Run one stage here; what went wrong is written to `errors` for the run to raise."""
     os.set_inheritable(errors, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle: it closes the lifeline
-    threading.Thread(target=_end_with_the_run, args=[HeldFolder(run_dir)], daemon=True).start()
+    threading.Thread(target=_end_with_the_run, args=[run_dir], daemon=True).start()
     from slipstream.stages.chain import run_stage  # torch, once the lifeline is watched
 
     with lasting_output(run_dir / "logs" / CONSOLE_LOG):
@@ -110,9 +110,9 @@ def main(run_dir: Path, stage: str, errors: int, *, display: bool) -> int:
         return 0
 
 
-def _end_with_the_run(folder: HeldFolder) -> None:
+def _end_with_the_run(run_dir: Path) -> None:
     """Ends when standard input closes, or the run's folder is gone; and this process with it."""
-    with suppress(DiskError):
+    with suppress(DiskError), HeldFolder(run_dir) as folder:
         while not select.select([0], [], [], CHECK_FOLDER_EVERY_S)[0]:
             folder.check()
     os._exit(1)
