@@ -91,9 +91,14 @@ def test_a_segment_that_nobody_holds_is_waste_where_no_folder_is(places: tuple[P
     _, shared = places
     held, left = (make_old(shared / f"slipstream.run-{name}") for name in ("held", "left"))
     descriptor = hold(held)
+    weights = shared / "slipstream.run-vllm-x"  # a folder of weights for vLLM
+    weights.mkdir()
+    claimed = claim(weights)
+    make_old(weights / "owner")
     assert sweep() == [left]
     os.close(descriptor)
-    assert sweep() == [held]
+    os.close(claimed)
+    assert set(sweep()) == {held, weights}
 
 
 def test_what_stands_in_the_place_of_an_owner_is_not_followed(places: tuple[Path, Path]) -> None:

@@ -37,7 +37,9 @@ def replaced(run: Path) -> None:
 HOW = {removed: "deleted", emptied: "deleted", moved: "now .*elsewhere", replaced: "now .*elsewhere"}
 
 
-@pytest.mark.parametrize("vanish", HOW)
+@pytest.mark.parametrize(
+    "vanish", [removed, replaced, *(pytest.param(how, marks=pytest.mark.slow) for how in (emptied, moved))]
+)
 def test_it_is_told_with_the_next_line(
     vanish: Callable[[Path], None], tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

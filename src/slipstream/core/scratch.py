@@ -71,8 +71,8 @@ def hold(path: Path, *, create: bool = False) -> int:
 def sweep() -> list[Path]:
     """Remove what runs of this user have left whose processes were all killed; returns it. Never a living run's.
 
-    Those are folders that were claimed, of sockets and of reward workers, with all scratch of their run, and segments
-    that nobody holds.
+    Those are folders that were claimed, of sockets and of reward workers, with all scratch of their run; and segments
+    and folders of weights that nobody holds.
     """
     swept: list[Path] = []
     for folder in Path(tempfile.gettempdir()).glob(_FOLDERS):
@@ -81,7 +81,8 @@ def sweep() -> list[Path]:
             swept += [folder, *cleanup(folder.name)]
     for directory in scratch_directories():
         for path in directory.glob(_FILES):
-            if path.is_file() and not path.is_symlink() and _is_ours(path) and _is_old(path) and _is_abandoned(path):
+            lock = path / _OWNER if path.is_dir() else path
+            if not path.is_symlink() and _is_ours(path) and _is_old(lock) and _is_abandoned(lock):
                 _remove(path)
                 swept.append(path)
     return swept
