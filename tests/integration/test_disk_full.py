@@ -67,7 +67,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_space(tiny: dict[str,
     audit(run)
 
 
-@pytest.mark.parametrize("disk", [4, 8, 16, 48], indirect=True)
+@pytest.mark.parametrize("disk", [4, 8, *(pytest.param(kb, marks=pytest.mark.slow) for kb in (16, 48))], indirect=True)
 def test_a_disk_with_hardly_any_room_is_told_as_one(tiny: dict[str, Any], disk: Path) -> None:
     """Whichever file comes first that does not fit: the configuration, the first events, or those of a few steps."""
     tables = tiny | {"host": "inline", "warm_start": {"steps": 0}}
@@ -78,6 +78,7 @@ def test_a_disk_with_hardly_any_room_is_told_as_one(tiny: dict[str, Any], disk: 
     assert (disk / "run" / "config.toml").exists() == (disk / "run").exists(), "a run's folder, or none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", [16], indirect=True)
 def test_a_stage_that_finds_no_room_for_its_weights_says_so(
     tiny: dict[str, Any], disk: Path, capfd: pytest.CaptureFixture[str]

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from processes import command_line, descendants, is_alive
 
-Record = Callable[[str, float], None]
 END_DEADLINE_S = 60.0
 START_DEADLINE_S = 120.0
 PR_SET_CHILD_SUBREAPER = 36
@@ -54,8 +53,7 @@ def await_that(holds: Callable[[], bool], what: str, process: subprocess.Popen[b
         time.sleep(0.02)
 
 
-def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str) -> float:
-    """Seconds from the end of the controller to that of the last process below it."""
+def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str) -> None:
     known = descendants(os.getpid())
     process.kill()
     killed_s = time.monotonic()
@@ -71,11 +69,11 @@ def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str) -> float:
         os.close(descriptor)
         assert has_ended, f"{command_line(pid)} lives {END_DEADLINE_S:g} s after its controller, killed amid {phase}"
     took_s = time.monotonic() - killed_s
+    sys.stdout.write(f"killed amid {phase}: the last of {len(known)} processes ended after {took_s:.2f} s\n")
     for pid in known:
         with suppress(ChildProcessError):  # one that was never adopted
             os.waitpid(pid, os.WNOHANG)
     assert not [pid for pid in descendants(os.getpid()) if is_alive(pid)]
-    return took_s
 
 
 def hosts() -> int:
@@ -89,7 +87,7 @@ def steps_of(out: Path) -> int:
 
 @pytest.mark.parametrize("where", ["init", "step"])
 def test_a_child_that_looks_at_nothing_ends_with_the_controller(
-    where: str, tiny: dict[str, Any], tmp_path: Path, record_property: Record
+    where: str, tiny: dict[str, Any], tmp_path: Path
 ) -> None:
     """However long it would take: amid `init` at once, amid a step after a grace period."""
     mark = tmp_path / "stuck"
@@ -98,31 +96,28 @@ def test_a_child_that_looks_at_nothing_ends_with_the_controller(
     call = f"overrides=json.loads({tables!r}), out={str(tmp_path / 'run')!r}, pipeline=pipeline"
     process = start(tmp_path / "run", call, prelude)
     await_that(mark.exists, f"rewards in {where}", process)
-    record_property("seconds", kill_and_see_all_end(process, where))
+    kill_and_see_all_end(process, where)
 
 
 @pytest.mark.slow
-def test_no_phase_of_a_run_leaves_orphans(tiny: dict[str, Any], tmp_path: Path, record_property: Record) -> None:
+def test_no_phase_of_a_run_leaves_orphans(tiny: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "run"
     tables = json.dumps(tiny | {"steps": 100_000, "trainer": {"checkpoint_every": 2}})
     fresh, resume = f"overrides=json.loads({tables!r}), out={str(out)!r}", f"resume={str(out)!r}"
 
-    def ended(phase: str) -> None:
-        record_property(phase, kill_and_see_all_end(process, phase))
-
     process = start(out, fresh, "import json")
     await_that(lambda: hosts() >= 1, "a child", process)
-    ended("the start")
+    kill_and_see_all_end(process, "the start")
 
     process = start(out, resume)
     await_that(lambda: hosts() == 3, "all children", process)
-    ended("a resume without a checkpoint")
+    kill_and_see_all_end(process, "a resume without a checkpoint")
 
     process = start(out, resume)
     await_that(lambda: steps_of(out) >= 5, "the fifth step", process)
-    ended("training")
+    kill_and_see_all_end(process, "training")
 
     for num_hosts in (1, 3):
         process = start(out, resume)
         await_that(lambda: hosts() == num_hosts, f"{num_hosts} children", process)  # noqa: B023
-        ended(f"a resume with {num_hosts} children")
+        kill_and_see_all_end(process, f"a resume with {num_hosts} children")

@@ -419,10 +419,11 @@ class Child:
         return f"exit code {status.si_status}" if is_exit else f"killed by {signal.Signals(status.si_status).name}"
 
     def log_tail(self) -> str:
-        """The end of what this process has logged."""
-        with self.log_path.open("rb") as log:
+        """The end of what this process has logged; empty where its log is gone."""
+        with suppress(FileNotFoundError), self.log_path.open("rb") as log:
             log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_CHARS))
             return log.read().decode(errors="replace").strip()
+        return ""
 
     def kill(self) -> None:
         """End it and what it has started at once, so that it cannot come back."""

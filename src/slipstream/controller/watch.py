@@ -39,6 +39,9 @@ class Observer(Protocol):
 
     def finished(self, samples: list[Sample], summary: Summary) -> None: ...
 
+    def close(self) -> None:
+        """Nothing more comes, also where the run failed. May be called twice."""
+
 
 class SilentObserver:
     """Shows nothing."""
@@ -65,6 +68,9 @@ class SilentObserver:
         pass
 
     def finished(self, samples: list[Sample], summary: Summary) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -109,6 +115,9 @@ class ConsoleObserver:
         self.display.samples(samples)
         files = {name: self.run_dir / name for name in FILES if (self.run_dir / name).exists()}
         self.display.finish(summary, files)
+
+    def close(self) -> None:
+        self.display.close()
 
 
 def write_samples(tally: Tally, run_dir: Path) -> list[Sample]:

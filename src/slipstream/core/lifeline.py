@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line of a process that runs `module` and does not outlive this one."""
+    """The command line of a process that runs `module` and does not outlive the thread of this one that starts it."""
     return [sys.executable, "-m", "slipstream.core.lifeline", str(os.getpid()), module, *arguments]
 
 

@@ -28,7 +28,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path = path.absolute()  # the working directory may change
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             cut_torn_tail(path)

@@ -214,7 +214,7 @@ def lasting_output(log_path: Path | None = None) -> Iterator[None]:
     try:
         yield
     finally:
+        sys.stdout, sys.stderr = stdout, stderr
         for outlet in outlets:
             outlet.end()
-        sys.stdout, sys.stderr = stdout, stderr
         log.close()

@@ -115,6 +115,7 @@ def _attempt(
     observer.started(prompt_set.report)
     first_step = 0 if cut is None else cut.schedule.steps_done
     with (
+        contextlib.closing(observer),
         HeldFolder(run_dir) as folder,
         open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers,
     ):
