@@ -138,6 +138,16 @@ def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists(), "nothing is missing there, and no log is made"
 
 
+def test_whoever_has_kept_an_outlet_writes_to_the_stream_after_the_end() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as pipe, os.fdopen(writing, "w") as stream:
+        kept = outlet.Outlet(stream, "standard output", outlet._Log())
+        kept.write("within\n")
+        kept.end()
+        kept.write("after\n")
+        assert (pipe.readline(), pipe.readline()) == ("within\n", "after\n")
+
+
 def test_a_terminal_that_vanishes_ends_the_picture_and_not_the_run(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"}

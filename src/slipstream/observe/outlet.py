@@ -102,6 +102,12 @@ class Outlet(io.TextIOBase):
 
     def write(self, text: str) -> int:
         data = text.encode(self.encoding, "backslashreplace")
+        if self._is_closing:  # a logging handler may have kept this
+            with suppress(OSError):
+                if self._stream is not None and not self.why_lost:
+                    self._stream.write(text)
+                    self._stream.flush()
+            return len(text)
         with self._news:
             is_full = self._pending_bytes + len(data) > MAX_PENDING_BYTES
             if not self.why_lost and not is_full:
