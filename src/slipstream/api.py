@@ -24,10 +24,12 @@ from slipstream.controller.cluster import Cluster
 from slipstream.controller.meeting import check_listening
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError
+from slipstream.core.disk import replace_file
+from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import merge, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
+from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.stages.chain import check_data, check_stages, run_stages
 from slipstream.stages.rl import FromPython, resume_rl, run_rl
 
@@ -120,16 +122,17 @@ def _run(
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir)
         check_data(config, run_dir)
-        if config.stages == ["rl"]:
-            return Result(out=run_dir, summary=run_rl(config, run_dir, given))
-        return Result(out=run_dir, summary=run_stages(config, run_dir, given))
+        with lasting_output(run_dir / "logs" / CONSOLE_LOG):
+            if config.stages == ["rl"]:
+                return Result(out=run_dir, summary=run_rl(config, run_dir, given))
+            return Result(out=run_dir, summary=run_stages(config, run_dir, given))
 
 
 @contextmanager
 def _made(run_dir: Path, *, is_named: bool) -> Iterator[Path]:
     """The folder of a new run: `run_dir`, or one beside it where another run has taken a name that nobody asked for.
 
-    It exists within, and no other run writes to it; it goes again where it did not become that of a run.
+    It exists within, and no other run writes to it; it goes again where that ends before it has become that of a run.
     """
     new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
@@ -156,11 +159,11 @@ def _made(run_dir: Path, *, is_named: bool) -> Iterator[Path]:
             _check_unused(run_dir)  # once more: another run may have come and gone
             try:
                 yield run_dir
-            except (ConfigError, Interrupted):
+            except (ConfigError, DiskError, Interrupted):
                 if not (run_dir / "config.toml").exists():
                     (run_dir / PROMPTS_FILE).unlink(missing_ok=True)
                 raise
-    except (ConfigError, Interrupted):
+    except (ConfigError, DiskError, Interrupted):
         _remove(new)
         raise
 
@@ -212,7 +215,7 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     except (TypeError, ValueError) as error:
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
-    path.write_text("".join(lines), encoding="utf-8")
+    replace_file(path, "".join(lines).encode())
     num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
     tables = config.model_dump()
     tables["prompts"] |= {
@@ -236,7 +239,7 @@ def _resume(run_dir: Path, given: FromPython) -> Result:
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
-    with holding(run_dir):
+    with holding(run_dir), lasting_output(run_dir / "logs" / CONSOLE_LOG):
         if config.stages == ["rl"]:
             return Result(out=run_dir, summary=resume_rl(config, run_dir, given))
         return Result(out=run_dir, summary=run_stages(config, run_dir, given))

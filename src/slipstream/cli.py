@@ -52,15 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         _print_help()
         return EXIT_DONE
+    return _exit_code(lambda: _command(name)(rest))
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"unknown command '{name}'",
+            allowed=", ".join(COMMANDS),
+            hint=did_you_mean(name, COMMANDS) or "a command comes first: `slipstream run RECIPE ...`",
+        )
+    return COMMANDS[name]
+
+
+def _exit_code(work: Callable[[], int]) -> int:
+    """What `work` returns, or the code of what it raises, which is told."""
     try:
-        if name not in COMMANDS:
-            raise ConfigError(
-                f"unknown command '{name}'",
-                allowed=", ".join(COMMANDS),
-                hint=did_you_mean(name, COMMANDS) or "a command comes first: `slipstream run RECIPE ...`",
-            )
         with Interrupts():
-            return COMMANDS[name](rest)
+            return work()
     except ConfigError as error:
         _print_error(error)
         return EXIT_BAD_INPUT
@@ -80,11 +89,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(argv: Sequence[str]) -> int:
     """Train a model by a recipe; any field of the configuration is a flag."""
     options = _parse("run", _run_options(_recipe_defaults(argv)), argv, run_command)
-    config = _run_config(options)
-    from slipstream.api import run
+    return _train(_run_config(options), options)
 
-    result = run(config, out=options.out, resume=options.resume)
-    return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
+
+def _train(config: RunConfig | str, options: Any, **more: Any) -> int:
+    """Run; the exit code is the run's, whatever becomes of the terminal."""
+    from slipstream.api import run
+    from slipstream.observe.outlet import lasting_output
+
+    def train() -> int:
+        result = run(config, out=options.out, resume=options.resume, **more)
+        return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
+
+    with lasting_output():
+        return _exit_code(train)
 
 
 def eval_command(argv: Sequence[str]) -> int:
@@ -272,10 +290,7 @@ def launch_command(argv: Sequence[str]) -> int:
         config = _run_config(options)
         listen, remote = options.listen or "127.0.0.1:0", options.remote or ()
         cluster = cluster_of(listen, options.key_file, options.address_file, remote)
-        from slipstream.api import run
-
-        result = run(config, out=options.out, resume=options.resume, cluster=cluster)
-        return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
+        return _train(config, options, cluster=cluster)
     if options.remote is not None:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
     if options.controller is None:
@@ -651,9 +666,17 @@ def script() -> NoReturn:
     A daemon thread that comes back from C++ (a wait for the store, for gloo) while Python takes itself apart aborts the
     process. Where one is left, nothing is taken apart.
     """
+    for descriptor in range(3):  # one that was closed would be given to the next file, and written to
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     if threading.active_count() > 1:
         os._exit(code)
     sys.exit(code)

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.core import scratch
 from slipstream.core.channel import make_transport_dir
-from slipstream.core.scratch import claim, cleanup, file_prefix, hold, sweep
+from slipstream.core.scratch import claim, cleanup, file_prefix, hold, make_claimed, sweep
 
 OWNER = """
 import sys
@@ -91,9 +91,36 @@ def test_a_segment_that_nobody_holds_is_waste_where_no_folder_is(places: tuple[P
     _, shared = places
     held, left = (make_old(shared / f"slipstream.run-{name}") for name in ("held", "left"))
     descriptor = hold(held)
+    weights = shared / "slipstream.run-vllm-x"  # a folder of weights for vLLM
+    weights.mkdir()
+    claimed = claim(weights)
+    make_old(weights / "owner")
     assert sweep() == [left]
     os.close(descriptor)
-    assert sweep() == [held]
+    os.close(claimed)
+    assert set(sweep()) == {held, weights}
+
+
+def test_what_stands_in_the_place_of_an_owner_is_not_followed(places: tuple[Path, Path]) -> None:
+    """Hostile programs may write to a worker's folder: a pipe would block whoever opened it, a link lead elsewhere."""
+    temporary, shared = places
+    precious = make_old(temporary / "precious")
+    folder, descriptor = make_claimed("reward")
+    os.close(descriptor)
+    (folder / "owner").unlink()
+    os.mkfifo(folder / "owner")
+    linked, descriptor = make_claimed("reward")
+    os.close(descriptor)
+    (linked / "owner").unlink()
+    (linked / "owner").symlink_to(precious)
+    kept, descriptor = make_claimed("elsewhere")
+    os.close(descriptor)
+    kept = kept.rename(temporary / "kept")
+    (temporary / "slipstream-link").symlink_to(kept)
+    (shared / "slipstream.run-link").symlink_to(precious)
+    assert sweep() == []
+    assert precious.exists()
+    assert (kept / "owner").exists()
 
 
 def test_another_users_are_not_ours(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_a_checkpoint_is_there_or_not(tmp_path: Path, monkeypatch: pytest.Monkey
     try:
         first, second = folder.write(model, 0), folder.write(model, 1)
         folder.keep_only(second)
-        assert [path.name for path in folder.path.iterdir()] == ["push-1"]
+        assert [path.name for path in folder.path.glob("push-*")] == ["push-1"]
         assert not first.exists()
 
         def full(*_: object, **__: object) -> None:

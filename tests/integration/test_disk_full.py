@@ -17,16 +17,17 @@ from test_endings import await_steps
 
 import slipstream
 from slipstream.controller.controller import Controller
-from slipstream.core.errors import DiskError
+from slipstream.core.errors import DiskError, SlipstreamError
 from slipstream.core.types import StepDone
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A small disk of its own, of 24 MiB or as many kB as a parameter says."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    size = f"{request.param}k" if hasattr(request, "param") else "24m"
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("only root may mount a small disk")
     yield folder
@@ -64,6 +65,30 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_space(tiny: dict[str,
     resumed = slipstream.run("quickstart", resume=run, display=False)
     assert (resumed.status, resumed.summary["steps"]) == ("done", 5)
     audit(run)
+
+
+@pytest.mark.parametrize("disk", [4, 8, *(pytest.param(kb, marks=pytest.mark.slow) for kb in (16, 48))], indirect=True)
+def test_a_disk_with_hardly_any_room_is_told_as_one(tiny: dict[str, Any], disk: Path) -> None:
+    """Whichever file comes first that does not fit: the configuration, the first events, or those of a few steps."""
+    tables = tiny | {"host": "inline", "warm_start": {"steps": 0}}
+    with pytest.raises(DiskError, match="could not be written") as told:
+        slipstream.run("quickstart", overrides=tables, out=disk / "run", display=False)
+    told.match("No space left on device")
+    assert len(str(told.value).splitlines()) < 6
+    assert (disk / "run" / "config.toml").exists() == (disk / "run").exists(), "a run's folder, or none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", [16], indirect=True)
+def test_a_stage_that_finds_no_room_for_its_weights_says_so(
+    tiny: dict[str, Any], disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, which cannot leave a note on that disk."""
+    tables = tiny | {"stages": ["sft"], "sft": {"steps": 1, "batch_size": 4, "num_demonstrations": 40}}
+    with pytest.raises(SlipstreamError, match="could not be written") as told:
+        slipstream.run("quickstart", overrides=tables | {"warm_start": {"steps": 0}}, out=disk / "run", display=False)
+    told.match("No space left on device")
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow

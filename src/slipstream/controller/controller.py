@@ -163,13 +163,13 @@ class Controller:
 
     def _run(self) -> Tally:
         with self.timeline.span("start_up"):
-            self.events.record(self.schedule.began(), [])
             if left := sweep():
                 self.observer.note(f"removed {len(left)} files and folders that runs left behind which were killed")
             transport_dir = make_transport_dir()
             run_id, owner = transport_dir.name, claim(transport_dir)
         try:
             with self.timeline.span("start_up"):
+                self.events.record(self.schedule.began(), [])
                 self.executors.launch(transport_dir, run_id, self.cluster)
                 if self.work.warm_start is not None:
                     self.executors.send("trainer", self.work.warm_start)

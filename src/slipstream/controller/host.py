@@ -1,7 +1,8 @@
 """Where an executor runs: inside the controller's process, or in a process of its own with the same code around it.
 
 `python -m slipstream.controller.host SPEC` is such a process. It ends when its executor is finished, when it fails, or
-when its standard input closes: the other end of that pipe is the controller, so no child outlives it. Those of other
+when its standard input closes: the other end of that pipe is the controller, so no child outlives it. Until it serves,
+it does not look at that pipe, and the system kills it with the controller (`core/lifeline.py`). Those of other
 machines (`controller/member.py`) have a lease instead.
 """
 
@@ -32,6 +33,7 @@ from slipstream.controller.pipeline import (
     weight_readers,
 )
 from slipstream.controller.placement import thread_environment
+from slipstream.core import lifeline
 from slipstream.core.addresses import LocalAddresses, StoreAddresses
 from slipstream.core.channel import ChannelSpec, Ports, connect_by_book, wait
 from slipstream.core.clock import Clock, WallClock
@@ -250,6 +252,7 @@ def main(spec_path: str) -> int:
             host.init()
             if spec["incarnation"] > 1:  # the first ones need not join; later ones do when nobody has to wait for them
                 ports.outputs["events"].put(Joined(executor=name, incarnation=spec["incarnation"]))
+        lifeline.ends_with(sys.stdin.fileno())
         return serve(host, PipeTether(sys.stdin.fileno()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
         with nullcontext() if host is None else host.timeline.span("shut_down"):
@@ -401,7 +404,7 @@ class Child:
         with log_path.open("ab") as log:
             log_start = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.controller.host", str(spec_path)],
+                lifeline.command("slipstream.controller.host", str(spec_path)),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -425,10 +428,11 @@ class Child:
         return f"exit code {status.si_status}" if is_exit else f"killed by {signal.Signals(status.si_status).name}"
 
     def log_tail(self) -> str:
-        """The end of what this process has logged."""
-        with self.log_path.open("rb") as log:
+        """The end of what this process has logged; empty where its log is gone."""
+        with suppress(FileNotFoundError), self.log_path.open("rb") as log:
             log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_CHARS))
             return log.read().decode(errors="replace").strip()
+        return ""
 
     def kill(self) -> None:
         """End it and what it has started at once, so that it cannot come back."""

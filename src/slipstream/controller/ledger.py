@@ -6,7 +6,8 @@ it: a lost completion is regenerated from its ordinal with the same noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -57,17 +58,8 @@ class Ledger:
         return sum(s == state for s in self.states.values())
 
     def counts(self) -> dict[str, int]:
-        """`admitted = trained + failed + skipped + pending`; `lost`: ordinals below the highest that nobody knows."""
-        highest = max(self.states, default=-1) + 1
-        return {
-            "admitted": len(self.states),
-            "trained": self.count("trained"),
-            "failed": self.count("failed"),
-            "skipped": self.count("skipped"),
-            "pending": self.count("admitted"),
-            "lost": highest - len(self.states),
-            "repeated": self.repeated,
-        }
+        """See `counts`, with how many were trained more than once."""
+        return counts(self.states) | {"repeated": self.repeated}
 
     def sync(self) -> None:
         """Return once every line is on the disk."""
@@ -78,6 +70,20 @@ class Ledger:
             self._writer.sync()
         finally:
             self._writer.close()
+
+
+def counts(states: Mapping[int, State]) -> dict[str, int]:
+    """`admitted = trained + failed + skipped + pending`; `lost`: ordinals below the highest that nobody knows."""
+    found = Counter(states.values())
+    return {
+        "admitted": len(states),
+        "trained": found["trained"],
+        "failed": found["failed"],
+        "skipped": found["skipped"],
+        "pending": found["admitted"],
+        "lost": max(states, default=-1) + 1 - len(states),
+        "repeated": 0,
+    }
 
 
 def cut_back(path: Path, snapshot: Snapshot) -> None:

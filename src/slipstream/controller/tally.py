@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, get_args
 
 from slipstream.controller.evaluations import GREEDY, SAMPLED
+from slipstream.controller.ledger import counts
 from slipstream.core.config import RunConfig
 from slipstream.core.types import (
     Counters,
@@ -63,7 +64,7 @@ class Tally:
     swaps: list[Swapped] = field(default_factory=list)
     publishes_skipped: int = 0
     payload_bytes: int = 0
-    prompts: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=lambda: counts({}))
     dropped: Counter[SkipCause] = field(default_factory=Counter)  # groups since the last step, by cause
     restarts: Counter[str] = field(default_factory=Counter)  # executor -> how often it was started again
     earlier_s: float = 0.0

@@ -39,7 +39,8 @@ class Observer(Protocol):
 
     def finished(self, samples: list[Sample], summary: Summary) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the terminal back: nothing more comes, also where the run failed. May be called twice."""
 
 
 class SilentObserver:
@@ -116,7 +117,6 @@ class ConsoleObserver:
         self.display.finish(summary, files)
 
     def close(self) -> None:
-        """Give the terminal back, however the run has ended."""
         self.display.close()
 
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from safetensors import SafetensorError
 
 from slipstream.core.errors import DiskError
 
@@ -24,19 +29,88 @@ HINTS = {
     errno.EACCES: "the folder must be one that you may write to",
 }
 
+_OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+"""Nothing but writing to a disk fails so."""
+
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """What the system refuses while `path` is written, as a DiskError that names the file and says what to do."""
     try:
         yield
-    except OSError as error:
-        raise disk_error(path, error.strerror or str(error), error.errno) from error
+    except (OSError, SafetensorError) as error:
+        raise _as_disk_error(path, error) from error
+
+
+def _as_disk_error(path: Path, error: Exception) -> DiskError:
+    return disk_error(path, (error.strerror if isinstance(error, OSError) else "") or str(error), _number(error))
+
+
+def _number(error: BaseException | None) -> int | None:
+    """The system's number of an error; safetensors hides it in its text."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
+    return None if found is None else int(found[1])
 
 
 def disk_error(path: Path, why: str, number: int | None) -> DiskError:
     """That `path` could not be written, for the reason `why` with error number `number`, if that is known."""
     return DiskError(f"{path.name} could not be written", got=f"{why}: {path}", hint=HINTS.get(number or 0))
+
+
+def check_in_place(path: Path, descriptor: int) -> None:
+    """DiskError where `path` is not, or no longer, what `descriptor` holds open: it was removed, moved or replaced.
+
+    What was written through the descriptor since then is lost, or lies somewhere else.
+    """
+    with contextlib.suppress(OSError):
+        if os.path.samestat(path.stat(), os.fstat(descriptor)):
+            return
+    raise DiskError(
+        f"{path.name} was removed, moved or replaced while the run wrote to it",
+        got=f"{path} is {_whereabouts(descriptor)}",
+        hint="a run's folder stays where it is and as it is until the run has ended",
+    )
+
+
+def _whereabouts(descriptor: int) -> str:
+    """Where an open file or folder is now, as far as the system says so."""
+    try:
+        place = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return "gone"
+    return "deleted" if place.endswith(" (deleted)") else f"now {place}"
+
+
+class HeldFolder:
+    """A folder that is to stay in its place. A context manager, which at its end looks for the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        with disk_errors(self.path):
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def check(self) -> None:
+        """DiskError where it was removed, moved or replaced."""
+        check_in_place(self.path, self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A folder that is gone explains whatever was raised inside, and so does a disk without space."""
+        try:
+            self.check()
+        except DiskError as gone:
+            raise gone from error
+        finally:
+            os.close(self._descriptor)
+        if isinstance(error, OSError | SafetensorError) and _number(error) in _OF_WRITING:
+            named = error.filename if isinstance(error, OSError) else None
+            raise _as_disk_error(self.path if named is None else Path(os.fsdecode(named)), error) from error
 
 
 def sync(path: Path) -> None:

@@ -52,7 +52,8 @@ def save_messages(path: Path, messages: Sequence[Message], *, cut: str) -> None:
     tensors = {str(number): np.ascontiguousarray(array) for number, array in enumerate(arrays)}
     metadata = {"cut": cut, "messages": text, "crc32": str(_crc32(text, tensors.values()))}
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):  # not the run's folder: if that is gone, it stays so
+            folder.mkdir(exist_ok=True)
     replace_file(path, save(tensors, metadata))
 
 

@@ -12,13 +12,14 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
 
 from slipstream.core.errors import WeightSyncError
 
-FOLDER_PREFIX = "slipstream-"  # of the folders of sockets in the temporary folder; the rest is the run's id
+FOLDER_PREFIX = "slipstream-"  # of folders in the temporary folder; with sockets in it, one is named by the run's id
 _FILES, _FOLDERS = "slipstream.*", f"{FOLDER_PREFIX}*"
 _OWNER = "owner"
 _JUST_MADE_S = 60.0  # a file is locked right after it is made, not at the same time
@@ -53,6 +54,12 @@ def claim(folder: Path) -> int:
     return descriptor
 
 
+def make_claimed(kind: str) -> tuple[Path, int]:
+    """A folder of this process's own in the temporary folder, and the descriptor that claims it."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{kind}-"))
+    return folder, claim(folder)
+
+
 def hold(path: Path, *, create: bool = False) -> int:
     """Lock a file for as long as the descriptor returned is open: `sweep` leaves it alone."""
     descriptor = os.open(path, os.O_RDONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
@@ -64,28 +71,32 @@ def hold(path: Path, *, create: bool = False) -> int:
 def sweep() -> list[Path]:
     """Remove what runs of this user have left whose processes were all killed; returns it. Never a living run's.
 
-    Those are folders of sockets that were claimed, with all scratch of their run, and segments that nobody holds.
+    Those are folders that were claimed, of sockets and of reward workers, with all scratch of their run; and segments
+    and folders of weights that nobody holds.
     """
     swept: list[Path] = []
     for folder in Path(tempfile.gettempdir()).glob(_FOLDERS):
-        if _is_ours(folder) and _is_abandoned(folder / _OWNER):
+        if not folder.is_symlink() and _is_ours(folder) and _is_abandoned(folder / _OWNER):
             _remove(folder)
             swept += [folder, *cleanup(folder.name)]
     for directory in scratch_directories():
         for path in directory.glob(_FILES):
-            if path.is_file() and _is_ours(path) and _is_old(path) and _is_abandoned(path):
+            lock = path / _OWNER if path.is_dir() else path
+            if not path.is_symlink() and _is_ours(path) and _is_old(lock) and _is_abandoned(lock):
                 _remove(path)
                 swept.append(path)
     return swept
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether there is such a file, and nobody holds it."""
+    """Whether there is such a file, and nobody holds it. Hostile code may have put something else in its place."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False

@@ -23,6 +23,7 @@ from rich.text import Text
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
+from slipstream.observe.outlet import Outlet
 from slipstream.observe.samples import Sample
 from slipstream.observe.states import colour, in_words, shares
 from slipstream.observe.summary import Summary
@@ -71,6 +72,7 @@ class Display:
     ) -> None:
         # A notebook's kernel asks for colours (FORCE_COLOR), but what it shows is not a terminal.
         self._console = console or Console(force_jupyter=False, force_terminal=sys.stdout.isatty())
+        self._outlet = sys.stdout if isinstance(sys.stdout, Outlet) and console is None else None
         self._clock = clock or WallClock()
         self.is_live = (
             self._console.is_terminal
@@ -219,6 +221,12 @@ class Display:
         return True
 
     def _update(self, line: str) -> None:
+        if self.is_live and self._outlet is not None:
+            if self._outlet.why_lost:  # a log has no pictures
+                self.close()
+                self.is_live = False
+            elif self._outlet.is_behind:
+                return
         if not self.is_live:
             self._say(line)
             return

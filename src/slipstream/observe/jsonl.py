@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from slipstream.core.disk import disk_errors, replacing, sync
+from slipstream.core.disk import check_in_place, disk_errors, replacing, sync
 from slipstream.core.errors import SlipstreamError
 
 T = TypeVar("T")
@@ -23,11 +23,12 @@ T = TypeVar("T")
 class JsonlWriter:
     """Appends msgspec-encodable objects, one a line; `write` hands each batch to the system in a single call.
 
-    DiskError where the disk refuses; the file then ends with the last whole batch, so that it can be gone on with.
+    DiskError where the disk refuses; the file then ends with the last whole batch, so that it can be gone on with. And
+    where the file was removed, moved or replaced, since its lines would be seen by nobody.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path = path.absolute()  # the working directory may change
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             cut_torn_tail(path)
@@ -37,6 +38,7 @@ class JsonlWriter:
 
     def write(self, *records: Any) -> None:
         if records:
+            check_in_place(self._path, self._file.fileno())
             with disk_errors(self._path):
                 self._append(b"\n".join(map(self._encoder.encode, records)) + b"\n")
 

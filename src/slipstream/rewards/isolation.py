@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.core.lifeline import die_with_parent
 from slipstream.rewards import seccomp
 
 BARRIERS = ("network", "processes", "files", "user", "privileges", "limits", "syscalls")
@@ -33,7 +34,7 @@ REQUIRED_FOR_UNSAFE = frozenset({"network", "processes", "user", "privileges", "
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the call's number is the same everywhere
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
@@ -265,12 +266,6 @@ def _is_open(folder: Path) -> bool:
 def is_reachable_by_others(paths: Iterable[str]) -> bool:
     """Whether another user can enter every one of `paths` that exists."""
     return all(_private_ancestor(os.path.realpath(path)) is None for path in paths if os.path.isdir(path))
-
-
-def die_with_parent() -> None:
-    """SIGKILL for this process as soon as its parent ends."""
-    if sys.platform.startswith("linux"):
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def drop_privileges(worker_uid: int | None, *, is_user_namespace: bool) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
+from slipstream.core.scratch import sweep
 from slipstream.rewards.protocol import MAX_ERROR_CHARS, Job, Result, Setup, SetupFailed, WorkerReady
 from slipstream.rewards.sandbox import Worker
 
@@ -68,6 +69,7 @@ class ScoringPool:
         self._job_s = 0.0  # running mean, for the size of batches
         self.num_restarts = 0
         self.isolation: frozenset[str] = frozenset()
+        sweep()  # folders of workers that were killed with their pool
         for _ in range(num_workers + 1):
             self._start()
 

@@ -7,12 +7,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from slipstream.core.scratch import make_claimed
 from slipstream.rewards.protocol import MAX_RESULT_BYTES, FrameReader, FromWorker, Job, Setup, frame
 from slipstream.rewards.worker import Layout
 
@@ -46,7 +46,8 @@ class Worker:
 
     def __init__(self, setup: Setup, *, private: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
-        self._scratch = tempfile.mkdtemp(prefix="slipstream-reward-")
+        folder, self._claim = make_claimed("reward")
+        self._scratch = str(folder)
         environment = _environment() | {"HOME": self._scratch, "TMPDIR": self._scratch}
         folders = [os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None]
         sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *folders]]
@@ -134,6 +135,7 @@ class Worker:
             self._keeper.kill()
             self._keeper.wait()
         shutil.rmtree(self._scratch, ignore_errors=True)
+        os.close(self._claim)
 
     def _cause(self) -> str:
         """How the scorer ended; the keeper outlives it by milliseconds and passes its exit code on."""

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.lifeline import die_with_parent
 from slipstream.rewards import isolation, launcher
 from slipstream.rewards.code import Programs, Scorer
 from slipstream.rewards.functions import build_scorer
@@ -94,7 +95,7 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
     needed = [*layout.sys_path, os.path.join(sys.base_prefix, "lib")]
     are_files_confined = False
     if namespaces.is_separate:
-        isolation.die_with_parent()
+        die_with_parent()
         held += ["network", "processes"]
     programs = _start_launcher(connection, layout, namespaces) if layout.runs_programs else None
     if namespaces.is_separate:
@@ -149,7 +150,7 @@ def _start_launcher(connection: int, layout: Layout, namespaces: isolation.Names
     )
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
-        isolation.die_with_parent()
+        die_with_parent()
         isolation.keep_capabilities()
         os.close(connection)
         os.set_inheritable(theirs.fileno(), True)

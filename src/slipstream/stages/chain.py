@@ -12,6 +12,7 @@ import torch
 from slipstream.controller.build import Reader, check, check_checkpoints, policy_tokenizer
 from slipstream.controller.placement import check_remote, num_cores
 from slipstream.core.config import JUST_RL, RunConfig
+from slipstream.core.disk import HeldFolder
 from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
 from slipstream.models.device import check_gpus
 from slipstream.models.preflight import check_policy
@@ -118,7 +119,8 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
                 if config.host == "inline":
                     run_stage(stage, config, run_dir, display=given.display)
                 else:
-                    run_in_child(stage, run_dir, display=given.display)
+                    with HeldFolder(run_dir):
+                        run_in_child(stage, run_dir, display=given.display)
             except KeyboardInterrupt:
                 with watch(config, stage, display=given.display) as watcher:
                     watcher.note(f"interrupted in the stage {stage}: go on with --resume {run_dir}")
@@ -130,7 +132,7 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
 def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) -> None:
     """One stage other than RL, in this process and with all cores."""
     torch.set_num_threads(num_cores())
-    with watch(config, stage, display=display) as watcher:
+    with HeldFolder(run_dir), watch(config, stage, display=display) as watcher:
         record = STAGES_OF_ONE_PROCESS[stage](with_stage_paths(config, run_dir), run_dir, watcher)
         watcher.note(f"{stage}: done in {duration(record['seconds'])}")
 

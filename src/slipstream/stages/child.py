@@ -1,29 +1,36 @@
 """A stage in a process of its own, so that its threads are placed before torch is loaded and its memory is given back.
 
-`python -m slipstream.stages.child RUN_DIR STAGE [--display]` is that process. It ends with its stage, or when its
-standard input closes: the other end of that pipe is the run.
+`python -m slipstream.stages.child RUN_DIR STAGE ERRORS [--display]` is that process; the descriptor ERRORS takes why it
+failed. It ends with its stage, or when its
+standard input closes: the other end of that pipe is the run. So it does when the run's folder is gone.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from slipstream.controller.placement import num_cores, thread_environment
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core import lifeline
+from slipstream.core.disk import HeldFolder
+from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
 from slipstream.core.interrupts import leave_to_the_run
-from slipstream.core.recipes import resolve, stage_dir
+from slipstream.core.recipes import resolve
 from slipstream.core.run_lock import inherited
+from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 
-ERROR = "error.json"
+MAX_ERROR_BYTES = 1 << 15  # a pipe has room for it
+CHECK_FOLDER_EVERY_S = 1.0
 LET_GO_DEADLINE_S = 5.0
 
 
@@ -41,10 +48,10 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
     with what the stage said. Whatever is raised here, KeyboardInterrupt too, the process has ended by then: by itself
     when its standard input closes, or killed LET_GO_DEADLINE_S later.
     """
-    error_path = stage_dir(run_dir, stage) / ERROR
-    error_path.unlink(missing_ok=True)
     search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
-    command = [sys.executable, "-m", "slipstream.stages.child", str(run_dir.resolve()), stage]
+    reading, writing = os.pipe()  # a file would not be to be relied on: the disk may be full
+    os.set_blocking(reading, False)
+    command = lifeline.command("slipstream.stages.child", str(run_dir.resolve()), stage, str(writing))
     is_terminal = sys.stdout.isatty()
     process = subprocess.Popen(
         [*command, *(["--display"] if display else [])],
@@ -52,13 +59,18 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
         stdout=None if is_terminal else subprocess.PIPE,  # a notebook shows what this process writes
         text=True,
         env=os.environ | thread_environment(num_cores()) | {"PYTHONPATH": search_path},
-        pass_fds=inherited(run_dir),
+        pass_fds=[writing, *inherited(run_dir)],
     )
+    os.close(writing)
+    said = b""
     try:
         for line in process.stdout or ():
             sys.stdout.write(line)
         code = process.wait()
+        with suppress(BlockingIOError):
+            said = os.read(reading, MAX_ERROR_BYTES)
     finally:
+        os.close(reading)
         assert process.stdin is not None
         process.stdin.close()
         if process.stdout is not None:
@@ -68,8 +80,8 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
             Console().show_cursor()  # it may have ended within a live picture
     if code == 0:
         return
-    if error_path.is_file():
-        error = msgspec.json.decode(error_path.read_bytes(), type=StageError)
+    if said:
+        error = msgspec.json.decode(said, type=StageError)
         raise (ConfigError if error.is_input else SlipstreamError)(error.text)
     how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     raise SlipstreamError(f"the process of stage '{stage}' ended", got=how, hint="is there enough memory for it?")
@@ -84,33 +96,34 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def main(run_dir: Path, stage: str, *, display: bool) -> int:
-    """Run one stage here; what went wrong is left in its folder for the run to raise."""
+def main(run_dir: Path, stage: str, errors: int, *, display: bool) -> int:
+    """Run one stage here; what went wrong is written to `errors` for the run to raise."""
+    os.set_inheritable(errors, False)
     leave_to_the_run()  # it closes the lifeline
-    threading.Thread(target=_end_with_the_run, daemon=True).start()
+    threading.Thread(target=_end_with_the_run, args=[run_dir], daemon=True).start()
     from slipstream.stages.chain import run_stage  # torch, once the lifeline is watched
 
-    try:
-        run_stage(stage, resolve(run_dir / "config.toml"), run_dir, display=display)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the run must hear of it
-        if not isinstance(error, SlipstreamError):
-            traceback.print_exc()
-        said = StageError(f"{error}" or type(error).__name__, is_input=isinstance(error, ConfigError))
-        folder = stage_dir(run_dir, stage)
-        folder.mkdir(exist_ok=True)
-        (folder / ERROR).write_bytes(msgspec.json.encode(said))
-        return 1
-    return 0
+    with lasting_output(run_dir / "logs" / CONSOLE_LOG):
+        try:
+            run_stage(stage, resolve(run_dir / "config.toml"), run_dir, display=display)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run must hear of it
+            if not isinstance(error, SlipstreamError):
+                traceback.print_exc()
+            text = str(error)[: MAX_ERROR_BYTES // 8] or type(error).__name__
+            os.write(errors, msgspec.json.encode(StageError(text, is_input=isinstance(error, ConfigError))))
+            return 1
+        return 0
 
 
-def _end_with_the_run() -> None:
-    """Ends when standard input closes, and this process with it."""
-    while os.read(0, 4096):
-        pass
+def _end_with_the_run(run_dir: Path) -> None:
+    """Ends when standard input closes, or the run's folder is gone; and this process with it."""
+    with suppress(DiskError), HeldFolder(run_dir) as folder:
+        while not select.select([0], [], [], CHECK_FOLDER_EVERY_S)[0]:
+            folder.check()
     os._exit(1)
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), sys.argv[2], display="--display" in sys.argv[3:])
+    code = main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), display="--display" in sys.argv[4:])
     sys.stdout.flush()
     os._exit(code)  # the watching thread reads until the pipe closes

@@ -12,6 +12,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RewardsConfig, RunConfig
+from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.evals.drift import measure_drift, sample_of
@@ -78,10 +79,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict
         "reward_models": _means(proxy["references"], config) if config.rewards.models and references else None
     }
     found |= times.so_far()
-    path = run_dir / EVALUATION_FILE
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
-    temporary.replace(path)
+    replace_file(run_dir / EVALUATION_FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     return found
 
 

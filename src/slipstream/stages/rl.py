@@ -23,6 +23,7 @@ from slipstream.controller.tally import Tally
 from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver, write_samples
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import ConfigError, DiskError, ExecutorLost
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import save_config, with_stage_paths
@@ -122,6 +123,7 @@ def _attempt(
     first_step = 0 if cut is None else cut.schedule.steps_done
     with (
         contextlib.closing(observer),
+        HeldFolder(run_dir) as folder,
         open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers,
     ):
         pipeline = (
@@ -142,31 +144,35 @@ def _attempt(
             trackers=trackers,
             interrupts=given.interrupts,
         )
+
+        def conclude() -> Summary:
+            folder.check()
+            return _conclude(tally, run_dir, observer, trackers)
+
         tally.status = "failed"  # until the controller says otherwise
         try:
             with given.interrupts.deferred(config.shutdown_grace_s):
-                return _run_and_conclude(controller, tally, run_dir, observer, trackers)
+                return _run_and_conclude(controller, conclude)
         except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
             if tally.status == "failed":
                 tally.status = "interrupted"
             observer.note(f"{interrupted}: ended at once, without a checkpoint of the present step")
             with contextlib.suppress(DiskError):
+                folder.check()
                 write_summary(tally.summary(run_dir), run_dir / "summary.json")
             raise
 
 
-def _run_and_conclude(
-    controller: Controller, tally: Tally, run_dir: Path, observer: Observer, trackers: Trackers
-) -> dict[str, Any]:
+def _run_and_conclude(controller: Controller, conclude: Callable[[], Summary]) -> dict[str, Any]:
     try:
         controller.run()
     except Interrupted:
         raise
     except BaseException:
         with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
-            _conclude(tally, run_dir, observer, trackers)
+            conclude()
         raise
-    told: dict[str, Any] = msgspec.to_builtins(_conclude(tally, run_dir, observer, trackers), str_keys=True)
+    told: dict[str, Any] = msgspec.to_builtins(conclude(), str_keys=True)
     return told
 
 

@@ -31,11 +31,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.core.disk import disk_error, disk_errors, remove_tree, sync
+from slipstream.core.disk import disk_errors, remove_tree, sync
 from slipstream.core.errors import CheckpointError
 from slipstream.models.flat import FlatParameters
 from slipstream.models.preflight import tensor_headers
@@ -112,16 +111,14 @@ def writing(path: Path) -> Iterator[Path]:
     try:
         with disk_errors(path):
             yield new_partial(path)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, SafetensorError):
-            raise disk_error(path, str(error), None) from error
         raise
 
 
 def new_partial(path: Path) -> Path:
     """An empty directory beside `path`, in which that checkpoint is to be written; rests of interrupted ones go."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # not the run's folder: if that is gone, it stays so
     sync(path.parent.parent)
     recover(path.parent)
     for kind in ("partial", "gone"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.losses import LossInputs
+from slipstream.core.disk import replace_file
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.rank_group import RankGroup
@@ -112,7 +113,7 @@ def write_report(error: NonFiniteError, groups: Sequence[Group], heads: Sequence
         "heads": [msgspec.to_builtins(head) for head in heads],
         "suspects": [_in_full(rollout) for rollout in suspects[:MAX_NAMED]],
     }
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(finite(content)), indent=1))
+    replace_file(path, msgspec.json.format(msgspec.json.encode(finite(content)), indent=1))
 
 
 def _in_full(rollout: Rollout) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.scratch import claim
 from slipstream.models.config import config_to_hf
 from slipstream.models.hf import logical_tensors, save_shards, split_shards, write_json
 from slipstream.models.transformer import Transformer
@@ -52,6 +54,7 @@ class WeightFolder:
         for place in [*places, Path(tempfile.gettempdir())]:
             if shutil.disk_usage(place).free > 2 * num_bytes:
                 self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}vllm-", dir=place))
+                self._claim: int | None = claim(self.path)
                 return
         raise WeightSyncError(
             "no room for the weights on their way to vLLM",
@@ -77,4 +80,8 @@ class WeightFolder:
                 shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove it. Idempotent."""
+        if self._claim is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._claim)
+            self._claim = None

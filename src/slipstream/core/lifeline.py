@@ -1,0 +1,63 @@
+"""Processes that do not outlive the one that started them, from their first moment on.
+
+    python -m slipstream.core.lifeline PARENT MODULE ARGUMENTS ...
+
+runs MODULE as `python -m` does. Until it calls `ends_with`, the system kills it (Linux) as soon as process PARENT ends,
+also amid an import or the loading of a model, when nothing here could look at a pipe. After that call it may end in
+its own order when the other end of a pipe is closed, within a grace period.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line of a process that runs `module` and does not outlive the thread of this one that starts it."""
+    return [sys.executable, "-m", "slipstream.core.lifeline", str(os.getpid()), module, *arguments]
+
+
+def die_with_parent(*, parent: int | None = None) -> None:
+    """SIGKILL for this process as soon as its parent ends; at once, if that is no longer `parent`."""
+    _set_death_signal(signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def ends_with(descriptor: int, *, grace_s: float = GRACE_S) -> None:
+    """Let this process end by itself when the pipe at `descriptor` is closed; `grace_s` later it ends anyhow."""
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        time.sleep(grace_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    _set_death_signal(0)
+
+
+def _set_death_signal(number: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parent, module, *rest = arguments
+    die_with_parent(parent=int(parent))
+    sys.argv[1:] = rest
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
