@@ -104,7 +104,7 @@ class Row:
 
 def overrides_of(loss: str, preset: str, seed: int) -> dict[str, Any]:
     """What the run of `loss` changes in the recipe quickstart."""
-    named = {"seed": seed, "recipe": f"learns-{loss}", "loss": {"name": loss, "params": {}}}
+    named = {"seed": seed, "recipe": f"learns-{loss}", "loss": {"name": loss}}
     return merge(merge(merge(TASK, PRESETS[preset]), named), SETTINGS[loss])
 
 
