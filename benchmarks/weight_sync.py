@@ -45,6 +45,7 @@ from torch.distributed.fsdp import fully_shard
 
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, make_transport_dir, wait
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.scratch import cleanup
 from slipstream.core.types import Export, Holding, Published, Stop, Swapped
 from slipstream.models.config import TransformerConfig
 from slipstream.models.quantized import Packer, WeightLayout
@@ -57,7 +58,7 @@ from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.plan import make_plan, price
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.segment import SharedMemory, cleanup
+from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Transport
 from slipstream.weight_sync.subscriber import Subscriber
 
