@@ -1,4 +1,4 @@
-"""One store of a finished run, an interrupted one and a model for all commands."""
+"""A store for runs and models that commands are given, and a copy of the checkout for each."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workplace import copy_checkout, make_interrupted_run, make_model, make_run
+from workplace import copy_checkout
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with `RUN`, `CUT` and `MODEL`."""
-    folder = tmp_path_factory.mktemp("store")
-    make_model(folder / "MODEL")
-    make_run(folder, "RUN")
-    make_interrupted_run(folder, "CUT")
-    return folder
+    """Folder for what `furnish` makes once for all commands."""
+    return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ NEEDS = {
     ),
     r"record_trl_gae\.py": Needs("TRL 0.11, in an environment of its own"),
     r"screenshots\.py": Needs("Chromium", lambda: bool(shutil.which("chromium") or shutil.which("google-chrome"))),
-    r"--nnodes|--group controller .*--remote|--group reward_models|--group reference|--group controller --resume": Needs(
+    r"--nnodes|--group (?:controller .*--remote|reward_models|reference|controller --resume)": Needs(
         "other groups beside it: `tests/integration/test_launch_scoring.py`, `make test-cluster`",
         instead="slipstream launch --help",
     ),

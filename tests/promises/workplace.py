@@ -57,7 +57,7 @@ def shell(text: str, folder: Path, *, deadline_s: float = DEADLINE_S) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=os.environ | {"PATH": path, "COLUMNS": "160", "TMPDIR": str(folder), "GIT_CEILING_DIRECTORIES": "/"},
+        env=os.environ | {"PATH": path, "COLUMNS": "160", "GIT_CEILING_DIRECTORIES": "/"},
     ) as process:
         try:
             printed, _ = process.communicate(timeout=deadline_s)
@@ -99,18 +99,20 @@ def make_model(folder: Path) -> None:
     )
 
 
-def make_run(folder: Path, name: str) -> None:
+def make_run(folder: Path) -> None:
     """Train a run small, with more steps than the documents look at."""
-    shell(f"slipstream run quickstart {QUICK} --steps 12 --observe.tokens-every 1 --out {name}", folder)
+    shell(f"slipstream run quickstart {QUICK} --steps 12 --observe.tokens-every 1 --out {folder}", folder.parent)
 
 
-def make_interrupted_run(folder: Path, name: str) -> None:
+def make_interrupted_run(folder: Path) -> None:
     """Train until there is a checkpoint, and then interrupt."""
-    words = f"slipstream run quickstart {QUICK} --steps 40 --trainer.checkpoint-every 1 --out {name}".split()
+    words = f"slipstream run quickstart {QUICK} --steps 40 --trainer.checkpoint-every 1 --out {folder}".split()
     program = str(Path(sys.executable).parent / words[0])
-    with subprocess.Popen([program, *words[1:]], cwd=folder, stdout=subprocess.DEVNULL, start_new_session=True) as run:
+    with subprocess.Popen(
+        [program, *words[1:]], cwd=folder.parent, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as run:
         until_s = time.monotonic() + DEADLINE_S
-        while not list((folder / name / "checkpoints").glob("step_*/manifest.json")):
+        while not list((folder / "checkpoints").glob("step_*/manifest.json")):
             assert run.poll() is None, "the run ended before its first checkpoint"
             assert time.monotonic() < until_s, "there is no checkpoint"
             time.sleep(0.02)
@@ -118,11 +120,16 @@ def make_interrupted_run(folder: Path, name: str) -> None:
         assert run.wait(timeout=DEADLINE_S) == 130
 
 
+MAKERS = {"MODEL": make_model, "RUN": make_run, "CUT": make_interrupted_run}
+
+
 def furnish(folder: Path, store: Path, text: str) -> None:
     """Put there what the command `text` names: finished runs, models, data."""
     for name in (*RUNS, *MODELS, "CUT"):
         if re.search(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", text) and not (folder / name).exists():
             kind = "CUT" if name == "CUT" else "MODEL" if name in MODELS else "RUN"
+            if not (store / kind).exists():
+                MAKERS[kind](store / kind)
             shutil.copytree(store / kind, folder / name)
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(64)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
