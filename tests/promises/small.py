@@ -50,7 +50,7 @@ SMALLER = {
     r"(make bench)(?![\w-])": r'\1 ARGS="--cases short --rounds 1 --steps 1"',
     r"(make bench-engine)": r'\1 ARGS="--quick --models tiny --contenders slipstream generate"',
     r"(make experiments(?:-all)?)(?![\w-])": r"\1 ARGS=--list",
-    r"make venv": "make venv INSTALL=true BIN=made PYTHON=python",
+    r"make venv": "rm .venv && command make venv INSTALL=true && test -x .venv/bin/python",  # installs nothing
     r"(python tests/integration/audit.py) DIR": r"\1 RUN",
 }
 
@@ -130,10 +130,9 @@ NEEDS = {
         "minutes each: `make test-chaos`", instead=r"python tests/chaos/\1.py --help"
     ),
     r"^python -m experiments (?!--list)": Needs("hours", instead="python -m experiments --list"),
-    r"^python -m slipstream\.controller\.host|scripts/vllm_env\.py": Needs(
-        "what starts it, or a download", instead="python scripts/vllm_env.py --help"
-    ),
-    r"^(?:python|slipstream|wandb|trackio|kubectl)$": Needs("nothing: it is only named"),
+    r"^python -m slipstream\.controller\.host": Needs("the controller, which starts it"),
+    r"scripts/vllm_env\.py": Needs("a download", instead="python scripts/vllm_env.py --help"),
+    r"^python$": Needs("nothing: it is only named"),
 }
 
 # Python blocks: what blocks for good, or takes long.

@@ -95,7 +95,7 @@ slipstream.run = run
 def test_several_machines(checkout: Path, store: Path) -> None:
     """The first two sessions of docs/cluster.md, all groups on this machine."""
     controller, groups, *_ = [b for b in command_blocks(ROOT / "docs" / "cluster.md") if "--group" in b.text]
-    sized = controller.text.replace("launch quickstart", f"launch quickstart {QUICK} --threads 1")
+    sized = controller.text.replace("launch quickstart", f"launch quickstart {QUICK}")
     words = re.sub(r"10\.0\.0\.\d+:\d+", "ADDRESS", sized) + " --address-file at"
     joining = re.sub(r"10\.0\.0\.\d+:\d+", "at", groups.text)
     joining = re.sub(r"--address 10\.0\.0\.\d+", "--address 127.0.0.1", joining)
@@ -111,5 +111,7 @@ def test_every_row_is_needed() -> None:
     every = [line for block in SHOWN for line in block.text.splitlines()]
     every += [f"make {target}" for target in TARGETS] + [f"python {script}" for script in FILES]
     idle = [pattern for pattern in (*NEEDS, *SMALLER) if not any(re.search(pattern, line) for line in every)]
+    python = [block.text for path in PAGES for block in blocks(path)]
+    idle += [pattern for pattern in PYTHON_SMALLER if not any(re.search(pattern, text) for text in python)]
     assert not idle, f"nothing that is shown matches {idle}"
     assert set(SCRIPTS) <= set(FILES), f"there is no {set(SCRIPTS) - set(FILES)}"

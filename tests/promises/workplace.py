@@ -33,7 +33,7 @@ make() { command make -o .venv/dev -o .venv/run -o .venv/experiments -o .venv-tr
 until_it_says() {
     local word=$1 pid; shift
     "$@" >said 2>&1 & pid=$!
-    for _ in $(seq 1200); do
+    for _ in $(seq 6000); do
         if grep -q "$word" said || ! kill -0 $pid 2>/dev/null; then break; fi
         sleep 0.1
     done
