@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl_call import INSTALL, TRL_PYTHON, call_trl, trl_version
+from trl_call import INSTALL, TRL_PYTHON, TrlFailed, call_trl, trl_version
 
 import slipstream
 from slipstream.core.config import ModelConfig
@@ -260,8 +260,11 @@ def main() -> None:
     for name, value in describe().lines().items():
         print(f"{name}: {value}")
     print(f"seed: {SEED}, rounds: {arguments.rounds}, steps: {arguments.steps}\n", flush=True)
-    for name in arguments.cases:
-        show(compare(CASES[name], arguments))
+    try:
+        for name in arguments.cases:
+            show(compare(CASES[name], arguments))
+    except TrlFailed as failure:
+        sys.exit(f"error: {failure}")
 
 
 if __name__ == "__main__":
