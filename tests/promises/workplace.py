@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -66,6 +67,9 @@ def shell(text: str, folder: Path, *, deadline_s: float = DEADLINE_S) -> str:
             raise CommandFailed(
                 f"not done after {deadline_s:.0f} s: {text}\n{process.communicate()[0][-4000:]}"
             ) from None
+        finally:
+            with suppress(ProcessLookupError):  # what it left running
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode or "Traceback (most recent call last)" in printed:
         raise CommandFailed(f"exit code {process.returncode}: {text}\n{printed[-6000:]}")
     return printed
