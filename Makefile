@@ -1,15 +1,17 @@
 # Every target works on a fresh clone and is the only command needed. `make` lists them.
+# ARGS goes to the command behind a target: make bench ARGS="--rounds 1".
 
 PYTHON ?= python3
 BIN := .venv/bin
 TRL := .venv-trl
 VLLM := .venv-vllm
+ARGS ?=
 TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow test-chaos test-cluster check bench bench-engine vllm-env test-vllm \
-    experiments experiments-all
+.PHONY: help venv quickstart test test-slow test-promises test-chaos test-cluster check bench bench-engine vllm-env \
+    test-vllm experiments experiments-all
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -18,27 +20,30 @@ help: ## list the targets
 venv: .venv/dev ## create .venv with everything for development
 
 quickstart: .venv/run ## install, then train the quickstart recipe
-	$(BIN)/slipstream run quickstart
+	$(BIN)/slipstream run quickstart $(ARGS)
 
 # Whole runs and pages have the machine for themselves: they have processes of their own, and a pace.
 WHOLE := tests/integration tests/browser
 test: .venv/dev ## run the tests, most of them two files at a time: no download, no GPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(WHOLE:%=--ignore=%)
-	$(BIN)/python -m pytest -q $(WHOLE)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(WHOLE:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest -q $(WHOLE) $(ARGS)
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, more whole runs, three quarters of an hour
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+test-promises: .venv/dev $(TRL)/installed ## run every command and script that the pages show, each made small: an hour
+	$(BIN)/python -m pytest -q -m promises $(ARGS)
 
 test-chaos: .venv/dev ## train while an adversary kills and stops processes (Linux): half an hour
-	$(BIN)/python -m pytest -q -s -m chaos tests/chaos
+	$(BIN)/python -m pytest -q -s -m chaos tests/chaos $(ARGS)
 
 vllm-env: $(VLLM)/installed ## create .venv-vllm with vLLM (docs/vllm.md)
 
 test-cluster: .venv/dev ## run on two machines made of network namespaces (Linux, root): ten minutes
-	$(BIN)/python -m pytest -q -m cluster
+	$(BIN)/python -m pytest -q -m cluster $(ARGS)
 
 test-vllm: .venv/dev $(VLLM)/installed ## run the tests with a real vLLM: ten minutes
-	$(BIN)/python -m pytest -q -m vllm
+	$(BIN)/python -m pytest -q -m vllm $(ARGS)
 
 check: .venv/dev ## lint, format and types
 	$(BIN)/ruff check .
@@ -46,18 +51,18 @@ check: .venv/dev ## lint, format and types
 	$(BIN)/mypy
 
 bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by side
-	$(BIN)/python benchmarks/end_to_end.py
+	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 bench-engine: .venv/run ## compare decoding with transformers' and, after `make vllm-env`, vLLM's: ten minutes
-	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/engine.py $(ARGS)
 
 experiments: .venv/experiments ## rerun the headline experiments into docs/results.md: under three hours on two idle cores
-	$(BIN)/python -m experiments
+	$(BIN)/python -m experiments $(ARGS)
 
 # Without TRL (no network, say) the others run all the same, and the page says that it was not there.
 experiments-all: .venv/experiments ## the same with all of them, and TRL beside us: six hours; both go on where they were stopped
 	-$(MAKE) $(TRL)/installed
-	$(BIN)/python -m experiments --all
+	$(BIN)/python -m experiments --all $(ARGS)
 
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

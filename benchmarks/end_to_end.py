@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl_call import INSTALL, TRL_PYTHON, call_trl, trl_version
+from trl_call import INSTALL, TRL_PYTHON, TrlFailed, call_trl, trl_version
 
 import slipstream
 from slipstream.core.config import ModelConfig
@@ -84,19 +84,12 @@ class Measurement:
     states: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def prepare(case: Case, folder: Path) -> int:
-    """Write prompts and checkpoint of `case`, one per side, under `folder`; the number of parameters.
-
-    Completions of one length: TRL forbids the end token until then, our tokenizer has none.
-    """
+def prepare(folder: Path) -> int:
+    """Write prompts and the checkpoint of all sides under `folder`; return the number of parameters."""
     tokenizer = char_tokenizer(ALPHABET)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model = new_model(MODEL, len(tokenizer), SEED, eos_token_id=eos, pad_token_id=pad)
-    save_model(model, folder / "trl", tokenizer)
-    if not case.can_end:
-        tokenizer.eos_token = None
-        model = new_model(MODEL, len(tokenizer), SEED, eos_token_id=None, pad_token_id=pad)
-    save_model(model, folder / "slipstream", tokenizer)
+    save_model(model, folder / "model", tokenizer)
     rng = random.Random(SEED)
     sums = {f"{rng.randrange(100)}+{rng.randrange(100)}=" for _ in range(8192)}
     rows = [{"prompt": text, "answer": ""} for text in sorted(sums)]
@@ -105,27 +98,39 @@ def prepare(case: Case, folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measure_slipstream(case: Case, mode: str, folder: Path, *, steps: int, warm_up: int) -> Measurement:
-    """Run `warm_up + steps + k` steps in processes of their own; the last k, when generators run dry, do not count."""
-    max_staleness = MODES[mode]["max_staleness"]
-    assert isinstance(max_staleness, int)
-    tables: dict[str, Any] = {
+def recipe_of(case: Case, mode: str, folder: Path, *, steps: int) -> dict[str, Any]:
+    """Return the recipe of our side, with the files of `prepare`.
+
+    Completions of one length: TRL forbids the end token until then, ours does not end at it.
+    """
+    return {
         "recipe": f"bench-{case.name}-{mode}",
         "seed": SEED,
-        "steps": warm_up + steps + max_staleness,
+        "steps": steps,
         "groups_per_step": NUM_PROMPTS,
         "completions_per_group": GROUP_SIZE,
         **MODES[mode],
-        "model": {"path": str(folder / "slipstream")},
+        "model": {"path": str(folder / "model")},
         "prompts": {"dataset": str(folder / "prompts.jsonl"), "num_eval": 8},
-        "generator": {"max_new_tokens": case.max_new_tokens, "num_slots": NUM_PROMPTS * GROUP_SIZE},
+        "generator": {
+            "max_new_tokens": case.max_new_tokens,
+            "num_slots": NUM_PROMPTS * GROUP_SIZE,
+            "stop_at_eos": case.can_end,
+        },
         "rewards": {"terms": [{"function": f"{HERE / 'reward.py'}:vowel_share"}]},
         "loss": {"name": "grpo", "std_eps": 1e-4, "skip_no_signal": False},
         "trainer": {"microbatch_tokens": 16384, "optimizer": {"lr": LR}},
         "eval": {"num_prompts": 8, "num_slots": 8},
     }
+
+
+def measure_slipstream(case: Case, mode: str, folder: Path, *, steps: int, warm_up: int) -> Measurement:
+    """Run `warm_up + steps + k` steps in processes of their own; the last k, when generators run dry, do not count."""
+    max_staleness = MODES[mode]["max_staleness"]
+    assert isinstance(max_staleness, int)
     out = Path(tempfile.mkdtemp(dir=folder, prefix=f"run-{mode}-"))
-    slipstream.run(tables, out=out, display=False)
+    recipe = recipe_of(case, mode, folder, steps=warm_up + steps + max_staleness)
+    slipstream.run(recipe, out=out, display=False)
     lines = [line for line in read_metrics(out / "metrics.jsonl") if "step_s" in line]
     ended = {line["step"]: line["wall_s"] for line in lines}
     first, last = warm_up - 1, warm_up + steps - 1
@@ -155,7 +160,7 @@ def measure_trl(case: Case, python: Path, folder: Path, *, steps: int, warm_up: 
     """Run TRL in its own environment."""
     measured = call_trl(
         python,
-        model=folder / "trl",
+        model=folder / "model",
         prompts=folder / "prompts.jsonl",
         lr=LR,
         seed=SEED,
@@ -192,7 +197,7 @@ def compare(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     flops = 0.0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        num_params = prepare(case, folder)
+        num_params = prepare(folder)
         for turn in range(arguments.rounds):
             shift = turn % len(SIDES)
             flops = max(flops, gemm_flops())
@@ -255,8 +260,11 @@ def main() -> None:
     for name, value in describe().lines().items():
         print(f"{name}: {value}")
     print(f"seed: {SEED}, rounds: {arguments.rounds}, steps: {arguments.steps}\n", flush=True)
-    for name in arguments.cases:
-        show(compare(CASES[name], arguments))
+    try:
+        for name in arguments.cases:
+            show(compare(CASES[name], arguments))
+    except TrlFailed as failure:
+        sys.exit(f"error: {failure}")
 
 
 if __name__ == "__main__":

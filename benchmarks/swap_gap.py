@@ -43,6 +43,7 @@ from contenders.ours import new_engine
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.controller.placement import thread_environment
 from slipstream.core.channel import ChannelSpec, Kind, connect, make_transport_dir, wait
+from slipstream.core.scratch import cleanup
 from slipstream.generator.requests import Finished, GenerationEngine, Request
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model
@@ -50,7 +51,7 @@ from slipstream.models.served import ServedWeights
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import versions
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.segment import SharedMemory, cleanup
+from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.subscriber import Subscriber
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 288

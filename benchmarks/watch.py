@@ -215,7 +215,7 @@ def measure_tokens() -> None:
     print(f"group in {config.observe.tokens_every} takes {lines_ms:.2f} ms of it: {lines_ms / plain:.2%} of a step")
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=400, help="size of events.jsonl")
     options = parser.parse_args()
@@ -223,3 +223,7 @@ if __name__ == "__main__":
     print(f"commit {commit.strip()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     measure_watching(options.megabytes)
     measure_tokens()
+
+
+if __name__ == "__main__":
+    main()

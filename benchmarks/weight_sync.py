@@ -45,6 +45,7 @@ from torch.distributed.fsdp import fully_shard
 
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, make_transport_dir, wait
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.scratch import cleanup
 from slipstream.core.types import Export, Holding, Published, Stop, Swapped
 from slipstream.models.config import TransformerConfig
 from slipstream.models.quantized import Packer, WeightLayout
@@ -57,11 +58,12 @@ from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.plan import make_plan, price
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.segment import SharedMemory, cleanup
+from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Transport
 from slipstream.weight_sync.subscriber import Subscriber
 
 TOKENS = np.arange(4, dtype=np.int32)
+DEADLINE_S = 300.0  # for a process to start and to answer, on a busy machine too
 CHILDREN = multiprocessing.get_context("forkserver")
 CHILDREN.set_forkserver_preload(["torch.distributed.fsdp", "slipstream.weight_sync.publisher"])
 SPECS = [
@@ -151,8 +153,8 @@ def measure(num_params: int, repeats: int, device: str) -> None:
             published = publisher.publish(version, TOKENS, live[:3].cpu().numpy().copy())
             assert published, "the reader had released its slots"
             while not isinstance(event := ports.inputs["events"].get_nowait(), Swapped):
-                if not wait([ports.inputs["events"]], ports.outputs.values(), timeout_s=30):
-                    raise SystemExit("the generator process did not answer within 30 s")
+                if not wait([ports.inputs["events"]], ports.outputs.values(), timeout_s=DEADLINE_S):
+                    raise SystemExit(f"the generator process did not answer within {DEADLINE_S:.0f} s")
             ended_s = time.perf_counter()
             publisher.poll()
             if version >= 2:
@@ -162,7 +164,7 @@ def measure(num_params: int, repeats: int, device: str) -> None:
                 pause_s.append(event.pause_s)
         copy_s += copying_s(live, device == "cuda", repeats)
         ports.outputs["commands"].put(Stop())
-        child.wait(30)
+        child.wait(DEADLINE_S)
     finally:
         child.kill()
         child.wait()
@@ -353,7 +355,7 @@ def measure_pair(pair: Pair, repeats: int, gloo_bytes_per_s: float) -> None:
     )
     bench.outputs["commands"].put(Stop())
     for process in processes:
-        process.join(20)
+        process.join(DEADLINE_S)
     for ports, end, _ in ends:
         end.close()
         ports.close()
@@ -374,7 +376,7 @@ def raw_gloo(num_bytes: int = 64 << 20, repeats: int = 10) -> float:
 def gloo_end(rank: int, path: str, num_bytes: int, repeats: int) -> float:
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=60)
+    options._timeout = timedelta(seconds=DEADLINE_S)
     pg = dist.ProcessGroupGloo(dist.FileStore(path, -1), rank, 2, options)
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
     taken = []

@@ -46,6 +46,9 @@ TASK: dict[str, Any] = {
 }
 """The quickstart, smaller: what it is changed in."""
 
+SMALL: dict[str, Any] = {"steps": 2, "warm_start": {"steps": 2}, "prompts": {"num_eval": 8}, "eval": {"num_prompts": 8}}
+"""What `--small` changes once more: enough to see that everything works."""
+
 PRESETS: dict[str, dict[str, Any]] = {
     "sync": {"max_staleness": 0, "weight_update": "between_batches"},
     "continuous": {"max_staleness": 2, "weight_update": "in_flight"},
@@ -102,15 +105,18 @@ class Row:
         return self.after - self.before
 
 
-def overrides_of(loss: str, preset: str, seed: int) -> dict[str, Any]:
+def overrides_of(loss: str, preset: str, seed: int, *, small: bool = False) -> dict[str, Any]:
     """What the run of `loss` changes in the recipe quickstart."""
-    named = {"seed": seed, "recipe": f"learns-{loss}", "loss": {"name": loss, "params": {}}}
-    return merge(merge(merge(TASK, PRESETS[preset]), named), SETTINGS[loss])
+    named = {"seed": seed, "recipe": f"learns-{loss}", "loss": {"name": loss}}
+    chosen = merge(merge(merge(TASK, PRESETS[preset]), named), SETTINGS[loss])
+    return merge(chosen, SMALL) if small else chosen
 
 
-def learn(loss: str, preset: str, seed: int, out: Path) -> Row:
+def learn(loss: str, preset: str, seed: int, out: Path, *, small: bool = False) -> Row:
     started_s = time.perf_counter()
-    result = slipstream.run("quickstart", overrides=overrides_of(loss, preset, seed), out=out, display=False)
+    result = slipstream.run(
+        "quickstart", overrides=overrides_of(loss, preset, seed, small=small), out=out, display=False
+    )
     before, after = (result.summary["eval"][when]["sampled_accuracy"] for when in ("before", "after"))
     staleness = result.summary["staleness"]["mean"]
     return Row(loss, preset, seed, before, after, staleness, time.perf_counter() - started_s)
@@ -162,13 +168,14 @@ def main() -> None:
     parser.add_argument("--losses", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--small", action="store_true", help="two steps each: see that everything works")
     parser.add_argument("--write", type=Path, help="page to put the tables into")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two threads would wait for each other
     rows = []
     for loss, preset, seed in product(arguments.losses, arguments.presets, arguments.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(learn(loss, preset, seed, Path(folder) / "run"))
+            rows.append(learn(loss, preset, seed, Path(folder) / "run", small=arguments.small))
         print(f"{loss} {preset} seed {seed}: {rows[-1].before:.3f} -> {rows[-1].after:.3f}", flush=True)
         if arguments.write is not None:
             write(arguments.write, "results", table(rows))

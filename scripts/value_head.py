@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from losses_learn import overrides_of, write
+from losses_learn import SMALL, overrides_of, write
 
 import slipstream
 from slipstream.core.recipes import merge
@@ -32,11 +32,11 @@ CRITICS: dict[str, dict[str, Any]] = {
 AFTER_STEPS = (11, 41, 80, 240)
 
 
-def row(name: str, changes: dict[str, Any]) -> str:
+def row(name: str, changes: dict[str, Any], *, small: bool = False) -> str:
     """One run's line of the table."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        overrides = merge(overrides_of("ppo", "sync", 0), changes)
+        overrides = merge(merge(overrides_of("ppo", "sync", 0), changes), SMALL if small else {})
         result = slipstream.run("quickstart", overrides=overrides, out=out, display=False)
         metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     explained = [line["explained_variance"] for line in metrics if "explained_variance" in line]
@@ -48,6 +48,7 @@ def row(name: str, changes: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="two steps each: see that everything works")
     parser.add_argument("--write", type=Path, help="page to put the table into")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -56,7 +57,7 @@ def main() -> None:
         "|---|---|---|---|---|",
     ]
     for name, changes in CRITICS.items():
-        lines.append(row(name, changes))
+        lines.append(row(name, changes, small=arguments.small))
         print(lines[-1], flush=True)
     if arguments.write is not None:
         write(arguments.write, "value-head", lines)

@@ -6,20 +6,25 @@ import ast
 import dataclasses
 import re
 import runpy
+import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files_of, links, remarks
 
-from slipstream.cli import COMMANDS, PlanOptions, _launch_options, _simulate_options
+from slipstream import cli
+from slipstream.cli import COMMANDS, PlanOptions, _launch_options, _simulate_options, as_overrides
+from slipstream.controller.build import check_loss
 from slipstream.core.config import PRESETS, RunConfig
-from slipstream.core.recipes import list_recipes, resolve
+from slipstream.core.recipes import list_recipes, merge, resolve
+from slipstream.plan.question import cluster_of_file
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "slipstream"
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LAUNCH_FLAGS = {field.name for field in dataclasses.fields(_launch_options({}))}
 PLAN_FLAGS = {field.name for field in dataclasses.fields(PlanOptions)}
@@ -28,12 +33,7 @@ OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
 OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | {"port", "open"}
 SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/(?:integration|cluster|chaos))/\w+\.py)((?: +[^`\n#)]*)?)")
 
-named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-
-
-def blocks(language: str) -> list[str]:
-    """The README's fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -54,8 +54,12 @@ def test_the_configuration_page_is_what_the_schema_says() -> None:
 
 @named
 def test_links_lead_somewhere(document: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8"))
-    missing = [t for t in targets if "://" not in t and not (document.parent / t).exists()]
+    missing = []
+    for target in links(document):
+        path, _, anchor = target.partition("#")
+        found = document.parent / path if path else document
+        if not found.exists() or (anchor and found.suffix == ".md" and anchor not in anchors(found)):
+            missing.append(target)
     assert not missing, f"{document.name} links to {missing}"
 
 
@@ -83,7 +87,7 @@ def test_commands_and_flags_exist(document: Path) -> None:
     used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+)\b", text, flags=re.MULTILINE))
     assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
     known = OWN_FLAGS | set(field_paths(RunConfig))
-    text = SCRIPT_CALL.sub("", text)
+    text = re.sub(r"-m experiments[^`\n]*", "", SCRIPT_CALL.sub("", text))
     flags = {flag.replace("-", "_") for flag in re.findall(r"`?--([a-z][a-z._-]*[a-z])", text)} if used else set()
     assert flags <= known, f"{document.name} uses the flags {flags - known}"
     presets = set(re.findall(r"--preset (\w+)", text))
@@ -105,13 +109,98 @@ def test_the_first_command_comes_by_line_20() -> None:
     assert next(i for i, line in enumerate(lines, start=1) if line.startswith("make ")) <= 20
 
 
-def test_python_examples_parse_and_toml_examples_resolve() -> None:
-    for block in blocks("python"):
-        ast.parse(block)
-    examples = blocks("toml")
-    assert examples
-    for block in examples:
-        resolve(tomllib.loads(block))
+# Commands and recipes as they are shown; tests/promises runs them
+
+
+SHOWN = [block for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "log.md") for block in command_blocks(path)]
+STARTS = re.compile(r"\bslipstream ((?:run|launch) .*?)(?:;|$)")
+WITHOUT_RECIPE = ("--resume", "--help", "--group trainer", "--group generator-0", "--group reference", "--group reward")
+CALLS = sorted(
+    {
+        call
+        for block in [*SHOWN, *remarks()]
+        for line in block.text.splitlines()
+        for call in STARTS.findall(line)
+        if not any(words in call for words in WITHOUT_RECIPE) and not call.endswith("--group")
+    }
+)
+
+
+class Parsed(Exception):
+    """Ends a command when its flags are understood, before anything is started."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_shown_flags_parse_and_their_run_resolves(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be trained is a configuration, whose loss and stages go together."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name, text in files_of(ROOT / "README.md").items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "planned.toml").write_text((ROOT / "recipes" / "quickstart.toml").read_text(encoding="utf-8"))
+    understood = cli._parse
+
+    def parse(*arguments: Any) -> None:
+        options = understood(*arguments)
+        check_loss(resolve(options.recipe, as_overrides(options.overrides), options.preset))
+        raise Parsed
+
+    monkeypatch.setattr(cli, "_parse", parse)
+    recipe = "tldr_mini" if " --kl." in call else "quickstart"
+    name, *words = shlex.split(call.replace("RECIPE", recipe).replace("$s", "0"))
+    with pytest.raises(Parsed):
+        COMMANDS[name](words)
+
+
+def recipes_shown() -> Iterator[Block]:
+    """Blocks that are recipes, or parts of them."""
+    for document in DOCUMENTS:
+        for block in blocks(document):
+            if block.language == "toml" or (not block.language and re.match(r"\[+\w+|stages = ", block.text)):
+                yield block
+
+
+@pytest.mark.parametrize("block", recipes_shown(), ids=lambda block: block.name)
+def test_shown_recipes_resolve(block: Block, tmp_path: Path) -> None:
+    """Whole ones by themselves, parts of one on the quickstart's or, with stages in them, on a pipeline's."""
+    shown = tomllib.loads(block.text)
+    if "gpus" in shown:
+        path = tmp_path / "cluster.toml"
+        path.write_text(block.text, encoding="utf-8")
+        assert cluster_of_file(path).num_devices == 64
+        return
+    base = "tldr_mini" if '"stage:' in block.text or "stages" in shown else "quickstart"
+    whole = {"prompts": {"tasks": []}} if "dataset" in shown.get("prompts", {}) else {}
+    resolve(base, merge(shown, whole))
+
+
+@named
+def test_python_examples_compile(document: Path) -> None:
+    for block in blocks(document):
+        if block.language == "python":
+            ast.parse(block.text)
+
+
+SCRIPTS = [*sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
+OF_TRL = ("from trl", "import trl ")  # they run where Slipstream need not be
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_loads_and_tells_its_flags(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = script.read_text(encoding="utf-8")
+    if any(line.startswith(OF_TRL) for line in source.splitlines()):
+        ast.parse(source)
+        return
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    loaded = runpy.run_path(str(script), run_name="loaded")
+    if "ArgumentParser" in source:
+        with pytest.raises(SystemExit) as ended:
+            loaded["main"]()
+        assert ended.value.code == 0
+        assert "usage:" in capsys.readouterr().out
 
 
 # The page of PPO's details

@@ -12,6 +12,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.core import recipes
 from slipstream.core.config import (
     DemonstrationConfig,
@@ -89,6 +90,42 @@ def test_sections_merge_and_tables_of_parameters_are_replaced() -> None:
     config = resolve(recipe, {"loss": {"params": {"other": 1.0}}, "trainer": {"optimizer": {"eps": 1e-5}}})
     assert config.loss == LossConfig(name="aipo", params={"other": 1.0})
     assert config.trainer.optimizer == OptimizerConfig(lr=2e-4, eps=1e-5)
+
+
+GRPO: dict[str, Any] = BASE | {"loss": {"name": "grpo", "params": {"eps_low": 0.1}, "std_eps": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("loss", "params"),
+    [
+        ({"name": "gspo"}, {}),
+        ({"name": "gspo", "params": {"eps_low": 1e-3}}, {"eps_low": 1e-3}),
+        ({"name": "grpo"}, {"eps_low": 0.1}),
+        ({"std_eps": 0.2}, {"eps_low": 0.1}),
+    ],
+)
+def test_another_loss_has_its_own_defaults(loss: dict[str, Any], params: dict[str, float]) -> None:
+    """Parameters of the loss below are dropped with its name, unless some are given with the other name."""
+    found = resolve(GRPO, {"loss": loss}).loss
+    assert (found.name, found.params) == (loss.get("name", "grpo"), params)
+    assert found.std_eps == 0.2  # what is not the loss's own stays
+
+
+def test_another_loss_has_its_own_defaults_from_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(recipes.PRESETS, "other", {"loss": {"name": "rloo"}})
+    assert resolve(GRPO, preset="other").loss == LossConfig(name="rloo", std_eps=0.2)
+    again = resolve(GRPO, {"loss": {"params": {"eps_low": 0.3}}}).loss
+    assert (again.name, again.params) == ("grpo", {"eps_low": 0.3})
+
+
+@pytest.mark.parametrize("name", sorted(name for name, loss in LOSSES.items() if loss.kind == "policy"))
+def test_every_loss_can_be_named_over_every_recipe(name: str) -> None:
+    """The loss trains with its defaults, and with the recipe's own parameters where it is the recipe's own."""
+    for recipe in list_recipes():
+        below = resolve(recipe.name).loss
+        given = below.params if below.name == name else {}
+        found = resolve(recipe.name, {"loss": {"name": name}}).loss
+        assert loss_named(name, found.params).params == LOSSES[name].params | given
 
 
 def test_a_partly_given_section_keeps_its_own_defaults() -> None:

