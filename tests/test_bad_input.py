@@ -48,6 +48,7 @@ from slipstream.observe.summary import (
 from slipstream.trainer.checkpoint import save_checkpoint
 from slipstream.trainer.optim import FlatAdamW
 
+TRIES_TEXT = "slipstream.models.foreign_text"  # the one process that a check may start
 MAX_LINES, MAX_COLUMNS = 24, 400
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -989,7 +990,6 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         return started
 
     for owner, name in (
-        (subprocess.Popen, "__init__"),
         (multiprocessing.process.BaseProcess, "start"),
         (os, "fork"),
         (os, "posix_spawn"),
@@ -997,6 +997,13 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         (slipstream.trainer.checkpoint, "load_file"),
     ):
         monkeypatch.setattr(owner, name, refuse(name))
+    start = subprocess.Popen.__init__
+
+    def start_a_check(self: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
+        if TRIES_TEXT not in arguments:  # it is gone when the check is done: `nothing_is_left`
+            raise Started("a process")
+        start(self, arguments, *args, **kwargs)
+
     build = Transformer.__init__
 
     def without_weights(self: Transformer, *args: Any, **kwargs: Any) -> None:
@@ -1005,6 +1012,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Started("a model")
 
     monkeypatch.setattr(Transformer, "__init__", without_weights)
+    monkeypatch.setattr(subprocess.Popen, "__init__", start_a_check)
     if (library := sys.modules.get("transformers.modeling_utils")) is not None:
         monkeypatch.setattr(library.PreTrainedModel, "__init__", refuse("a model of transformers"))
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from slipstream.core.disk import disk_error, disk_errors, remove_tree, sync
 from slipstream.core.errors import CheckpointError
 from slipstream.models.flat import FlatParameters
-from slipstream.models.preflight import tensor_headers
+from slipstream.models.safetensors_file import tensor_headers
 from slipstream.trainer.optim import FlatAdamW
 
 FORMAT = 1
@@ -268,7 +268,7 @@ def policy_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
     file = path / "policy.safetensors"
     if read_manifest(path)["format"] != FORMAT:
         return None
-    return {name: tuple(entry["shape"]) for name, entry in tensor_headers(file).items()}
+    return {name: tuple(entry.shape) for name, entry in tensor_headers(file).items()}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
