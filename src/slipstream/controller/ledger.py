@@ -87,8 +87,22 @@ def cut_back(path: Path, snapshot: Snapshot) -> None:
     keeps the abandoned file. The file is replaced as a whole, so this may be interrupted and done again.
 
     Identity: afterwards the ordinals below `next_ordinal` are those trained, those in `dropped` (skipped or failed) and
-    those in `readmit` (admitted), each in one of them. CheckpointError, with nothing changed, for a file that does not
-    hold what the checkpoint says was trained and dropped: it is of another run, or was damaged.
+    those in `readmit` (admitted), each in one of them. CheckpointError, with nothing changed: as `check_fits`.
+    """
+    states = check_fits(path, snapshot)
+    cut_jsonl(path, Entry, _keeper(snapshot, set(snapshot.dropped)))
+    if missing := sorted(set(snapshot.readmit) - states.keys()):  # the checkpoint was on disk before their admission
+        writer = JsonlWriter(path)
+        writer.write(*(Entry(ordinal, "admitted") for ordinal in missing))
+        writer.sync()
+        writer.close()
+
+
+def check_fits(path: Path, snapshot: Snapshot) -> dict[int, State]:
+    """What the ledger `path` says, of all that a checkpoint contains.
+
+    CheckpointError for a file that does not hold what the checkpoint says was trained and dropped: it is of another
+    run, or was damaged.
     """
     dropped, owed = set(snapshot.dropped), set(snapshot.readmit)
     settled = set(range(snapshot.next_ordinal)) - owed
@@ -102,12 +116,7 @@ def cut_back(path: Path, snapshot: Snapshot) -> None:
             allowed="the ledger that was written beside it",
             hint="it is of another run, or damaged; every attempt_<n>/ holds an older copy",
         )
-    cut_jsonl(path, Entry, is_kept)
-    if missing := sorted(owed - states.keys()):  # the checkpoint was on disk before their admission was
-        writer = JsonlWriter(path)
-        writer.write(*(Entry(ordinal, "admitted") for ordinal in missing))
-        writer.sync()
-        writer.close()
+    return states
 
 
 def _keeper(snapshot: Snapshot, dropped: set[int]) -> Callable[[Entry], bool]:

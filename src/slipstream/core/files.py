@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
+from slipstream.core.errors import SlipstreamError, clip
+
 T = TypeVar("T")
 
 MAX_JSON_BYTES = 64 * 1024**2
@@ -73,6 +75,16 @@ def decode_json(path: Path, type: type[T], max_bytes: int = MAX_JSON_BYTES) -> T
         return msgspec.json.decode(read_whole(path, max_bytes), type=type)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+
+
+def load_json(path: Path, type: type[T]) -> T:
+    """`decode_json` of a file that a run wrote. SlipstreamError, which names it, where it is damaged."""
+    try:
+        return decode_json(path, type)
+    except OSError as error:
+        raise SlipstreamError(f"{path} cannot be read", got=error.strerror) from error
+    except ValueError as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
+        raise SlipstreamError(f"{path.name} is damaged", got=clip(error), hint=f"inspect {path}") from error
 
 
 def read_lines(stream: BinaryIO) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ Both are programs. A template loops and recurses, a tokenizer's regular expressi
 double a text with each step; the libraries that run them have no limits of their own, and some end the process. So a
 child tries them first, or runs them, with limits on processor time, memory and what it answers:
 
-    rehearse_tokenizer   load the tokenizer of a folder, encode and decode texts with it: what then loads it here is safe
+    rehearse_tokenizer   load the tokenizer of a folder, encode and decode texts with it, before it is loaded here
     ChatRenderer         chats to texts, by transformers' own `apply_chat_template`
 
 The child ends with its socket; while it works, a timer of its own ends it. It writes no files.
@@ -265,7 +265,7 @@ def _rendered(request: dict[str, Any]) -> dict[str, Any]:
     for index, chat in enumerate(request["chats"]):
         try:
             text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; it is told
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
             return {"error": f"{_told(error)}{line}", "index": index}
         room -= len(text)
@@ -308,7 +308,7 @@ def _main(kind: str, descriptor: int) -> None:
         try:
             answer = ANSWERS[kind](json.loads(request))
             content = json.dumps(answer).encode()
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # noqa: BLE001 - told; a panic of a Rust library is no Exception
             content = json.dumps({"error": _told(error), "index": 0}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(peer, content)

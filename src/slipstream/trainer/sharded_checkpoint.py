@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from slipstream.core.background import start_thread
 from slipstream.core.disk import HINTS
 from slipstream.core.errors import CheckpointError, DiskError
+from slipstream.core.files import read_json
 from slipstream.core.links import WakeUp
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.flat import FlatParameters
@@ -256,7 +257,7 @@ class ShardedCheckpoints:
                 process_group=self._group.pg,
                 no_dist=self._group.pg is None,
             )
-        state = json.loads((path / "state.json").read_text())
+        state = read_json(path / "state.json")
         if manifest["format"] == FORMAT:
             found = load_random_state(path, self._group.rank)
             updates = state["updates"]
