@@ -123,8 +123,9 @@ def check_files(path: Path) -> str:
                 content = read_whole(file, MAX_FILE_BYTES)
             except OSError as error:
                 raise ConfigError(f"'{file}' cannot be read", got=error.strerror, hint=HINT) from error
-            digest.update(f"{file.relative_to(path)} {len(content)} ".encode())
-            digest.update(content)
+            if file.suffix != ".jinja":  # a template does nothing before it is rendered
+                digest.update(f"{file.relative_to(path)} {len(content)} ".encode())
+                digest.update(content)
     return digest.hexdigest()
 
 

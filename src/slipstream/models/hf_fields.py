@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError, clip
 from slipstream.core.files import read_json
 
 Layers = Annotated[int, Field(ge=1, le=1024)]
+Labels = Annotated[int, Field(ge=0, le=2**16)]
 Heads = Annotated[int, Field(ge=1, le=2**13)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
@@ -88,6 +89,7 @@ class HfFields(_Fields):
     eos_token_id: Tokens = None
     bos_token_id: NoToken | None = None
     pad_token_id: NoToken | None = None
+    num_labels: Labels = 1  # nothing is done with it, but a library counts up to it
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -211,8 +211,9 @@ def newest_whole(root: Path) -> Found:
 def settle(root: Path, found: Found | None = None) -> Found:
     """`newest_whole`; newer ones are renamed to `.step_<n>.damaged`: nobody shall take them for part of what follows.
 
-    They are kept until the run has saved that step again, for whoever wants to look what happened. Else the deletion of old checkpoints would count them, and keep them instead of whole ones. `found` is what
-    `newest_whole` has just said, where it was asked: it reads every byte.
+    They are kept until the run has saved that step again, for whoever wants to see what happened. Else the deletion of
+    old checkpoints would count them, and keep them instead of whole ones. `found` is what `newest_whole` has just said,
+    where it was asked: it reads every byte.
     """
     newest, damages = newest_whole(root) if found is None else found
     for path in newest_first(root):
