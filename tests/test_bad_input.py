@@ -45,7 +45,7 @@ from slipstream.observe.summary import (
     WeightSync,
     write_summary,
 )
-from slipstream.trainer.checkpoint import save_checkpoint
+from slipstream.trainer.checkpoint import crc32, save_checkpoint
 from slipstream.trainer.optim import FlatAdamW
 
 TRIES_TEXT = "slipstream.models.foreign_text"  # the one process that a check may start
@@ -810,6 +810,26 @@ def in_config(old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
+def endless(name: str) -> Callable[[Path], None]:
+    return both(lambda folder: (folder / name).unlink(missing_ok=True), lambda f: (f / name).symlink_to("/dev/zero"))
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    return both(lambda folder: (folder / name).unlink(missing_ok=True), lambda folder: os.mkfifo(folder / name))
+
+
+def admitted(folder: Path) -> None:
+    """The checkpoint says that two groups were trained, and the ledger was zeroed."""
+    state = folder / STEP / "state.json"
+    told = json.loads(state.read_text())
+    told["extra"]["schedule"] |= {"next_ordinal": 2, "steps_done": 1}
+    state.write_text(json.dumps(told))
+    manifest = json.loads((folder / STEP / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"bytes": state.stat().st_size, "crc32": crc32(state)}
+    (folder / STEP / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "run" / "ledger.jsonl").write_bytes(bytes(500))
+
+
 STEP = "run/checkpoints/step_1"
 RUNS = [
     refused("run recipe.toml --out out", "not empty", "out", "--resume out", prepare=used),
@@ -838,6 +858,23 @@ RUNS = [
     refused("run --resume run", "step_1", "torn", "manifest", prepare=text(f"{STEP}/manifest.json", "{")),
     refused("run --resume run", "step_1", "unknown format", prepare=change_json(f"{STEP}/manifest.json", format=99)),
     refused("run --resume run", "ledger.jsonl", prepare=remove("run/ledger.jsonl")),
+    refused("run --resume run", "does not fit the checkpoint", "no fate for ordinals", prepare=admitted),
+    refused("run --resume run", "step_1", "manifest", "a device", prepare=endless(f"{STEP}/manifest.json")),
+    refused("run --resume run", "step_1", "manifest", "a pipe", prepare=pipe(f"{STEP}/manifest.json")),
+    refused("run --resume run", "step_1", "manifest", prepare=text(f"{STEP}/manifest.json", "[" * 10**5)),
+    refused("run --resume run", "step_1", "manifest", "bytes", prepare=text(f"{STEP}/manifest.json", bytes(17 << 20))),
+    refused("run --resume run", "step_1", "state.json", "missing", prepare=endless(f"{STEP}/state.json")),
+    refused("run --resume run", "run/events.jsonl", "a device", prepare=endless("run/events.jsonl")),
+    refused("run --resume run", "run/rollouts.jsonl", "a pipe", prepare=pipe("run/rollouts.jsonl")),
+    refused("run --resume run", "run/ledger.jsonl", "a device", prepare=endless("run/ledger.jsonl")),
+    refused("run --resume run", "run/config.toml", "a device", prepare=endless("run/config.toml")),
+    refused("run --resume run", "run/config.toml", "a pipe", prepare=pipe("run/config.toml")),
+    refused("run --resume run", "run/config.toml", "bytes", prepare=text("run/config.toml", bytes(17 << 20))),
+    refused("run --resume run", "run/config.toml", "not valid TOML", prepare=text("run/config.toml", bytes(999))),
+    refused("run --resume run", "summary.json", "hint", prepare=both(complete, text("run/summary.json", "x"))),
+    refused("replay run", "run/events.jsonl", "a device", prepare=endless("run/events.jsonl")),
+    refused("replay run", "the log is empty", "cut", prepare=text("run/events.jsonl", bytes(999))),
+    refused("report run", "metrics.jsonl", "a device", prepare=endless("run/metrics.jsonl")),
     refused("eval", "a model is needed", "allowed"),
     refused("eval nowhere", "no checkpoint in 'nowhere'", "nothing of that name"),
     refused("eval data.jsonl", "no checkpoint in 'data.jsonl'", "a file"),

@@ -13,7 +13,7 @@ from typing import Any
 
 Mutation = Callable[[Path], None]
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}>"
 NAN = float("nan")
 
 
