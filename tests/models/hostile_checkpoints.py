@@ -51,6 +51,16 @@ def template(text: str) -> Mutation:
     return lambda folder: (folder / "chat_template.jinja").write_text(text) and None
 
 
+def configured_template(value: Any) -> Mutation:
+    """A template in tokenizer_config.json, which is read where there is no file of its own."""
+
+    def mutate(folder: Path) -> None:
+        (folder / "chat_template.jinja").unlink()
+        tokenizer_config(chat_template=value)(folder)
+
+    return mutate
+
+
 def content(name: str, data: bytes) -> Mutation:
     return lambda folder: (folder / name).write_bytes(data) and None
 
@@ -272,8 +282,8 @@ CHATS: dict[str, Mutation] = {
     "division": template("{{ 1 // 0 }}"),
     "wrong types": template("{{ messages + 1 }}"),
     "no such key": template("{{ messages[99].content.x.y }}"),
-    "all templates but the default": tokenizer_config(chat_template=[{"name": "tools", "template": "x"}]),
-    "template is a number": tokenizer_config(chat_template=7),
+    "all templates but the default": configured_template([{"name": "tools", "template": "x"}]),
+    "template is a number": configured_template(7),
 }
 
 MUTATIONS: dict[str, dict[str, Mutation]] = {
