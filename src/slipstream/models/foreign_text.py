@@ -73,7 +73,7 @@ class _Child:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[others.fileno()],
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                env=_environment(),
             )
         self._socket = mine
         self.close = weakref.finalize(self, _end, self._process, mine)
@@ -103,6 +103,19 @@ class _Child:
         if code == -signal.SIGPROF:
             return f"it takes more than {CPU_S:g} s of processor time"
         return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else "its process ended"
+
+
+def _environment() -> dict[str, str]:
+    """What the child sees of the environment: no secrets, no network of Hugging Face's, where packages are."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    package_root = str(Path(__file__).resolve().parents[2])
+    searched = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return kept | {
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": os.pathsep.join(searched),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def _end(process: subprocess.Popen[bytes], mine: socket.socket) -> None:
