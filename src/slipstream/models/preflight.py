@@ -20,6 +20,7 @@ from slipstream.models.initialise import new_config
 from slipstream.models.layout import layout
 from slipstream.models.safetensors_file import Header, tensor_headers
 from slipstream.models.scalar import HEAD_NAME
+from slipstream.models.tokenizer import has_tokenizer
 from slipstream.models.transformer import Transformer
 
 Head = Literal["language", "score", "any"]
@@ -36,7 +37,7 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     """
     path = config.sft.path if stage_of(config.model.path) == "sft" else config.model.path
     checked = None if path is None else check_checkpoint(Path(path), "language")
-    if path is not None:
+    if path is not None and has_tokenizer(path):
         rehearse_tokenizer(Path(path))
     tokenizer = build_tokenizer(config.model.model_copy(update={"path": path}))
     if path is None or checked is None:

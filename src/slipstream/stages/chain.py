@@ -152,7 +152,7 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
 
 def _publish_evaluation(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     """Tell summary, report and terminal what was found."""
-    found = load_json(run_dir / EVALUATION_FILE, Any)
+    found = load_json(run_dir / EVALUATION_FILE, dict[str, Any])
     summary = msgspec.structs.replace(read_summary(run_dir / "summary.json"), evaluation=found)
     write_summary(summary, run_dir / "summary.json")
     write_report(run_dir, describe())
