@@ -80,8 +80,10 @@ class Ledger:
             self._writer.close()
 
 
-def cut_back(path: Path, snapshot: Snapshot) -> None:
+def cut_back(path: Path, snapshot: Snapshot) -> dict[int, State]:
     """Rewrite the ledger to what a checkpoint contains: the rest is admitted again, or was never admitted.
+
+    Returns what it says now, but for admissions that it did not know of.
 
     *Trained* means contained in the weights of the surviving checkpoint, so later steps are forgotten here; the caller
     keeps the abandoned file. The file is replaced as a whole, so this may be interrupted and done again.
@@ -96,6 +98,7 @@ def cut_back(path: Path, snapshot: Snapshot) -> None:
         writer.write(*(Entry(ordinal, "admitted") for ordinal in missing))
         writer.sync()
         writer.close()
+    return states
 
 
 def check_fits(path: Path, snapshot: Snapshot) -> dict[int, State]:

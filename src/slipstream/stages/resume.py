@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,13 +122,12 @@ def _cut_back(run_dir: Path, cut: Cut | None) -> list[str]:
     steps_done, num_events = cut.schedule.steps_done, cut.num_events
     dropped = set(cut.schedule.dropped)
     versions: set[int] = set()
-    steps: set[int] = set()
+    lines: Counter[int] = Counter()  # of trained groups, by ordinal
 
     def is_trained(line: _Rollout) -> bool:
         if line.step is None:
             return line.ordinal in dropped
-        if line.step < steps_done:
-            steps.add(line.step)
+        lines[line.ordinal] += line.step < steps_done
         return line.step < steps_done
 
     def is_measured(line: _Metrics) -> bool:
@@ -139,14 +139,17 @@ def _cut_back(run_dir: Path, cut: Cut | None) -> list[str]:
         cut_jsonl(run_dir / name, _OfStep, lambda line: line.step < steps_done)
     recorded = cut_jsonl(run_dir / "events.jsonl", _Event, lambda line: line.seq < num_events)
     cut_jsonl(run_dir / "rollouts.jsonl", _Rollout, is_trained)
-    cut_back(run_dir / "ledger.jsonl", cut.schedule)
+    states = cut_back(run_dir / "ledger.jsonl", cut.schedule)
+    size = max(lines.values(), default=0)  # all groups have one
+    trained = [ordinal for ordinal, state in states.items() if state == "trained"]
+    whole = sum(lines[ordinal] == size > 0 for ordinal in trained)
     measured = len(versions & set(range(1, steps_done + 1)))
     return [
         f"{name} is not whole: {num_known} of {num_all} {what} are left, and the rest is lost to {reader}"
         for name, num_known, num_all, what, reader in (
             ("events.jsonl", recorded, num_events, "events", "`slipstream replay`, report and accounting"),
             ("metrics.jsonl", measured, steps_done, "steps", "summary and report"),
-            ("rollouts.jsonl", len(steps), steps_done, "steps", "report and `slipstream watch`"),
+            ("rollouts.jsonl", whole, len(trained), "trained groups", "report and `slipstream watch`"),
         )
         if num_known < num_all
     ]
