@@ -45,9 +45,10 @@ from slipstream.observe.summary import (
     WeightSync,
     write_summary,
 )
-from slipstream.trainer.checkpoint import save_checkpoint
+from slipstream.trainer.checkpoint import crc32, save_checkpoint
 from slipstream.trainer.optim import FlatAdamW
 
+TRIES_TEXT = "slipstream.models.foreign_text"  # the one process that a check may start
 MAX_LINES, MAX_COLUMNS = 24, 480
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -809,6 +810,26 @@ def in_config(old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
+def endless(name: str) -> Callable[[Path], None]:
+    return both(lambda folder: (folder / name).unlink(missing_ok=True), lambda f: (f / name).symlink_to("/dev/zero"))
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    return both(lambda folder: (folder / name).unlink(missing_ok=True), lambda folder: os.mkfifo(folder / name))
+
+
+def admitted(folder: Path) -> None:
+    """The checkpoint says that two groups were trained, and the ledger was zeroed."""
+    state = folder / STEP / "state.json"
+    told = json.loads(state.read_text())
+    told["extra"]["schedule"] |= {"next_ordinal": 2, "steps_done": 1}
+    state.write_text(json.dumps(told))
+    manifest = json.loads((folder / STEP / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"bytes": state.stat().st_size, "crc32": crc32(state)}
+    (folder / STEP / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "run" / "ledger.jsonl").write_bytes(bytes(500))
+
+
 STEP = "run/checkpoints/step_1"
 RUNS = [
     refused("run recipe.toml --out out", "not empty", "out", "--resume out", prepare=used),
@@ -837,6 +858,23 @@ RUNS = [
     refused("run --resume run", "step_1", "torn", "manifest", prepare=text(f"{STEP}/manifest.json", "{")),
     refused("run --resume run", "step_1", "unknown format", prepare=change_json(f"{STEP}/manifest.json", format=99)),
     refused("run --resume run", "ledger.jsonl", prepare=remove("run/ledger.jsonl")),
+    refused("run --resume run", "does not fit the checkpoint", "no fate for ordinals", prepare=admitted),
+    refused("run --resume run", "step_1", "manifest", "a device", prepare=endless(f"{STEP}/manifest.json")),
+    refused("run --resume run", "step_1", "manifest", "a pipe", prepare=pipe(f"{STEP}/manifest.json")),
+    refused("run --resume run", "step_1", "manifest", prepare=text(f"{STEP}/manifest.json", "[" * 10**5)),
+    refused("run --resume run", "step_1", "manifest", "bytes", prepare=text(f"{STEP}/manifest.json", bytes(17 << 20))),
+    refused("run --resume run", "step_1", "not its own", "state.json", prepare=endless(f"{STEP}/state.json")),
+    refused("run --resume run", "run/events.jsonl", "a device", prepare=endless("run/events.jsonl")),
+    refused("run --resume run", "run/rollouts.jsonl", "a pipe", prepare=pipe("run/rollouts.jsonl")),
+    refused("run --resume run", "run/ledger.jsonl", "a device", prepare=endless("run/ledger.jsonl")),
+    refused("run --resume run", "'run' is no run", "config.toml", prepare=endless("run/config.toml")),
+    refused("run --resume run", "'run' is no run", "config.toml", prepare=pipe("run/config.toml")),
+    refused("run --resume run", "run/config.toml", "bytes", prepare=text("run/config.toml", bytes(17 << 20))),
+    refused("run --resume run", "run/config.toml", "not valid TOML", prepare=text("run/config.toml", bytes(999))),
+    refused("run --resume run", "summary.json", "hint", prepare=both(complete, text("run/summary.json", "x"))),
+    refused("replay run", "run/events.jsonl", "a device", prepare=endless("run/events.jsonl")),
+    refused("replay run", "the log is empty", "cut", prepare=text("run/events.jsonl", bytes(999))),
+    refused("report run", "it has no metrics.jsonl", prepare=endless("run/metrics.jsonl")),
     refused("eval", "a model is needed", "allowed"),
     refused("eval nowhere", "no checkpoint in 'nowhere'", "nothing of that name"),
     refused("eval data.jsonl", "no checkpoint in 'data.jsonl'", "a file"),
@@ -989,7 +1027,6 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         return started
 
     for owner, name in (
-        (subprocess.Popen, "__init__"),
         (multiprocessing.process.BaseProcess, "start"),
         (os, "fork"),
         (os, "posix_spawn"),
@@ -997,6 +1034,13 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         (slipstream.trainer.checkpoint, "load_file"),
     ):
         monkeypatch.setattr(owner, name, refuse(name))
+    start = subprocess.Popen.__init__
+
+    def start_a_check(self: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
+        if TRIES_TEXT not in arguments:  # it is gone when the check is done: `nothing_is_left`
+            raise Started("a process")
+        start(self, arguments, *args, **kwargs)
+
     build = Transformer.__init__
 
     def without_weights(self: Transformer, *args: Any, **kwargs: Any) -> None:
@@ -1005,6 +1049,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Started("a model")
 
     monkeypatch.setattr(Transformer, "__init__", without_weights)
+    monkeypatch.setattr(subprocess.Popen, "__init__", start_a_check)
     if (library := sys.modules.get("transformers.modeling_utils")) is not None:
         monkeypatch.setattr(library.PreTrainedModel, "__init__", refuse("a model of transformers"))
 

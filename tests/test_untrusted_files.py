@@ -107,7 +107,7 @@ def test_an_index_reaches_no_files_but_its_own(folder: Path, tmp_path: Path, nam
         load_model(folder)
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/x", "..", ".", ""])
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/x", "..", ".", "", "a\0b", "x" * 300])
 def test_a_manifest_names_files_beside_it_only(tmp_path: Path, name: str) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "step": 1, "files": {name: {}}}))
     with pytest.raises(CheckpointError, match="not its own"):
@@ -121,7 +121,12 @@ def test_a_manifest_follows_no_links(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "[]", '{"format": 1}', '{"format": 1, "files": 3}', "\x00"])
+FILE = '{"format": 1, "step": 1, "files": {"a": %s}}'
+STRANGE = ["", "[" * 100_000, "[]", '{"format": 1}', '{"format": 1, "files": 3}', "\x00", '{"a":' * 10_000]
+STRANGE += [FILE % entry for entry in ("3", "[]", "{}", '{"bytes": "1", "crc32": 0}', '{"bytes": 1e400, "crc32": 0}')]
+
+
+@pytest.mark.parametrize("text", STRANGE, ids=range(len(STRANGE)))
 def test_a_strange_manifest_is_a_torn_one(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError):

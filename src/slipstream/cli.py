@@ -185,9 +185,17 @@ def replay_command(argv: Sequence[str]) -> int:
             ("  now", first.replayed),
         ):
             _console.print(f"{name}: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
-    if found.is_sound:
+    for lost in found.missing:
+        _console.print(f"incomplete: {lost}", style="red", highlight=False, markup=False, soft_wrap=True)
+    if found.is_sound and found.is_complete:
         _console.print("the schedule decides as it did, and nothing is broken", style="green")
-    return EXIT_DONE if found.is_sound else EXIT_FAILED
+    elif found.is_sound:
+        _console.print(
+            f"nothing differs in the {found.num_decisions:,} decisions that could be checked; "
+            f"{found.num_unchecked:,} lines could not",
+            soft_wrap=True,
+        )
+    return EXIT_DONE if found.is_sound and found.is_complete else EXIT_FAILED
 
 
 def plan_command(argv: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import slipstream
@@ -15,6 +16,7 @@ from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import CompletionFinished, GroupScored, ReplicaLost, StartGroup, StepDone, Swapped, TrainStep
+from slipstream.observe.jsonl import cut_jsonl
 from slipstream.observe.recorder import EventRecorder
 
 CONFIG = ScheduleConfig(
@@ -39,7 +41,7 @@ class Writer:
 
     def play(self, until_step: int) -> None:
         schedule = make_policy(self.policy, self.config, self.snapshot)
-        recorder = EventRecorder(self.path, VirtualClock())
+        recorder = EventRecorder(self.path, VirtualClock(), num_events=self.num_events)
         recorder.record(schedule.began(), [])
         todo: list = []
 
@@ -255,6 +257,73 @@ def test_a_resumed_run_goes_on_in_the_replay(tmp_path, seed):
     assert found.is_sound, (found.divergence, found.violations)
     assert found.policies == ["oldest_first"] * 3
     assert (found.num_steps, found.num_trained) == (12, 24)
+
+
+def cut(path: Path) -> None:
+    """The first half of the lines, and a part of the next."""
+    text = path.read_bytes()
+    path.write_bytes(text[: len(text) // 2])
+
+
+def zeroed(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("lose", [cut, zeroed, Path.unlink], ids=["cut", "zeroed", "deleted"])
+def test_what_a_resume_found_missing_is_told_of(lose, tmp_path, capsys):
+    """As a resume does: it keeps the whole lines up to the checkpoint, and counts on from there."""
+    path = tmp_path / "events.jsonl"
+    writer = Writer(path, seed=1)
+    writer.play(5)
+    writer.cut()
+    lose(path)
+    cut_jsonl(path, msgspec.Raw, lambda _: True)
+    num_left = len(lines_of(path))
+    writer.play(9)
+    found = slipstream.replay(path)
+    assert found.is_sound, (found.divergence, found.violations)
+    assert not found.is_complete
+    [missing] = found.missing
+    before = f"the {writer_events(path)} events" if not num_left else "events"
+    assert missing.startswith(f"line {num_left + 1}: {before} before it")
+    assert main(["replay", str(path)]) == 1
+    told = capsys.readouterr().out
+    assert f"incomplete: line {num_left + 1}" in told
+    assert "decides as it did" not in told
+    assert f"nothing differs in the {found.num_decisions:,} decisions" in told
+
+
+def writer_events(path: Path) -> int:
+    return lines_of(path)[0]["seq"]
+
+
+def test_nothing_is_said_of_what_follows_a_gap_until_the_next_resume(tmp_path):
+    path = tmp_path / "events.jsonl"
+    writer = Writer(path, seed=2)
+    writer.play(5)
+    writer.cut()
+    writer.play(9)
+    lines = lines_of(path)
+    [_, resumed] = [i for i, line in enumerate(lines) if line["event"]["type"] == "ScheduleBegan"]
+    found = slipstream.replay(write(path, lines[:20] + lines[30:]))
+    assert found.divergence is None
+    assert found.missing == ["line 21: lines before it are missing or repeated, so the state is unknown"]
+    assert found.violations == ["line 21: has seq 30, not 20: lines are missing or repeated"]
+    assert found.num_unchecked == resumed - 30
+    assert found.num_decisions == 19 + len(lines) - resumed - 1
+
+
+def test_a_log_that_ends_before_its_ledger_is_not_whole(tmp_path):
+    path = tmp_path / "events.jsonl"
+    Writer(path).play(6)
+    ledger = [{"ordinal": n, "state": "trained", "step": n // 2} for n in range(12)]
+    write(tmp_path / "ledger.jsonl", ledger)
+    assert slipstream.replay(tmp_path).is_complete
+    lines = lines_of(path)
+    last = [i for i, line in enumerate(lines) if line["event"]["type"] == "StepDone"][3]
+    found = slipstream.replay(write(path, lines[:last]).parent)
+    assert found.is_sound
+    assert found.missing == [f"line {last} is the last, 3 steps before the ledger's"]
 
 
 def test_a_resume_from_another_state_is_a_divergence(tmp_path):

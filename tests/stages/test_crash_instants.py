@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,3 +283,35 @@ def test_a_ledger_of_another_run_is_refused_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not fit"):
         cut_back(path, snapshot)
     assert path.read_bytes() == written
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def zeroed(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.usefixtures("_no_sync")
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "rollouts.jsonl"])
+@pytest.mark.parametrize("lose", [cut, zeroed, Path.unlink], ids=["cut", "zeroed", "deleted"])
+def test_lines_that_are_gone_are_told_of(name: str, lose: Callable[[Path], None], folder: Path) -> None:
+    run(folder, FragileDisk(folder))
+    for path in (folder / "events.jsonl", folder / "rollouts.jsonl"):  # what was abandoned may go unnoticed
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    lose(folder / name)
+    resumed = prepare_resume(folder)
+    assert [note.split(":")[0] for note in resumed.notes if "not whole" in note] == [f"{name} is not whole"]
+    [note] = [note for note in resumed.notes if "not whole" in note]
+    num_all = {"rollouts.jsonl": len(STEPS)}.get(name, 3)
+    assert f"{num_all - 1 if lose is cut else 0} of {num_all}" in note
+    assert resumed.cut is not None
+    with closing(EventRecorder(folder / "events.jsonl", VirtualClock(), num_events=resumed.cut.num_events)) as events:
+        assert events.num_events == resumed.cut.num_events, "numbers go on as if nothing was lost"
+
+
+@pytest.mark.usefixtures("_no_sync")
+def test_a_whole_run_is_told_nothing_of(folder: Path) -> None:
+    run(folder, FragileDisk(folder))
+    assert not [note for note in prepare_resume(folder).notes if "not whole" in note]

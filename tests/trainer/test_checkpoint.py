@@ -1,3 +1,4 @@
+import os
 import random
 
 import numpy as np
@@ -148,6 +149,40 @@ def test_the_only_whole_checkpoint_is_never_deleted_for_damaged_ones(tmp_path):
     assert ["optimizer" in str(damages[0]), "policy" in str(damages[1])] == [True, True]
     names = sorted(path.name for path in tmp_path.iterdir() if "rollouts" not in path.name)
     assert names == [".step_3.damaged", ".step_4.damaged", "step_2"]
+
+
+def test_a_damaged_one_is_kept_until_its_step_is_saved_again(tmp_path):
+    _, flat, optimizer = fresh()
+    for step in (1, 2, 3):
+        save_checkpoint(checkpoint_path(tmp_path, step), flat, optimizer, step=step)
+        if step > 1:
+            (tmp_path / f"step_{step}" / "policy.safetensors").write_bytes(b"")
+    settle(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step_2.damaged", ".step_3.damaged", "step_1"]
+    save_checkpoint(checkpoint_path(tmp_path, 2), flat, optimizer, step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step_3.damaged", "step_1", "step_2"]
+    save_checkpoint(checkpoint_path(tmp_path, 4), flat, optimizer, step=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2", "step_4"]
+
+
+def sparse(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "policy.safetensors"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, sparse, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "terabyte", "device"]
+)
+def test_what_is_endless_is_torn_and_not_read(make, name, tmp_path):
+    _, flat, optimizer = fresh()
+    path = checkpoint_path(tmp_path, 1)
+    save_checkpoint(path, flat, optimizer, step=1)
+    (path / name).unlink()
+    make(path / name)
+    newest, [damage] = newest_whole(tmp_path)
+    assert newest is None
+    assert name in str(damage) or "manifest" in str(damage)
 
 
 def test_a_replacement_that_was_cut_off_between_its_renames_is_undone(tmp_path):

@@ -27,6 +27,7 @@ from slipstream.generator.executor import Generator
 from slipstream.generator.vllm.backend import check_vllm
 from slipstream.models.build import build_tokenizer, check_division
 from slipstream.models.device import check_gpus
+from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.preflight import Head, check_checkpoint, check_policy
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
@@ -94,8 +95,11 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
     policy = policy_tokenizer(config)
     vocabulary = policy.get_vocab().items()
     for what, path, head in given:
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").exists():
             raise ConfigError(f"there is no {what}", got=path, allowed="a folder with config.json")
+        vocab_size = check_checkpoint(path, head).vocab_size
+        if has_tokenizer(path):
+            rehearse_tokenizer(path)
         if has_tokenizer(path) and not vocabulary <= load_tokenizer(path).get_vocab().items():
             raise ConfigError(
                 f"{what} and the policy have different tokenizers",
@@ -103,7 +107,6 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
                 allowed="a model with the policy's tokens, under the same ids",
                 hint="it reads the tokens that were sampled, not their text",
             )
-        vocab_size = check_checkpoint(path, head).vocab_size
         if vocab_size < len(policy):
             raise ConfigError(
                 f"{what} has a smaller vocabulary than the policy",

@@ -34,7 +34,8 @@ from slipstream.controller.watch import Observer, write_samples
 from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import CheckpointError, SlipstreamError
+from slipstream.core.errors import CheckpointError, SlipstreamError, clip
+from slipstream.core.files import decode_json
 from slipstream.core.interrupts import Interrupts
 from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
@@ -102,6 +103,7 @@ class Controller:
         partials: Mapping[int, tuple[Partial, ...]] | None = None,
         trackers: Trackers | None = None,
         interrupts: Interrupts | None = None,
+        num_events: int = 0,
     ) -> None:
         self.config = config
         self.pipeline = pipeline
@@ -119,7 +121,7 @@ class Controller:
             threads_alone=max([node.num_threads_alone for node in pipeline.nodes if node.host == "inline"], default=1),
         )
         self.ledger = Ledger(run_dir / "ledger.jsonl")
-        self.events = EventRecorder(run_dir / "events.jsonl", self.clock)
+        self.events = EventRecorder(run_dir / "events.jsonl", self.clock, num_events=num_events)
         told = [] if trackers is None else [trackers]
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=[one.metrics for one in told])
         self.vitals = Vitals(config.samples_per_group, config.max_staleness)
@@ -499,6 +501,6 @@ def read_cut(checkpoint: Path) -> Cut:
         extra: Cut
 
     try:
-        return msgspec.json.decode((checkpoint / "state.json").read_bytes(), type=State).extra
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{checkpoint} is no checkpoint of a run", got=error) from error
+        return decode_json(checkpoint / "state.json", State).extra
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} is no checkpoint of a run", got=clip(error)) from error

@@ -86,15 +86,32 @@ def counts(states: Mapping[int, State]) -> dict[str, int]:
     }
 
 
-def cut_back(path: Path, snapshot: Snapshot) -> None:
+def cut_back(path: Path, snapshot: Snapshot) -> dict[int, State]:
     """Rewrite the ledger to what a checkpoint contains: the rest is admitted again, or was never admitted.
+
+    Returns what it says now, but for admissions that it did not know of.
 
     *Trained* means contained in the weights of the surviving checkpoint, so later steps are forgotten here; the caller
     keeps the abandoned file. The file is replaced as a whole, so this may be interrupted and done again.
 
     Identity: afterwards the ordinals below `next_ordinal` are those trained, those in `dropped` (skipped or failed) and
-    those in `readmit` (admitted), each in one of them. CheckpointError, with nothing changed, for a file that does not
-    hold what the checkpoint says was trained and dropped: it is of another run, or was damaged.
+    those in `readmit` (admitted), each in one of them. CheckpointError, with nothing changed: as `check_fits`.
+    """
+    states = check_fits(path, snapshot)
+    cut_jsonl(path, Entry, _keeper(snapshot, set(snapshot.dropped)))
+    if missing := sorted(set(snapshot.readmit) - states.keys()):  # the checkpoint was on disk before their admission
+        writer = JsonlWriter(path)
+        writer.write(*(Entry(ordinal, "admitted") for ordinal in missing))
+        writer.sync()
+        writer.close()
+    return states
+
+
+def check_fits(path: Path, snapshot: Snapshot) -> dict[int, State]:
+    """What the ledger `path` says, of all that a checkpoint contains.
+
+    CheckpointError for a file that does not hold what the checkpoint says was trained and dropped: it is of another
+    run, or was damaged.
     """
     dropped, owed = set(snapshot.dropped), set(snapshot.readmit)
     settled = set(range(snapshot.next_ordinal)) - owed
@@ -108,12 +125,7 @@ def cut_back(path: Path, snapshot: Snapshot) -> None:
             allowed="the ledger that was written beside it",
             hint="it is of another run, or damaged; every attempt_<n>/ holds an older copy",
         )
-    cut_jsonl(path, Entry, is_kept)
-    if missing := sorted(owed - states.keys()):  # the checkpoint was on disk before their admission was
-        writer = JsonlWriter(path)
-        writer.write(*(Entry(ordinal, "admitted") for ordinal in missing))
-        writer.sync()
-        writer.close()
+    return states
 
 
 def _keeper(snapshot: Snapshot, dropped: set[int]) -> Callable[[Entry], bool]:

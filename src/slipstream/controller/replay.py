@@ -8,6 +8,9 @@ Two questions are asked at once. *Does the schedule decide as it did then?* It i
 head of the log and fed the recorded events. *Is what was decided then sound?* `Audit` recounts the promises from the
 log alone, without the schedule's code. A resumed run has one more `ScheduleBegan` where it went on; the snapshot in it
 must be the state the replay has come to.
+
+Where lines are missing the state is not known: nothing is said of what follows, up to the next `ScheduleBegan`, whose
+snapshot is taken at its word. `missing` says where that is; numbers of events go on over what a resume found missing.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.controller.ledger import Entry
 from slipstream.controller.machine import Command, Event, ScheduleBegan, SchedulingPolicy, Snapshot
 from slipstream.controller.policies import POLICIES, make_policy
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import ConfigError, SlipstreamError, clip
+from slipstream.core.files import open_regular, read_lines
 from slipstream.core.types import (
     CompletionFinished,
     GroupScored,
@@ -32,6 +37,7 @@ from slipstream.core.types import (
     Swapped,
     TrainStep,
 )
+from slipstream.observe.jsonl import intact_lines
 
 MAX_VIOLATIONS = 20
 
@@ -83,16 +89,23 @@ class Replay:
     ended_with: str | None = None  # the error that the schedule ended the run with, as recorded
     divergence: Divergence | None = None
     violations: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # what the log does not have, in sentences
+    num_unchecked: int = 0  # lines behind missing ones
 
     @property
     def is_sound(self) -> bool:
+        """Whether the schedule decides as it did, and kept its promises, in all that is recorded."""
         return self.divergence is None and not self.violations
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing
 
 
 def events_file(path: Path) -> Path:
     """`events.jsonl` of a run's folder or of an `attempt_<n>/` in it; a file is itself. ConfigError without one."""
     found = path / "events.jsonl" if path.is_dir() else path
-    if not found.is_file():
+    if not found.exists():
         raise ConfigError(
             "there are no events to replay",
             got=path,
@@ -108,27 +121,40 @@ def replay(path: str | Path) -> Replay:
     or has a damaged line. Memory does not grow with the log, but for the ordinals that were dropped.
     """
     result = Replay(events_file(Path(path)))
+    steps_done = _steps_of_ledger(result.path.with_name("ledger.jsonl"))
     schedule: SchedulingPolicy | None = None
     audit: Audit | None = None
+    next_seq = number = 0
     for number, line in _read(result.path):
         event = line.event
+        is_gap, next_seq = line.seq != next_seq, line.seq + 1
         if isinstance(event, ScheduleBegan):
+            if is_gap or (number == 1 and event.snapshot is not None and event.snapshot.next_ordinal):
+                result.missing.append(_before(number, line.seq))
+                schedule = None
             result.policies.append(event.policy)
             result.divergence = _compare_states(number, event, schedule)
             if result.divergence is not None:
                 break
-            schedule = _build(number, event, result.path)
-            if audit is None:
+            is_known, schedule = schedule is not None, _build(number, event, result.path)
+            if audit is None or not is_known:
                 audit = Audit(schedule, result)
             audit.begin(number, line.seq, event.snapshot)
             continue
-        if schedule is None or audit is None:
+        if audit is None:
             raise ConfigError(
                 "the log does not say what it began with",
                 got=f"a first line with {type(event).__name__.lstrip('_')} in {result.path}",
                 allowed="ScheduleBegan",
                 hint="it was cut at its head, or comes from an older version",
             )
+        if is_gap and schedule is not None:
+            audit.check(number, line)  # which says that the numbers are wrong
+            schedule = None
+            result.missing.append(f"line {number}: lines before it are missing or repeated, so the state is unknown")
+        if schedule is None:
+            result.num_unchecked += 1
+            continue
         result.num_decisions += 1
         audit.check(number, line)
         result.divergence = _decide(number, line, schedule)
@@ -136,22 +162,41 @@ def replay(path: str | Path) -> Replay:
             break
         result.ended_with = line.error
     if not result.policies:
-        raise ConfigError("the log is empty", got=result.path, hint="the run ended before its first decision")
+        raise ConfigError(
+            "the log is empty",
+            got=result.path,
+            hint="the run ended before its first decision, or the file was cut",
+        )
+    if audit is not None and result.divergence is None and audit.steps_done < steps_done:
+        result.missing.append(f"line {number} is the last, {steps_done - audit.steps_done} steps before the ledger's")
     return result
+
+
+def _steps_of_ledger(path: Path) -> int:
+    """Steps that the ledger beside the log calls trained; 0 without one."""
+    return max((entry.step + 1 for _, entry in intact_lines(path, Entry) if entry.state == "trained"), default=0)
+
+
+def _before(number: int, seq: int) -> str:
+    """That events before a resume are missing."""
+    count = f"the {seq} events" if number == 1 and seq else "events"
+    return f"line {number}: {count} before it, of the run until it was resumed, are missing"
 
 
 def _read(path: Path) -> Iterator[tuple[int, _Line]]:
     decoder = msgspec.json.Decoder(_Line)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield number, decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise ConfigError(
-                    f"line {number} is no event of a schedule", got=str(error), hint=f"sed -n {number}p {path}"
-                ) from error
+    number = 0
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(read_lines(file), start=1):
+                if line.endswith(b"\n"):
+                    yield number, decoder.decode(line)
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read", got=error.strerror) from error
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
+        raise ConfigError(
+            f"line {number or 1} is no event of a schedule", got=clip(error), hint=f"sed -n {number or 1}p {path}"
+        ) from error
 
 
 def _build(number: int, began: ScheduleBegan, path: Path) -> SchedulingPolicy:

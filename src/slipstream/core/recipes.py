@@ -21,6 +21,9 @@ from pydantic import BaseModel, ValidationError
 from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.files import read_whole
+
+MAX_TOML_BYTES = 16 * 1024**2
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
 _ALLOWED = {
@@ -98,7 +101,7 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. ConfigError when it cannot be read, or is none."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = read_whole(path, MAX_TOML_BYTES).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read", got=error.strerror, allowed="a TOML file") from error
     except UnicodeDecodeError as error:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, clip
+from slipstream.models.hf_fields import known_fields
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2")
 
@@ -117,28 +118,34 @@ def _divides(config: TransformerConfig, world: int) -> bool:
 def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) -> TransformerConfig:
     """The `TransformerConfig` of a parsed `config.json`; `max_positions` lowers the longest sequence, in tokens.
 
-    transformers' own config class fills in defaults and old spellings. Raises ConfigError for an architecture or
-    option whose logits this decoder would not reproduce.
+    transformers' own config class fills in defaults and old spellings; it sees `hf_fields.known_fields` only. Raises
+    ConfigError for values out of range, and for an architecture or option whose logits this decoder would not
+    reproduce.
     """
     from transformers import CONFIG_MAPPING  # a second of import time, only where checkpoints are read
 
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ConfigError("unsupported model family in config.json", got=family, allowed=", ".join(FAMILIES))
+        raise ConfigError("unsupported model family in config.json", got=clip(family), allowed=", ".join(FAMILIES))
     if raw.get("quantization_config") is not None:
         raise ConfigError(
             "quantized checkpoints are not supported",
-            got=raw["quantization_config"],
+            got=clip(raw["quantization_config"]),
             hint="dequantize the model with transformers and save it with save_pretrained",
         )
-    from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
-
     try:
-        hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(dict(raw)).to_dict()
-    except (StrictDataclassError, StrictDataclassFieldValidationError, TypeError, ValueError) as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(f"config.json is not that of a {family} model", got=told[:300]) from error
-    config = _gpt2_from_hf(hf) if family == "gpt2" else _rotary_from_hf(family, hf)
+        hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(known_fields(raw)).to_dict()
+        config = _gpt2_from_hf(hf) if family == "gpt2" else _rotary_from_hf(family, hf)
+    except ConfigError:
+        raise
+    except Exception as error:  # a library's opinion of a file that may hold anything
+        raise ConfigError(f"config.json is not that of a {family} model", got=clip(error)) from error
+    if outside := [token for token in config.eos_token_ids if token >= config.vocab_size]:
+        raise ConfigError(
+            "config.json ends completions with tokens outside the vocabulary",
+            got=f"eos_token_id = {outside[0]}",
+            allowed=f"0..{config.vocab_size - 1} (vocab_size = {config.vocab_size})",
+        )
     if max_positions is not None:
         config = replace(config, max_positions=min(max_positions, config.max_positions))
     window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
@@ -239,7 +246,7 @@ _HF_ACTIVATIONS = {
 
 def _activation(name: str) -> str:
     if name not in _HF_ACTIVATIONS:
-        raise ConfigError("unsupported activation", got=name, allowed=", ".join(_HF_ACTIVATIONS))
+        raise ConfigError("unsupported activation", got=clip(name), allowed=", ".join(_HF_ACTIVATIONS))
     return _HF_ACTIVATIONS[name]
 
 

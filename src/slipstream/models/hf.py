@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, clip
+from slipstream.core.files import open_regular
 from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf
+from slipstream.models.hf_fields import read_object
 from slipstream.models.initialise import new_model
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.tokenizer import load_tokenizer
@@ -78,38 +80,30 @@ def misfit(path: Path, problems: list[str], *, allowed: str) -> ConfigError:
     """The error of a checkpoint whose tensors are others than its config.json asks for."""
     num_more = len(problems) - MAX_SHOWN
     shown = problems if num_more <= 0 else [*problems[:MAX_SHOWN], f"and {num_more} more"]
-    return ConfigError(f"the checkpoint in {path} does not fit its config.json", got="; ".join(shown), allowed=allowed)
+    got = "; ".join(clip(problem) for problem in shown)
+    return ConfigError(f"the checkpoint in {path} does not fit its config.json", got=got, allowed=allowed)
 
 
 def open_tensors(file: Path) -> Any:
     try:
+        open_regular(file).close()
         return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ConfigError(f"'{file}' is not a whole safetensors file", got=error) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"'{file}' is not valid JSON", got=error, hint="was its download interrupted?") from error
     except OSError as error:
-        raise ConfigError(f"'{file}' cannot be read", got=error.strerror) from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"'{file}' is no JSON object", got=type(data).__name__, allowed="an object")
-    return data
+        raise ConfigError(f"'{file}' cannot be read", got=error.strerror or error) from error
+    except SafetensorError as error:
+        raise ConfigError(f"'{file}' is not a whole safetensors file", got=clip(error)) from error
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
-    if not file.is_file():
+    if not file.exists():
         raise ConfigError(
             "no model found", got=str(path), allowed="a folder with config.json and safetensors", hint=_GGUF_HINT
         )
-    raw = _read_json(file)
+    raw = read_object(file)
     generation = path / "generation_config.json"
-    if generation.is_file():  # instruction-tuned models list their extra end tokens only there
-        eos = _read_json(generation).get("eos_token_id")
+    if generation.exists():  # instruction-tuned models list their extra end tokens only there
+        eos = read_object(generation).get("eos_token_id")
         raw["eos_token_id"] = raw.get("eos_token_id") if eos is None else eos
     return raw
 
@@ -118,22 +112,22 @@ _GGUF_HINT = "other formats load in transformers; save_pretrained there writes t
 
 
 def weight_files(path: Path) -> list[Path]:
-    if (path / WEIGHTS_FILE).is_file():
+    if (path / WEIGHTS_FILE).exists():
         return [path / WEIGHTS_FILE]
-    if (path / INDEX_FILE).is_file():
-        weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+    if (path / INDEX_FILE).exists():
+        weight_map = read_object(path / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"'{path / INDEX_FILE}' has no weight_map", allowed="tensors, each with its file")
         names = sorted({str(name) for name in weight_map.values()})
-        foreign = [name for name in names if name != Path(name).name or not name.endswith(".safetensors")]
+        foreign = [name for name in names if not _is_shard(name)]
         if foreign:
             raise ConfigError(
                 f"the index of the checkpoint in {path} names what is no shard of it",
-                got=foreign[0],
+                got=clip(foreign[0]),
                 allowed="safetensors files beside it",
             )
         files = [path / name for name in names]
-        absent = [file.name for file in files if not file.is_file()]
+        absent = [clip(file.name) for file in files if not file.is_file()]
         if absent:
             raise ConfigError(
                 f"shards of the checkpoint in {path} are absent",
@@ -142,6 +136,11 @@ def weight_files(path: Path) -> list[Path]:
             )
         return files
     raise ConfigError("no weights found", got=str(path), allowed=f"{WEIGHTS_FILE} or {INDEX_FILE}", hint=_GGUF_HINT)
+
+
+def _is_shard(name: str) -> bool:
+    """Whether `name` is that of a safetensors file in the same folder."""
+    return name == Path(name).name and name.endswith(".safetensors") and name.isprintable() and len(name) < 256
 
 
 def canonical_name(name: str, wanted: Collection[str], tied: bool) -> str | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,18 +14,20 @@ from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.models.config import TransformerConfig, config_from_hf
+from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import canonical_name, misfit, read_hf_config, weight_files
 from slipstream.models.initialise import new_config
 from slipstream.models.layout import layout
+from slipstream.models.safetensors_file import Header, tensor_headers
 from slipstream.models.scalar import HEAD_NAME
+from slipstream.models.tokenizer import has_tokenizer
 from slipstream.models.transformer import Transformer
 
 Head = Literal["language", "score", "any"]
 """What a checkpoint ends in: logits, one score, or whichever."""
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+WEIGHTS = ("F64", "F32", "F16", "BF16")  # what weights are read from
 TRAINED_BYTES = 16  # per parameter of a trainer: weight, gradient and AdamW's two moments, in float32
-LFS_POINTER = b"version https://git-lfs"
 
 
 def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerConfig:
@@ -37,13 +37,15 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     """
     path = config.sft.path if stage_of(config.model.path) == "sft" else config.model.path
     checked = None if path is None else check_checkpoint(Path(path), "language")
+    if path is not None and has_tokenizer(path):
+        rehearse_tokenizer(Path(path))
     tokenizer = build_tokenizer(config.model.model_copy(update={"path": path}))
     if path is None or checked is None:
         shape = new_config(config.model, vocab_size=len(tokenizer))
-        _check_memory(config, shape)
     else:
         shape = checked
         check_vocabulary(tokenizer, shape, Path(path))
+    _check_memory(config, shape)
     if is_sampled:
         _check_lengths(config, shape)
         _check_ends(config, tokenizer, shape)
@@ -56,9 +58,13 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
     Reads headers: damage to the numbers behind them is not seen.
     """
     shape = config_from_hf(read_hf_config(path))
-    stored: dict[str, tuple[int, ...]] = {}
+    _check_tables(shape, path)
+    stored: dict[str, Header] = {}
     for file in weight_files(path):
-        stored |= {name: tuple(entry["shape"]) for name, entry in tensor_headers(file).items()}
+        found = tensor_headers(file)
+        if repeated := sorted(found.keys() & stored.keys()):
+            raise misfit(path, [f"{repeated[0]} is in two files"], allowed="every tensor once")
+        stored |= found
     with torch.device("meta"):
         wanted = {tensor.name: tensor.shape for tensor in layout(Transformer(shape))}
     is_scored = head == "score" or (head == "any" and HEAD_NAME in stored)
@@ -73,14 +79,16 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
         wanted = {name: of for name, of in wanted.items() if name not in ("lm_head.weight", "embed_out.weight")}
         wanted[HEAD_NAME] = (1, shape.hidden_size)
     problems = []
-    for stored_name, found in stored.items():
+    for stored_name, header in stored.items():
         name = canonical_name(stored_name, wanted, tied=shape.tie_embeddings or is_scored)
         if name is None:
             continue
         if name not in wanted:
             problems.append(f"unexpected {stored_name}")
-        elif (expected := wanted.pop(name)) != found:
-            problems.append(f"{name} has shape {list(found)}, not {list(expected)}")
+        elif (expected := wanted.pop(name)) != tuple(header.shape):
+            problems.append(f"{name} has shape {header.shape}, not {list(expected)}")
+        elif header.dtype not in WEIGHTS:
+            problems.append(f"{name} is in {header.dtype}, which is none of {', '.join(WEIGHTS)}")
     problems += [f"missing {name}" for name in wanted]
     if problems:
         raise misfit(path, problems, allowed=f"exactly the tensors of a {shape.family} model")
@@ -91,36 +99,6 @@ def parameter_shapes(shape: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Of our parameters, by their names in a model of this shape: what a run's checkpoint holds."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
-
-
-def tensor_headers(file: Path) -> Mapping[str, Any]:
-    """Name -> {"dtype", "shape", "data_offsets"} of each tensor in a safetensors file, which is as long as they say.
-
-    The format (github.com/huggingface/safetensors, "Format"): the header's length in 8 bytes, the header in JSON, the
-    tensors' bytes.
-    """
-    try:
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            if LFS_POINTER.startswith(start):
-                raise _torn(file, "a Git LFS pointer", hint="`git lfs pull` in the folder fetches the weights")
-            length = int.from_bytes(start, "little")
-            size = os.fstat(stream.fileno()).st_size
-            if len(start) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise _torn(file, f"{size} bytes without a whole header")
-            told = stream.read(length)
-    except OSError as error:
-        raise ConfigError(f"'{file}' cannot be read", got=error.strerror) from error
-    try:
-        header: dict[str, Any] = json.loads(told)
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        _ = [tuple(entry["shape"]) for entry in header.values()]
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise _torn(file, "a header that is not the format's") from error
-    if size != 8 + length + end:
-        raise _torn(file, f"{size} bytes", allowed=f"{8 + length + end} bytes, as its header says")
-    return header
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: TransformerConfig, path: Path) -> None:
@@ -167,7 +145,7 @@ def _check_ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: Tr
 
 def _check_memory(config: RunConfig, shape: TransformerConfig) -> None:
     """Refuse what is out of all proportion to this machine; models that just do not fit are not foreseen."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = _memory()
     if config.trainer.device == "cpu":
         per_layer = shape.hidden_size * (2 * shape.query_size + 2 * shape.kv_size + 2 * shape.intermediate_size)
         parameters = shape.vocab_size * shape.hidden_size + shape.num_layers * per_layer
@@ -176,7 +154,7 @@ def _check_memory(config: RunConfig, shape: TransformerConfig) -> None:
             TRAINED_BYTES * math.ceil(parameters / config.trainer.ranks),
             memory,
             of=f"{parameters:.3g} parameters",
-            hint="lower model.hidden_size, model.intermediate_size or model.num_layers",
+            hint="lower model.hidden_size, model.intermediate_size or model.num_layers, or take a smaller checkpoint",
         )
     if config.generator.device == "cpu" and config.generator.engine == "native":
         longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
@@ -190,15 +168,22 @@ def _check_memory(config: RunConfig, shape: TransformerConfig) -> None:
         )
 
 
+def _check_tables(shape: TransformerConfig, path: Path) -> None:
+    """Refuse a longest sequence whose cosines and sines do not fit this machine: no tensor in the files bounds it."""
+    _fits(
+        f"the rotary tables of the checkpoint in {path} are larger than this machine's memory",
+        16 * shape.max_positions * shape.rotary_dim,  # two tables in float32, and as much while they are made
+        _memory(),
+        of=f"max_position_embeddings = {shape.max_positions}",
+        hint="is its config.json damaged? fetch it again",
+    )
+
+
+def _memory() -> int:
+    """Of this machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _fits(what: str, needed: int, memory: int, *, of: str, hint: str) -> None:
     if needed > memory:
         raise ConfigError(what, got=f"{needed / 1e9:.3g} GB for {of}", allowed=f"{memory / 1e9:.3g} GB", hint=hint)
-
-
-def _torn(file: Path, got: str, *, allowed: str | None = None, hint: str | None = None) -> ConfigError:
-    return ConfigError(
-        f"'{file}' is not a whole safetensors file",
-        got=got,
-        allowed=allowed,
-        hint=hint or "was its download or copy interrupted? fetch it again",
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, clip
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
@@ -45,22 +45,31 @@ def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
 
 def has_tokenizer(path: str | Path) -> bool:
     """Whether folder `path` has what `load_tokenizer` reads."""
-    return any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in folder `path`, with its chat template if it has one."""
+    """The tokenizer in folder `path`, with its chat template if it has one. No code in that folder is run.
+
+    A foreign one may take any time and memory, or end the process: `foreign_text.rehearse_tokenizer` says beforehand.
+    """
     if not has_tokenizer(path):
         raise ConfigError("no tokenizer found", got=str(path), allowed="a folder with tokenizer.json")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:  # what transformers raises for torn files
-        told = " ".join(str(error).split())
+        return read_tokenizer(Path(path))
+    except Exception as error:  # a library's opinion of files that may hold anything
         raise ConfigError(
             f"the tokenizer in '{path}' cannot be loaded",
-            got=f"{type(error).__name__}: {told[:200]}",
+            got=clip(f"{type(error).__name__}: {error}"),
             hint="`transformers.AutoTokenizer.from_pretrained` on that folder says more",
         ) from error
+
+
+def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """`load_tokenizer` with the errors of the libraries, whatever they are."""
+    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # tokenizer_class may name any class of the library
+        raise TypeError(f"tokenizer_class makes a {type(tokenizer).__name__}")
     return tokenizer
 
 

@@ -26,6 +26,7 @@ import msgspec
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.files import load_json
 from slipstream.core.recipes import resolve
 from slipstream.observe.balance import COMPUTING, Balance, Dials, Interference, Loop, Side, judge
 from slipstream.observe.interference import Work
@@ -172,7 +173,7 @@ def _wall_s(path: Path) -> float | None:
 
     if not path.is_file():
         return None
-    ended = msgspec.json.decode(path.read_bytes(), type=Ended)
+    ended = load_json(path, Ended)
     return None if ended.status == "running" else ended.wall_s
 
 

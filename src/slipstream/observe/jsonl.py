@@ -10,12 +10,13 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from slipstream.core.disk import check_in_place, disk_errors, replacing, sync
-from slipstream.core.errors import SlipstreamError
+from slipstream.core.errors import SlipstreamError, clip
+from slipstream.core.files import open_regular, read_lines
 
 T = TypeVar("T")
 
@@ -94,16 +95,25 @@ def read_jsonl(path: Path, type: type[T]) -> Iterator[T]:
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(type)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
+    with _opened(path) as file:
+        number = 1
+        try:
+            for line in read_lines(file):
+                if not line.endswith(b"\n"):
+                    return
                 yield decoder.decode(line)
-            except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
-                raise SlipstreamError(
-                    f"{path.name} is damaged", got=f"line {number}: {error}", hint=f"inspect {path}"
-                ) from error
+                number += 1
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
+            raise SlipstreamError(
+                f"{path.name} is damaged", got=f"line {number}: {clip(error)}", hint=f"inspect {path}"
+            ) from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise SlipstreamError(f"{path} cannot be read", got=error.strerror) from error
 
 
 def sample_jsonl(path: Path, type: type[T], *, most_bytes: int = 1 << 26, parts: int = 64) -> Iterator[T]:
@@ -117,7 +127,7 @@ def sample_jsonl(path: Path, type: type[T], *, most_bytes: int = 1 << 26, parts:
         return
     decoder = msgspec.json.Decoder(type)
     length = most_bytes // parts
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for part in range(parts):
             start = part * (size - length) // (parts - 1)
             file.seek(start)
@@ -153,9 +163,11 @@ def intact_lines(path: Path, type: type[T]) -> Iterator[tuple[bytes, T]]:
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(type)
-    with path.open("rb") as file:
-        for line in file:
+    with _opened(path) as file:
+        lines = read_lines(file)
+        while True:
             try:
+                line = next(lines, b"")
                 record = decoder.decode(line)
             except (ValueError, RecursionError):
                 return

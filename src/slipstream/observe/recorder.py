@@ -30,17 +30,25 @@ class EventLine(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class EventRecorder:
-    """Appends one line per event, in the order of decisions. `seq` counts from 0, over resumes too."""
+class _Numbered(msgspec.Struct, frozen=True):
+    seq: int
 
-    def __init__(self, path: Path, clock: Clock) -> None:
+
+class EventRecorder:
+    """Appends one line per event, in the order of decisions. `seq` counts from 0, over resumes too.
+
+    `num_events` is how many there were before, by the checkpoint that is gone on from: where lines of them have been
+    lost, numbers are skipped.
+    """
+
+    def __init__(self, path: Path, clock: Clock, *, num_events: int = 0) -> None:
         self._writer = JsonlWriter(path)
         self._now_s = clock.now_s
-        self._seq = sum(1 for _ in read_jsonl(path, msgspec.Raw))
+        self._seq = max([num_events, *(line.seq + 1 for line in read_jsonl(path, _Numbered))])
 
     @property
     def num_events(self) -> int:
-        """Lines written, over resumes too."""
+        """Events recorded, over resumes too, whether or not their lines are still there."""
         return self._seq
 
     def record(self, event: msgspec.Struct, commands: Iterable[Message], *, error: str | None = None) -> int:

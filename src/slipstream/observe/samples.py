@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.core.disk import replace_file
+from slipstream.core.files import load_json
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -27,4 +28,4 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
 
 def read_samples(path: Path) -> list[Sample]:
     """The samples in `path`; empty for a missing file."""
-    return msgspec.json.decode(path.read_bytes(), type=list[Sample]) if path.exists() else []
+    return load_json(path, list[Sample]) if path.exists() else []

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from slipstream.core.disk import replace_file
-from slipstream.core.errors import SlipstreamError
+from slipstream.core.errors import SlipstreamError, clip
+from slipstream.core.files import decode_json
 from slipstream.observe.balance import Balance
 from slipstream.observe.health import AlarmSpan
 
@@ -128,9 +129,11 @@ def write_summary(summary: Summary, path: Path) -> None:
 def read_summary(path: Path) -> Summary:
     """The summary in `path`; raises SlipstreamError when fields are missing or of the wrong type."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
-    except msgspec.DecodeError as error:
-        raise SlipstreamError(f"{path} is not a summary", got=error) from error
+        return decode_json(path, Summary)
+    except OSError as error:
+        raise SlipstreamError(f"{path} cannot be read", got=error.strerror) from error
+    except ValueError as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
+        raise SlipstreamError(f"{path} is not a summary", got=clip(error)) from error
 
 
 def violations(summary: Summary) -> list[str]:

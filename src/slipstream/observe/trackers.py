@@ -33,6 +33,7 @@ import msgspec
 from slipstream.core.config import RunConfig, TrackersConfig
 from slipstream.core.disk import disk_errors, replacing
 from slipstream.core.errors import ConfigError
+from slipstream.core.files import load_json
 from slipstream.observe.health import Alarm, in_a_line
 from slipstream.observe.metrics import Metrics
 from slipstream.observe.sinks import AlarmLine, Begin, End, MetricsLine, TrackerLine
@@ -92,7 +93,7 @@ def _run_id(run_dir: Path) -> str:
         if not path.exists():
             with replacing(path) as temporary:
                 temporary.write_bytes(msgspec.json.encode({"run_id": uuid.uuid4().hex[:8]}))
-        return str(msgspec.json.decode(path.read_bytes())["run_id"])
+        return str(load_json(path, dict[str, str])["run_id"])
 
 
 def without_secrets(value: Any, name: str = "") -> Any:

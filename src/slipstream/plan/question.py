@@ -6,7 +6,6 @@ Bad input is a ConfigError before anything is searched.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,6 +17,7 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.recipes import list_recipes, load_recipe, read_toml, resolve
 from slipstream.core.sections import Precision
 from slipstream.models.config import TransformerConfig, config_from_hf
+from slipstream.models.hf_fields import read_object
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.hardware import DEVICES, GB, Cluster, Device
 from slipstream.plan.layouts import Workload
@@ -95,18 +95,7 @@ def subject_of(named: str) -> Subject:
 
 def shape_of(path: Path) -> TransformerConfig:
     """Of a Hugging Face folder, or its config.json."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"'{path}' is no Hugging Face checkpoint", got=error.strerror, allowed="a folder with config.json"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"'{file}' is not valid JSON", got=error) from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"'{file}' is no JSON object", got=type(raw).__name__, allowed="an object")
-    return config_from_hf(raw)
+    return config_from_hf(read_object(path / "config.json" if path.is_dir() else path))
 
 
 def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.types import Prompt
+from slipstream.models.foreign_text import ChatRenderer
 from slipstream.prompts.rows import Row, row_key, split_hash
 
 
@@ -65,6 +65,11 @@ class Encoder:
         self._config = config
         self._tokenizer = tokenizer
         self._template = Template(config.template, field="prompts.template")
+        self._renderer: ChatRenderer | None = None
+        if tokenizer.chat_template:
+            self._renderer = ChatRenderer(
+                tokenizer.chat_template, tokenizer.special_tokens_map, origin=tokenizer.name_or_path
+            )
         if config.system is not None and not config.chat:
             raise ConfigError(
                 "prompts.system needs a chat template",
@@ -87,9 +92,12 @@ class Encoder:
         if not rows:
             return []
         chats = [self.messages(row) for row in rows]
-        texts = [row.text if chat is None else self._render_chat(chat) for row, chat in zip(rows, chats, strict=True)]
         plain = [i for i, chat in enumerate(chats) if chat is None]
         rendered = [i for i, chat in enumerate(chats) if chat is not None]
+        texts = [row.text for row in rows]
+        if rendered:
+            for i, text in zip(rendered, self._render_chats([c for c in chats if c is not None]), strict=True):
+                texts[i] = text
         ids: dict[int, list[int]] = {}
         for indices, add_special in ((plain, True), (rendered, False)):  # a chat template writes its own BOS
             if indices:
@@ -149,22 +157,11 @@ class Encoder:
     def fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.tokens) <= self._config.max_prompt_tokens
 
-    def _render_chat(self, messages: list[dict[str, Any]]) -> str:
-        if not self._tokenizer.chat_template:
+    def _render_chats(self, chats: Sequence[list[dict[str, Any]]]) -> list[str]:
+        if self._renderer is None:
             raise ConfigError(
                 "chat prompts need a tokenizer with a chat template",
                 got="a tokenizer without one",
                 hint="use an instruction-tuned checkpoint, or prompts.chat = false",
             )
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise ConfigError(
-                "the tokenizer's chat template does not take these messages",
-                got=f"{error}{line}",
-                allowed=f"a template for {', '.join(str(message['role']) for message in messages)}",
-                hint="some know no system message: drop prompts.system; others need users and assistants in turn",
-            ) from error
-        assert isinstance(text, str)
-        return text
+        return self._renderer.render(chats)

@@ -13,6 +13,7 @@ from slipstream.controller.build import Reader, check, check_checkpoints, policy
 from slipstream.controller.placement import check_remote, num_cores
 from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.disk import HeldFolder
+from slipstream.core.files import load_json
 from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
 from slipstream.models.device import check_gpus
 from slipstream.models.preflight import check_policy
@@ -154,7 +155,7 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
 
 def _publish_evaluation(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     """Tell summary, report and terminal what was found."""
-    found = msgspec.json.decode((run_dir / EVALUATION_FILE).read_bytes())
+    found = load_json(run_dir / EVALUATION_FILE, dict[str, Any])
     summary = msgspec.structs.replace(read_summary(run_dir / "summary.json"), evaluation=found)
     write_summary(summary, run_dir / "summary.json")
     write_report(run_dir, describe())

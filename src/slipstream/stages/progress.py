@@ -13,6 +13,7 @@ import msgspec
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
+from slipstream.core.files import load_json
 from slipstream.core.recipes import stage_dir
 from slipstream.observe.display import Display
 from slipstream.observe.timeline import ABSENT, UNLABELLED, Timeline
@@ -91,5 +92,4 @@ def write_record(run_dir: Path, stage: str, *, times: Times, **values: Any) -> d
 
 
 def read_record(run_dir: Path, stage: str) -> dict[str, Any]:
-    record: dict[str, Any] = msgspec.json.decode(record_path(run_dir, stage).read_bytes())
-    return record
+    return load_json(record_path(run_dir, stage), dict[str, Any])

@@ -11,6 +11,10 @@ events led to it. Before a checkpoint gets its name, the lines that belong to it
     tokens.jsonl     of the steps before it
     alarms.jsonl     of the steps before it
 
+Lines that a checkpoint counts and that are gone all the same (a file was cut, deleted, zeroed) are told of in `notes`.
+A run needs none of them to go on, only its ledger. Numbers of events are skipped where events are missing, so that
+`slipstream replay` tells of them, too.
+
 Each step is atomic and may be done twice, so a resume that is killed is followed by another one. First all files are
 copied to `attempt_<n>/`, which appears there whole; then each is replaced as a whole. The choice of the checkpoint does
 not change meanwhile.
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,7 +81,7 @@ def prepare_resume(run_dir: Path, found: Found | None = None) -> Resumed:
         attempt = set_aside(run_dir)
         cut = None if checkpoint is None else read_cut(checkpoint)
         notes = [f"passed over: {damage.what}" for damage in damages]
-        _cut_back(run_dir, cut)
+        notes += _cut_back(run_dir, cut)
     if checkpoint is None or cut is None:
         notes.append(f"there is no checkpoint: RL begins anew, {attempt.name} keeps what was recorded")
         return Resumed(None, None, attempt, notes)
@@ -107,21 +112,44 @@ def set_aside(run_dir: Path) -> Path:
     return attempt
 
 
-def _cut_back(run_dir: Path, cut: Cut | None) -> None:
+def _cut_back(run_dir: Path, cut: Cut | None) -> list[str]:
+    """Cut all files back; sentences about lines that should be there and are not."""
     if cut is None:
         for name in FILES:
             if (run_dir / name).exists():
                 cut_jsonl(run_dir / name, msgspec.Raw, lambda _: False)
-        return
+        return []
     steps_done, num_events = cut.schedule.steps_done, cut.num_events
     dropped = set(cut.schedule.dropped)
-    cut_jsonl(run_dir / "metrics.jsonl", _Metrics, lambda line: line.version <= steps_done)
+    versions: set[int] = set()
+    lines: Counter[int] = Counter()  # of trained groups, by ordinal
+
+    def is_trained(line: _Rollout) -> bool:
+        if line.step is None:
+            return line.ordinal in dropped
+        lines[line.ordinal] += line.step < steps_done
+        return line.step < steps_done
+
+    def is_measured(line: _Metrics) -> bool:
+        versions.add(line.version)
+        return line.version <= steps_done
+
+    cut_jsonl(run_dir / "metrics.jsonl", _Metrics, is_measured)
     for name in ("alarms.jsonl", "tokens.jsonl"):
         cut_jsonl(run_dir / name, _OfStep, lambda line: line.step < steps_done)
-    cut_jsonl(run_dir / "events.jsonl", _Event, lambda line: line.seq < num_events)
-    cut_jsonl(
-        run_dir / "rollouts.jsonl",
-        _Rollout,
-        lambda line: line.ordinal in dropped if line.step is None else line.step < steps_done,
-    )
-    cut_back(run_dir / "ledger.jsonl", cut.schedule)
+    recorded = cut_jsonl(run_dir / "events.jsonl", _Event, lambda line: line.seq < num_events)
+    cut_jsonl(run_dir / "rollouts.jsonl", _Rollout, is_trained)
+    states = cut_back(run_dir / "ledger.jsonl", cut.schedule)
+    size = max(lines.values(), default=0)  # all groups have one
+    trained = [ordinal for ordinal, state in states.items() if state == "trained"]
+    whole = sum(lines[ordinal] == size > 0 for ordinal in trained)
+    measured = len(versions & set(range(1, steps_done + 1)))
+    return [
+        f"{name} is not whole: {num_known} of {num_all} {what} are left, and the rest is lost to {reader}"
+        for name, num_known, num_all, what, reader in (
+            ("events.jsonl", recorded, num_events, "events", "`slipstream replay`, report and accounting"),
+            ("metrics.jsonl", measured, steps_done, "steps", "summary and report"),
+            ("rollouts.jsonl", whole, len(trained), "trained groups", "report and `slipstream watch`"),
+        )
+        if num_known < num_all
+    ]

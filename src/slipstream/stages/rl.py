@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ import msgspec
 
 from slipstream.controller.build import build_work, default_pipeline
 from slipstream.controller.cluster import Cluster
-from slipstream.controller.controller import Controller, Work
+from slipstream.controller.controller import Controller, Work, read_cut
+from slipstream.controller.ledger import check_fits
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.policies import schedule_for
 from slipstream.controller.restarts import Restarts
@@ -24,7 +26,8 @@ from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserve
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
-from slipstream.core.errors import ConfigError, DiskError, ExecutorLost
+from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError
+from slipstream.core.files import open_regular
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.core.staleness import last_step
@@ -39,7 +42,7 @@ from slipstream.observe.trackers import Trackers, open_trackers
 from slipstream.prompts import PromptSet
 from slipstream.rewards.checks import check_answers
 from slipstream.stages.progress import watch
-from slipstream.stages.resume import Resumed, prepare_resume
+from slipstream.stages.resume import FILES, Resumed, prepare_resume
 from slipstream.trainer import checkpoint as one_rank
 from slipstream.trainer.checkpoint import Found, newest_whole, policy_shapes, read_manifest
 from slipstream.trainer.shard_storage import FORMAT as FORMAT_OF_RANKS
@@ -143,6 +146,7 @@ def _attempt(
             partials=None if resumed is None else _admissible(config, resumed),
             trackers=trackers,
             interrupts=given.interrupts,
+            num_events=0 if cut is None else cut.num_events,
         )
 
         def conclude() -> Summary:
@@ -258,9 +262,11 @@ def _work(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Wo
 def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
     """The newest whole checkpoint, or None without any, and what is wrong with newer ones.
 
-    ConfigError where all are damaged, as beginning anew is then the user's to decide; for one of another model; and for
-    one without the run's ledger.
+    ConfigError where all are damaged, as beginning anew is then the user's to decide; for one of another model; for one
+    without the run's ledger; and for lines of a run that are no regular file.
     """
+    for name in FILES:
+        _check_lines(run_dir / name)
     checkpoint, damages = newest_whole(run_dir / "checkpoints")
     if checkpoint is None and damages:
         raise ConfigError(
@@ -295,7 +301,20 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
             allowed="ledger.jsonl beside checkpoints",
             hint="a run's folder is moved or copied as a whole",
         )
+    try:
+        check_fits(run_dir / "ledger.jsonl", read_cut(checkpoint).schedule)
+    except CheckpointError as error:
+        raise ConfigError(error.what, got=error.got, allowed=error.allowed, hint=error.hint) from error
     return checkpoint, damages
+
+
+def _check_lines(path: Path) -> None:
+    """Raise ConfigError for what a resume could not copy: a device, a pipe, a link to one."""
+    try:
+        if os.path.lexists(path):
+            open_regular(path).close()
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read", got=error.strerror, allowed="a file of lines") from error
 
 
 def _tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
@@ -307,5 +326,14 @@ def _tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
 def is_rl_done(run_dir: Path) -> bool:
     """Whether RL has gone through all its steps and left a policy: its summary is written last."""
     summary = run_dir / "summary.json"
-    has_model = (run_dir / "model" / "config.json").is_file()
-    return has_model and summary.is_file() and read_summary(summary).status == "done"
+    if not summary.is_file() or not (run_dir / "model" / "config.json").is_file():
+        return False
+    try:
+        return read_summary(summary).status == "done"
+    except SlipstreamError as error:
+        raise ConfigError(
+            error.what,
+            got=error.got,
+            allowed="what the run has written",
+            hint="without that file the run goes on from its last checkpoint",
+        ) from error

@@ -13,7 +13,7 @@ over. Nothing is pickled.
     .step_<n>.partial    is being written                             -> deleted by the next save
     .step_<n>.replaced   gives way to a newer step_<n>                -> is step_<n> again, where that is not there
     .step_<n>.gone       is being deleted                             -> deleted by the next save
-    .step_<n>.damaged    was passed over by a resume (`settle`)       -> yours to look at, or to delete
+    .step_<n>.damaged    was passed over by a resume (`settle`)       -> deleted when step <n> or a later one is saved
     step_<n>.rollouts/   what a resume need not sample again (`core/saved.py`)  -> goes with step_<n>
 """
 
@@ -29,22 +29,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.core.disk import disk_errors, remove_tree, sync
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, clip
+from slipstream.core.files import open_regular, read_json
 from slipstream.models.flat import FlatParameters
-from slipstream.models.preflight import tensor_headers
+from slipstream.models.safetensors_file import tensor_headers
 from slipstream.trainer.optim import FlatAdamW
 
 FORMAT = 1
 """Of this module; `sharded_checkpoint.py` writes another."""
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 16 * 1024**2
 PREFIX = "step_"
 Trained = tuple[FlatParameters, FlatAdamW]
+
+
+class _File(msgspec.Struct, frozen=True):
+    bytes: int
+    crc32: int
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    format: int
+    step: int
+    files: dict[str, _File]
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,9 @@ def publish(partial: Path, path: Path, manifest: Mapping[str, Any], *, keep: int
     partial.rename(path)
     sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+    for damaged in path.parent.glob(f".{PREFIX}*.damaged"):
+        if _number(damaged.name.removeprefix(".").removesuffix(".damaged")) <= _number(path.name):
+            shutil.rmtree(damaged, ignore_errors=True)
     if keep is not None:
         prune_checkpoints(path.parent, keep=keep)
 
@@ -191,8 +208,9 @@ def newest_whole(root: Path) -> Found:
 def settle(root: Path, found: Found | None = None) -> Found:
     """`newest_whole`; newer ones are renamed to `.step_<n>.damaged`: nobody shall take them for part of what follows.
 
-    Else the deletion of old checkpoints would count them, and keep them instead of whole ones. `found` is what
-    `newest_whole` has just said, where it was asked: it reads every byte.
+    They are kept until the run has saved that step again, for whoever wants to see what happened. Else the deletion of
+    old checkpoints would count them, and keep them instead of whole ones. `found` is what `newest_whole` has just said,
+    where it was asked: it reads every byte.
     """
     newest, damages = newest_whole(root) if found is None else found
     for path in newest_first(root):
@@ -227,7 +245,7 @@ def load_checkpoint(
         with torch.no_grad():
             for name, view in trained.named_views().items():
                 view.copy_(weights[name])
-    state = json.loads((path / "state.json").read_text())
+    state = read_json(path / "state.json")
     set_random_state(load_file(path / "random.safetensors"), state["random"])
     updates = {name: adam.num_updates for name, (_, adam, _, _) in zip(("policy", "critic"), stored, strict=False)}
     return Restored(path, state["step"], state["num_updates"], state["extra"], updates)
@@ -265,22 +283,34 @@ def policy_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
     file = path / "policy.safetensors"
     if read_manifest(path)["format"] != FORMAT:
         return None
-    return {name: tuple(entry["shape"]) for name, entry in tensor_headers(file).items()}
+    return {name: tuple(entry.shape) for name, entry in tensor_headers(file).items()}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of checkpoint `path`: `format`, `step` and `files`. CheckpointError when it is torn."""
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        manifest: dict[str, Any] = read_json(path / MANIFEST, MAX_MANIFEST_BYTES)
         _, names = manifest["format"], list(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {path} is torn: its manifest cannot be read", got=error) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path} is torn: its manifest cannot be read", got=clip(error)) from error
     if foreign := [
-        name for name in names if name in ("", "..") or name != Path(name).name or (path / name).is_symlink()
+        name
+        for name in names
+        if not name.isprintable()
+        or len(name) > 255
+        or name in ("", "..")
+        or name != Path(name).name
+        or (path / name).is_symlink()
     ]:
         raise CheckpointError(
-            f"the manifest of checkpoint {path} names what is not its own", got=foreign[0], allowed="files beside it"
+            f"the manifest of checkpoint {path} names what is not its own",
+            got=clip(foreign[0]),
+            allowed="files beside it",
         )
+    try:
+        msgspec.convert(manifest, _Manifest)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"checkpoint {path} is torn: its manifest is no manifest", got=clip(error)) from error
     return manifest
 
 
@@ -289,7 +319,9 @@ def verify_file(path: Path, name: str, expected: Mapping[str, int]) -> None:
     file = path / name
     if not file.is_file():
         raise CheckpointError(f"checkpoint {path} is torn: {name} is missing")
-    found = {"bytes": file.stat().st_size, "crc32": crc32(file)}
+    found = {"bytes": file.stat().st_size}
+    if found["bytes"] == expected["bytes"]:  # one of another size may be endless
+        found["crc32"] = crc32(file)
     if found != expected:
         raise CheckpointError(f"checkpoint {path} is torn: {name} is damaged", got=found, allowed=expected)
 
@@ -366,7 +398,7 @@ def set_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) ->
 def crc32(file: Path) -> int:
     """Of a file's content."""
     crc = 0
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         while block := stream.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return crc

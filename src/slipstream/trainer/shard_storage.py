@@ -23,7 +23,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.core.disk import sync
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, clip
+from slipstream.core.files import read_json
 from slipstream.models.inventory import Held
 from slipstream.models.safetensors_file import DTYPE_NAMES, DTYPES, Entry, write_safetensors
 from slipstream.models.shards import Box, Shard
@@ -130,11 +131,14 @@ def stored_boxes(path: Path) -> list[StoredBox]:
         return read
 
     boxes = []
-    for name, tensor in json.loads((path / INDEX).read_text()).items():
-        for rank, start, extent in tensor["boxes"]:
-            stop = tuple(a + n for a, n in zip(start, extent, strict=True))
-            box = Box(name, tuple(tensor["shape"]), tuple(start), stop)
-            boxes.append(StoredBox(box, DTYPES[tensor["dtype"]], reader(rank, _key(name, start))))
+    try:
+        for name, tensor in read_json(path / INDEX).items():
+            for rank, start, extent in tensor["boxes"]:
+                stop = tuple(a + n for a, n in zip(start, extent, strict=True))
+                box = Box(name, tuple(tensor["shape"]), tuple(start), stop)
+                boxes.append(StoredBox(box, DTYPES[tensor["dtype"]], reader(rank, _key(name, start))))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {path} is torn: {INDEX} is no index", got=clip(error)) from error
     return boxes
 
 

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from slipstream.core.background import start_thread
 from slipstream.core.disk import HINTS
 from slipstream.core.errors import CheckpointError, DiskError, RankError
+from slipstream.core.files import read_json
 from slipstream.core.links import WakeUp
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.flat import FlatParameters
@@ -272,7 +273,7 @@ class ShardedCheckpoints:
         self._check_model(path, stored, shards, parts)
         with torch.no_grad():
             self._together(f"checkpoint {path} could not be read", lambda: fill(shards, stored))
-        state = json.loads((path / "state.json").read_text())
+        state = read_json(path / "state.json")
         if manifest["format"] == FORMAT:
             found = load_random_state(path, self._group.rank)
             updates = state["updates"]

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import ConfigError
+from slipstream.core.files import load_json
 from slipstream.core.recipes import read_toml
 from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.evaluation import EVALUATION_FILE
@@ -222,11 +223,7 @@ def read_run(run_dir: Path) -> Run:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (ValueError, RecursionError) as error:
-        raise SlipstreamError(f"{path.name} is damaged", got=error, hint=f"inspect {path}") from error
-    return found
+    return load_json(path, dict[str, Any])
 
 
 def _trained_samples(run_dir: Path) -> list[Sample]:

@@ -1,0 +1,112 @@
+"""Chat templates in a process of their own: the texts are transformers', and nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.core.errors import ConfigError
+from slipstream.models import foreign_text
+from slipstream.models.foreign_text import ChatRenderer, rehearse_tokenizer
+from slipstream.models.tokenizer import char_tokenizer
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+TEMPLATES: dict[str, Any] = {
+    "plain": PLAIN,
+    "blocks": """
+    {%- if messages[0].role == 'system' %}
+        {{- '<|system|>' + messages[0].content | trim + eos_token }}
+        {%- set rest = messages[1:] %}
+    {%- else %}
+        {%- set rest = messages %}
+    {%- endif %}
+    {% for m in rest %}
+        {% if loop.index0 is odd %}{% continue %}{% endif %}
+        {{ m['role'].upper() }}: {{ m | tojson(indent=1) }} {{ bos_token is defined }}
+    {% endfor %}
+    """,
+    "macros": "{% macro say(m) %}{{ m.role }}={{ m.content }};{% endmacro %}"
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ say(m) }}{% endfor %}{{ ns.n }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "not there": "{% for m in messages %}{{ m.content }}{{ m.tool_calls is defined }}{{ m.get('name') }}{% endfor %}",
+    "several": {"default": PLAIN, "tool_use": "{{ tools }}"},
+    "as a list": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}",
+}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi <b> & 'you' {{ 7 * 7 }} {% raw %}"}],
+    [{"role": "system", "content": " Be brief. \n"}, {"role": "user", "content": "\u6f22\u5b57 \U0001f680 \x00\n\t"}],
+    [
+        {"role": "user", "content": "a", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": "b", "score": 1.5},
+        {"role": "user", "content": ""},
+    ],
+    [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}],
+]
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[foreign_text._Child]:
+    """One process for all templates: its libraries take two seconds."""
+    child = foreign_text._Child("render")
+    yield child
+    child.close()
+
+
+def children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_are_those_of_transformers(
+    name: str, child: foreign_text._Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    chats = [chat for chat in CHATS if name == "as a list" or isinstance(chat[0]["content"], str)]
+    expected = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    monkeypatch.setattr(foreign_text, "CHATS_AT_ONCE", 2)
+    renderer = ChatRenderer(tokenizer.chat_template, tokenizer.special_tokens_map, origin="here")
+    renderer._child = child
+    assert renderer.render(chats) == expected
+    assert renderer.render([]) == []
+
+
+def test_the_process_ends_with_its_renderer_and_with_an_error() -> None:
+    before = children()
+    renderer = ChatRenderer(PLAIN, {}, origin="here")
+    assert children() == before, "it begins with the first chat"
+    assert renderer.render([CHATS[0]]) == renderer.render([CHATS[0]])
+    assert len(children().split()) == len(before.split()) + 1, "one for all chats"
+    del renderer
+    gc.collect()
+    assert children() == before
+    renderer = ChatRenderer("{{ raise_exception('no system') }}", {}, origin="here")
+    with pytest.raises(ConfigError, match=r"'here' does not take these messages\n  got:     no system"):
+        renderer.render([CHATS[0]])
+    assert children() == before
+
+
+def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the parent here; `test_hostile_checkpoints.py` has those that the child's own limits end."""
+    before = children()
+    monkeypatch.setattr(foreign_text, "WALL_S", 0.1)
+    with pytest.raises(ConfigError, match=r"has not ended after 0\.1 s"):
+        ChatRenderer(PLAIN, {}, origin="here").render([CHATS[0]])
+    assert children() == before
+
+
+def test_a_tokenizer_that_passed_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    char_tokenizer("abc").save_pretrained(tmp_path / "one")
+    rehearse_tokenizer(tmp_path / "one")
+    (tmp_path / "one").rename(tmp_path / "two")
+    monkeypatch.setattr(foreign_text, "_Child", None)
+    rehearse_tokenizer(tmp_path / "two")
+    (tmp_path / "two" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(TypeError):
+        rehearse_tokenizer(tmp_path / "two")
