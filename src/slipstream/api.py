@@ -25,7 +25,7 @@ from slipstream.controller.meeting import check_listening
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import merge, resolve
+from slipstream.core.recipes import check_path, merge, resolve
 from slipstream.stages.chain import check_data, check_stages, run_stages
 from slipstream.stages.rl import FromPython, resume_rl, run_rl
 
@@ -128,6 +128,8 @@ def _remove(folders: Sequence[Path]) -> None:
 
 
 def _new_run_dir(config: RunConfig, out: str | Path | None) -> Path:
+    if out is not None:
+        check_path(out, "the run's directory")
     run_dir = Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}" if out is None else Path(out)
     if out is None and run_dir.exists():
         run_dir = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns() % 1000:03d}")
@@ -178,6 +180,7 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
 
 def _resume(run_dir: Path, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
+    check_path(run_dir, "the run's directory")
     config_path = run_dir / "config.toml"
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")

@@ -19,10 +19,12 @@ from slipstream.core.sections import (
     MIN_WHITENED,
     VLLM_MIN_TEMPERATURE,
     AlarmName,
+    Count,
     CriticConfig,
     DemonstrationConfig,
     EvalConfig,
     EvaluationConfig,
+    FolderName,
     GeneratorConfig,
     HealthConfig,
     JudgeConfig,
@@ -33,7 +35,6 @@ from slipstream.core.sections import (
     ObserveConfig,
     OptimizerConfig,
     Positive,
-    PositiveFloat,
     PreferencesConfig,
     PromptsConfig,
     RewardModelConfig,
@@ -41,8 +42,10 @@ from slipstream.core.sections import (
     RewardsConfig,
     RewardTerm,
     SchedulingConfig,
+    Seconds,
     Section,
     SftConfig,
+    Steps,
     TaskConfig,
     TrackerName,
     TrackersConfig,
@@ -115,13 +118,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 class RunConfig(Section):
     """A whole run."""
 
-    recipe: str = Field("custom", description="Name of the recipe, for file names and reports.")
+    recipe: FolderName = Field("custom", description="Name of the recipe, for file names and reports.")
     seed: Annotated[NonNegative, Field(le=MAX_SEED)] = Field(
         0, description="Seed of everything random: model, prompts, sampling."
     )
-    steps: Positive = Field(100, description="Training steps.")
-    groups_per_step: Positive = Field(16, description="P: prompts per step.")
-    completions_per_group: Positive = Field(8, description="G: completions per prompt.")
+    steps: Steps = Field(100, description="Training steps.")
+    groups_per_step: Count = Field(16, description="P: prompts per step.")
+    completions_per_group: Count = Field(8, description="G: completions per prompt.")
     max_staleness: NonNegative = Field(2, description="k: how many steps old a token may be when trained on. 0 = sync.")
     weight_update: Literal["between_batches", "in_flight"] = Field(
         "in_flight", description="Swap weights only between completions, or between any two decode steps."
@@ -139,8 +142,8 @@ class RunConfig(Section):
     host: Literal["process", "inline"] = Field(
         "process", description="Executors in processes of their own, or all in this one, deterministically."
     )
-    deadline_s: PositiveFloat = Field(120.0, description="Longest wait for any peer, in seconds, before the run fails.")
-    lease_s: PositiveFloat = Field(
+    deadline_s: Seconds = Field(120.0, description="Longest wait for any peer, in seconds, before the run fails.")
+    lease_s: Seconds = Field(
         30.0,
         description="A process that is silent for so many seconds is taken for lost: it is shut out, and one of the "
         "controller's own is killed.",

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.plain import shortened, shown, wrong_path
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
 _ALLOWED = {
@@ -46,6 +47,8 @@ _ALLOWED = {
     "missing": "a value: the field has no default",
     "finite_number": "a finite number",
 }
+
+MAX_TOML_BYTES = 4 * 2**20
 
 OTHER_NAMES = {
     "learning_rate": "lr",
@@ -97,7 +100,9 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. ConfigError when it cannot be read, or is none."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            content = file.read(MAX_TOML_BYTES + 1)
+        text = content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read", got=error.strerror, allowed="a TOML file") from error
     except UnicodeDecodeError as error:
@@ -107,6 +112,10 @@ def read_toml(path: Path) -> dict[str, Any]:
             allowed="a TOML file in UTF-8",
             hint="save it as UTF-8, without a byte order mark",
         ) from error
+    if len(content) > MAX_TOML_BYTES:
+        raise ConfigError(
+            f"'{path}' is too long", got=f"more than {MAX_TOML_BYTES:,} bytes", allowed="a TOML file of a configuration"
+        )
     if text.startswith("\ufeff"):
         raise ConfigError(
             f"'{path}' cannot be read",
@@ -116,12 +125,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         )
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and integers of thousands of digits
         raise ConfigError(
             f"'{path}' is not valid TOML",
-            got=error,
+            got="lists or tables in each other, too deep" if isinstance(error, RecursionError) else error,
             hint="text goes in quotes, a field is `name = value`, a section [name]; each of them once",
         ) from error
+
+
+def check_path(path: str | Path, what: str) -> None:
+    """Raise ConfigError for a `path` that no file can have, such as one with a line break; `what` it was given as."""
+    if (wrong := wrong_path(str(path))) is not None:
+        raise ConfigError(f"{what} cannot be a path", got=wrong, allowed="printable text, each name up to 255 bytes")
 
 
 def resolve(
@@ -238,6 +253,7 @@ def _first_comment(path: Path) -> str:
 
 
 def _find(name_or_path: str | Path) -> Path:
+    check_path(name_or_path, f"recipe {shortened(str(name_or_path), 60)!r}")
     path = Path(name_or_path)
     if path.suffix == ".toml" or len(path.parts) > 1:
         if os.path.lexists(path) and not path.is_dir():
@@ -325,7 +341,7 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
-        got="nothing" if first["type"] == "missing" else repr(first["input"]),
+        got="nothing" if first["type"] == "missing" else shown(first["input"]),
         allowed=template.format(**first.get("ctx", {})) if template else None,
         hint="; ".join(hints) or None,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,6 @@ Head = Literal["language", "score", "any"]
 """What a checkpoint ends in: logits, one score, or whichever."""
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-TRAINED_BYTES = 16  # per parameter of a trainer: weight, gradient and AdamW's two moments, in float32
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -40,7 +38,6 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     tokenizer = build_tokenizer(config.model.model_copy(update={"path": path}))
     if path is None or checked is None:
         shape = new_config(config.model, vocab_size=len(tokenizer))
-        _check_memory(config, shape)
     else:
         shape = checked
         check_vocabulary(tokenizer, shape, Path(path))
@@ -163,36 +160,6 @@ def _check_ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: Tr
             allowed="a tokenizer with eos_token, or generator.stop_token_ids = [...]",
             hint="generator.stop_at_eos = false samples max_new_tokens always",
         )
-
-
-def _check_memory(config: RunConfig, shape: TransformerConfig) -> None:
-    """Refuse what is out of all proportion to this machine; models that just do not fit are not foreseen."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if config.trainer.device == "cpu":
-        per_layer = shape.hidden_size * (2 * shape.query_size + 2 * shape.kv_size + 2 * shape.intermediate_size)
-        parameters = shape.vocab_size * shape.hidden_size + shape.num_layers * per_layer
-        _fits(
-            "the model cannot be trained in this machine's memory",
-            TRAINED_BYTES * math.ceil(parameters / config.trainer.ranks),
-            memory,
-            of=f"{parameters:.3g} parameters",
-            hint="lower model.hidden_size, model.intermediate_size or model.num_layers",
-        )
-    if config.generator.device == "cpu" and config.generator.engine == "native":
-        longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
-        slots = config.generator.num_slots
-        _fits(
-            "keys and values of all slots are larger than this machine's memory",
-            8 * shape.num_layers * shape.kv_size * slots * longest,
-            memory,
-            of=f"{slots} slots of {longest} tokens",
-            hint="lower generator.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens",
-        )
-
-
-def _fits(what: str, needed: int, memory: int, *, of: str, hint: str) -> None:
-    if needed > memory:
-        raise ConfigError(what, got=f"{needed / 1e9:.3g} GB for {of}", allowed=f"{memory / 1e9:.3g} GB", hint=hint)
 
 
 def _torn(file: Path, got: str, *, allowed: str | None = None, hint: str | None = None) -> ConfigError:

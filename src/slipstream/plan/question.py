@@ -15,7 +15,8 @@ from typing import Any, get_args
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
-from slipstream.core.recipes import list_recipes, load_recipe, read_toml, resolve
+from slipstream.core.plain import shortened
+from slipstream.core.recipes import check_path, list_recipes, load_recipe, read_toml, resolve
 from slipstream.core.sections import Precision
 from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.plan.architectures import ARCHITECTURES
@@ -76,6 +77,7 @@ class Subject:
 
 def subject_of(named: str) -> Subject:
     """A published architecture by name, a Hugging Face folder or config.json, a recipe, or a run's folder."""
+    check_path(named, f"model {shortened(named, 60)!r}")
     path = Path(named)
     if named.lower() in ARCHITECTURES:
         return Subject(name=named.lower(), shape=ARCHITECTURES[named.lower()])
