@@ -25,6 +25,7 @@ from slipstream.controller.meeting import check_listening
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, resolve
 from slipstream.stages.chain import check_data, check_stages, run_stages
 from slipstream.stages.rl import FromPython, resume_rl, run_rl
@@ -161,8 +162,11 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
     try:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
+    for index, line in enumerate(lines):
+        if (wrong := wrong_text(line)) is not None:
+            raise ConfigError(f"prompt {index} cannot be written", got=wrong, allowed="Unicode text")
     path.write_text("".join(lines), encoding="utf-8")
     num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
     tables = config.model_dump()

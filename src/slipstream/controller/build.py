@@ -17,6 +17,7 @@ from slipstream.controller.controller import Work
 from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import check_processes, check_remote, computing_groups, num_cores, place
 from slipstream.core.channel import ChannelSpec
+from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
@@ -356,4 +357,11 @@ def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[Work, Pr
             prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
             completion_lengths=np.array([len(completion) for _, completion in pairs], dtype=np.int32),
         )
+        if warm_start.tokens.nbytes + 8 * len(pairs) > MAX_MESSAGE_BYTES // 2:
+            raise ConfigError(
+                "the demonstrations of the warm start do not fit one message",
+                got=f"{len(pairs)} demonstrations of {warm_start.tokens.nbytes:,} bytes together",
+                allowed=f"{MAX_MESSAGE_BYTES // 2:,} bytes",
+                hint="lower warm_start.num_demonstrations, or take the stage sft",
+            )
     return Work(prompt_of=prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start), prompts

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-
+from slipstream.models.sizes import memory_bytes
 
 PROCESSES_PER_CORE = 256
 PROCESS_BYTES = 20_000_000  # of the smallest, a reward worker's, beside what processes share
@@ -67,14 +67,13 @@ def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bo
         counts = {"rewards": counts["rewards"]}
     most, why = most_processes()
     for group, (field, count, each) in counts.items():
-        if group in here or (group == "rewards" and has_workers):
-            if count * each > most:
-                raise ConfigError(
-                    f"{field} asks for more processes than this machine can have",
-                    got=f"{count} x {each} processes" if each > 1 else f"{count} processes",
-                    allowed=f"{most} ({why})",
-                    hint=f"lower {field}",
-                )
+        if (group in here or (group == "rewards" and has_workers)) and count * each > most:
+            raise ConfigError(
+                f"{field} asks for more processes than this machine can have",
+                got=f"{count} x {each} processes" if each > 1 else f"{count} processes",
+                allowed=f"{most} ({why})",
+                hint=f"lower {field}",
+            )
 
 
 def _replicas(config: RunConfig) -> int:
@@ -85,7 +84,7 @@ def most_processes() -> tuple[int, str]:
     """How many processes a run can have here, and which limit that is."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes()
     limits = {
         f"{PROCESSES_PER_CORE} for each of {num_cores()} cores": PROCESSES_PER_CORE * num_cores(),
         f"{memory / 1e9:.3g} GB of memory, {PROCESS_BYTES / 1e6:g} MB for each": memory // PROCESS_BYTES,

@@ -102,6 +102,10 @@ MAX_SEED = 2**62 - 1
 """What is added to it on the way to a generator of 64 bits has room."""
 
 
+MIN_UPDATE_S = 0.001
+"""No forward pass, backward pass and update of a model takes less."""
+
+
 def stage_of(path: str | None) -> str | None:
     """'sft' of 'stage:sft', a path that stands for the checkpoint of an earlier stage; None for others."""
     return path.removeprefix(STAGE_PREFIX) if path is not None and path.startswith(STAGE_PREFIX) else None
@@ -358,6 +362,13 @@ class RunConfig(Section):
 
     def _check_ranks(self) -> None:
         trainer, generator = self.trainer, self.generator
+        if self.updates_per_step * MIN_UPDATE_S > self.deadline_s:
+            raise ConfigError(
+                "a step has more updates than its deadline has time for",
+                got=f"trainer.epochs = {trainer.epochs} x trainer.minibatches = {trainer.minibatches} updates of "
+                f"{MIN_UPDATE_S:g} s or more = {self.updates_per_step * MIN_UPDATE_S:g} s",
+                allowed=f"deadline_s = {self.deadline_s:g}",
+            )
         if trainer.ranks % trainer.tensor_parallel:
             raise ConfigError(
                 "the trainer's ranks do not divide into tensor-parallel groups",

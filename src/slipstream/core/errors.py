@@ -26,7 +26,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-
 _MAX_SHOWN = 800  # characters
 
 

@@ -1,7 +1,7 @@
-"""Values from outside that every later stage can take: text that is Unicode, integers of 64 bits, bounded nesting, paths.
+"""Values from outside that whatever comes later can take: Unicode text, integers of 64 bits, bounded nesting, paths.
 
-Python reads more than that from TOML, JSON and a command line, and what writes it again, as UTF-8 or msgpack, fails then
-in the middle of a run.
+Python reads more than that from TOML, JSON and a command line, and what writes it again, as UTF-8 or msgpack, fails in
+the middle of a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?
 
 
 def wrong_with(value: Any, depth: int = 0) -> str | None:
-    """What no encoder takes in `value` of JSON's types, in words, or None: the first surrogate, huge integer, nesting."""
+    """What no encoder takes in `value` of JSON's types, or None: a surrogate, a huge integer, deep nesting."""
     if isinstance(value, str):
         return wrong_text(value)
     if isinstance(value, int):

@@ -123,7 +123,9 @@ class SchedulingConfig(Section):
 class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint (`path`) or a fresh, randomly initialised model of a `family`."""
 
-    path: FilePath | None = Field(None, description="Folder of a Hugging Face checkpoint with tokenizer. Excludes the rest.")
+    path: FilePath | None = Field(
+        None, description="Folder of a Hugging Face checkpoint with tokenizer. Excludes the rest."
+    )
     family: Literal["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"] = Field(
         "llama", description="Architecture of a fresh model (llama also covers Mistral and SmolLM)."
     )
@@ -152,7 +154,9 @@ class PromptsConfig(Section):
     """Where questions come from: reasoning-gym `tasks`, or a `dataset` (JSONL, parquet, folder or hub id)."""
 
     tasks: list[TaskConfig] = Field(default_factory=list, description="reasoning-gym tasks, mixed by weight.")
-    dataset: FilePath | None = Field(None, description="Path or hub id of a dataset with columns `prompt` and `answer`.")
+    dataset: FilePath | None = Field(
+        None, description="Path or hub id of a dataset with columns `prompt` and `answer`."
+    )
     dataset_config: str | None = Field(None, description="Configuration of a hub dataset that has several.")
     dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
     prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
@@ -160,7 +164,9 @@ class PromptsConfig(Section):
     reference: str = Field(
         "{answer}", description="Reference completion from the row's columns, for preferences, win rates and a bias."
     )
-    eval_dataset: FilePath | None = Field(None, description="Held-out dataset; null splits it off `dataset` by text hash.")
+    eval_dataset: FilePath | None = Field(
+        None, description="Held-out dataset; null splits it off `dataset` by text hash."
+    )
     template: str = Field(
         "{question}",
         description="Prompt text from the row's columns, e.g. '{question}\\n' or '{word}>' (metadata are columns too).",
@@ -407,9 +413,7 @@ class RewardsConfig(Section):
         "float32", description="What reward models are kept and computed in on a GPU; their heads stay float32."
     )
     num_workers: Count = Field(1, description="Sandboxed worker processes.")
-    timeout_s: Seconds = Field(
-        5.0, description="Limit of one scoring call in seconds; then the worker is killed."
-    )
+    timeout_s: Seconds = Field(5.0, description="Limit of one scoring call in seconds; then the worker is killed.")
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
     violation_cap: Number = Field(0.0, description="Largest reward of a completion that violates a constraint.")
     max_chars: Positive = Field(20_000, description="Longer completions are cut to so many characters before scoring.")
@@ -509,7 +513,9 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
     )
-    reference: FilePath | None = Field(None, description="Folder of the reference's checkpoint; null: policy version 0.")
+    reference: FilePath | None = Field(
+        None, description="Folder of the reference's checkpoint; null: policy version 0."
+    )
     target: PositiveFloat | None = Field(
         None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
     )
@@ -645,7 +651,9 @@ class DemonstrationConfig(Section):
 class WarmStartConfig(Section):
     """Supervised fine-tuning before the first RL step; ends at policy version 0."""
 
-    steps: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = Field(0, description="Optimizer updates; 0 skips the warm start.")
+    steps: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = Field(
+        0, description="Optimizer updates; 0 skips the warm start."
+    )
     batch_size: Count = Field(64, description="Demonstrations per update.")
     num_demonstrations: Positive = Field(20_000, description="Training prompts used as demonstrations.")
     demonstrations: list[DemonstrationConfig] = Field(
@@ -659,7 +667,9 @@ class WarmStartConfig(Section):
 class SftConfig(Section):
     """The stage `sft`: supervised fine-tuning whose checkpoint later stages take as 'stage:sft'."""
 
-    path: FilePath | None = Field(None, description="Checkpoint it starts from; null: a fresh model as [model] describes.")
+    path: FilePath | None = Field(
+        None, description="Checkpoint it starts from; null: a fresh model as [model] describes."
+    )
     dataset: FilePath | None = Field(
         None, description="Dataset of demonstrations; null: the run's training prompts with `demonstrations`."
     )
@@ -679,9 +689,7 @@ class SftConfig(Section):
         "completions", description="Tokens that are learned: the completion's, or the prompt's too (N, item 42)."
     )
     epochs: Epochs = Field(1, description="Passes over the demonstrations.")
-    steps: Steps | None = Field(
-        None, description="Optimizer updates, whatever that is in passes; null takes epochs."
-    )
+    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
     batch_size: Count = Field(64, description="Demonstrations per update.")
     optimizer: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"), description="Optimizer of the stage."
@@ -722,9 +730,7 @@ class RewardModelConfig(Section):
         "rating (squared error), of a dataset.",
     )
     epochs: Epochs = Field(1, description="Passes over the preferences; more than one overfits soon.")
-    steps: Steps | None = Field(
-        None, description="Optimizer updates, whatever that is in passes; null takes epochs."
-    )
+    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
     batch_size: Count = Field(32, description="Preferences per update.")
     optimizer: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(lr=5e-5, eps=1e-5, schedule="linear"),

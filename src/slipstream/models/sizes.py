@@ -1,7 +1,7 @@
 """What a run on this machine's CPU needs at the least, by arithmetic, against what the machine has.
 
-Nothing is made here. What is refused is out of all proportion; a model that just does not fit is not foreseen. Groups on
-other machines and those that compute on GPUs are judged where they are.
+Nothing is made here. What is refused is out of all proportion; a model that just does not fit is not foreseen. Groups
+on other machines and those that compute on GPUs are judged where they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ KEY_AND_VALUE_BYTES = 8  # of one number of a head, in float32
 ROLLOUT_BYTES = 1024  # of a finished completion, beside its tokens: identity, times, arrays, text
 TOKEN_BYTES = 16  # id, behaviour logprob, version, text
 PROMPT_BYTES = 1024  # of a prompt with its row
-TORCH_PROCESS_BYTES = 150 * 10**6  # of its own, beside what processes share
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -39,13 +38,13 @@ def num_parameters(shape: TransformerConfig) -> int:
     return (shape.vocab_size + learned) * shape.hidden_size + shape.num_layers * layer
 
 
-def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[str], *, memory: int | None = None) -> None:
-    """Raise ConfigError for a policy of `shape`, or work, that the groups `here` have no memory for, in bytes."""
-    memory = memory_bytes() if memory is None else memory
+def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[str]) -> None:
+    """Raise ConfigError for a policy of `shape`, or work, that the groups `here` have no memory for."""
+    memory = memory_bytes()
     generator, trainer = config.generator, config.trainer
     trains, samples = "trainer" in here and trainer.device == "cpu", "generator" in here and generator.device == "cpu"
     if trains or samples:
-        _check_model(config, shape, memory, trains=trains)
+        _check_model(shape, memory, trains=trains)
     longest = config.prompts.max_prompt_tokens + generator.max_new_tokens
     if samples and generator.engine == "native":
         for field, slots, replicas in (
@@ -65,7 +64,7 @@ def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[st
     _check_samples(config, memory)
 
 
-def _check_model(config: RunConfig, shape: TransformerConfig, memory: int, *, trains: bool) -> None:
+def _check_model(shape: TransformerConfig, memory: int, *, trains: bool) -> None:
     parameters = num_parameters(shape)
     per_parameter = TRAINED_BYTES if trains else 4
     _fits(
@@ -125,22 +124,25 @@ def _check_samples(config: RunConfig, memory: int) -> None:
             of=f"prompts.num_train + prompts.num_eval = {count} x {PROMPT_BYTES} bytes",
             hint="the stream reshuffles prompts.num_train prompts when they end",
         )
-    per_prompt, evaluation = config.preferences, config.evaluation
-    sampled = {
-        "preferences": ("num_prompts x preferences.samples_per_prompt", per_prompt.num_prompts, per_prompt.samples_per_prompt),
-        "reward_model": ("normalise_samples", config.reward_model.normalise_samples, 1),
-        "evaluate": ("num_prompts x evaluation.num_samples", evaluation.num_prompts, evaluation.num_samples),
-    }
-    for stage, (field, count, samples) in sampled.items():
+    preferences, evaluation = config.preferences, config.evaluation
+    for stage, field, count, each in (
+        ("preferences", "preferences.num_prompts", preferences.num_prompts, preferences.samples_per_prompt),
+        ("reward_model", "reward_model.normalise_samples", config.reward_model.normalise_samples, 1),
+        ("evaluate", "evaluation.num_prompts", evaluation.num_prompts, evaluation.num_samples),
+    ):
         if stage in config.stages:
-            section = {"evaluate": "evaluation"}.get(stage, stage)
-            _fits(
-                f"the completions of the stage {stage} are larger than this machine's memory",
-                count * samples * (ROLLOUT_BYTES + TOKEN_BYTES * tokens),
-                memory,
-                of=f"{section}.{field} = {count} x {samples}, x ({ROLLOUT_BYTES} + {TOKEN_BYTES} bytes x {tokens} tokens)",
-                hint=f"lower {section}.{field.partition(' ')[0]}",
-            )
+            check_completions(field, count, each, max_tokens=tokens)
+
+
+def check_completions(field: str, num_prompts: int, samples: int, *, max_tokens: int) -> None:
+    """Raise ConfigError for more completions than this machine's memory holds, `samples` for each of `num_prompts`."""
+    _fits(
+        "the completions are larger than this machine's memory",
+        num_prompts * samples * (ROLLOUT_BYTES + TOKEN_BYTES * max_tokens),
+        memory_bytes(),
+        of=f"{field} = {num_prompts} x {samples} samples x ({ROLLOUT_BYTES} + {TOKEN_BYTES} x {max_tokens} bytes)",
+        hint="lower the number of prompts or of samples",
+    )
 
 
 def _fits(what: str, needed: int, memory: int, *, of: str, hint: str) -> None:

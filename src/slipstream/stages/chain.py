@@ -49,7 +49,8 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
     else:
         check_model_path(config)
         check_remote(config, remote)
-        check_sizes(config, check_policy(config, is_sampled="preferences" in config.stages), here={"trainer", "generator"})
+        shape = check_policy(config, is_sampled="preferences" in config.stages)
+        check_sizes(config, shape, {"trainer", "generator"})
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
         if rewards.models:  # these stages score in this process
