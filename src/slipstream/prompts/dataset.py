@@ -14,7 +14,7 @@ from slipstream.prompts.rows import Row, to_json_types
 from slipstream.prompts.template import Template
 
 MAX_LINE_BYTES = 16 * 2**20
-"""Of a line of JSONL: what is longer was not meant to be one, and would lie in memory several times, and in messages."""
+"""Of a line of JSONL: what is longer was not meant to be one, and would lie in memory several times and in messages."""
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
