@@ -123,7 +123,7 @@ class RunConfig(Section):
     """A whole run."""
 
     recipe: FolderName = Field("custom", description="Name of the recipe, for file names and reports.")
-    seed: Annotated[NonNegative, Field(le=MAX_SEED)] = Field(
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED, strict=True)] = Field(
         0, description="Seed of everything random: model, prompts, sampling."
     )
     steps: Steps = Field(100, description="Training steps.")
