@@ -277,11 +277,12 @@ def launch_command(argv: Sequence[str]) -> int:
         return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
     if options.remote is not None:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
-    given = [name for name in ("recipe", "preset", "out", "resume") if getattr(options, name) is not None]
-    if given or (given := [name for name in options.overrides if name != "max_restarts"]):
+    not_ours = [name for name in ("recipe", "preset", "out", "resume") if getattr(options, name) is not None]
+    not_ours += [name for name in options.overrides if name != "max_restarts"]
+    if not_ours:
         raise ConfigError(
             "a group takes its configuration from the controller",
-            got=f"{', '.join(given)} with --group {options.group}",
+            got=f"{', '.join(not_ours)} with --group {options.group}",
             allowed="what `slipstream launch --help` calls a group's, and --max-restarts",
             hint="give it to the controller's command",
         )
