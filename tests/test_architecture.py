@@ -147,6 +147,7 @@ FORBIDDEN_NAMES = {
     "recv_object_list": "pickles of peers",
 }
 PATTERNS_ON_BOUNDED_TEXT = {
+    "core/plain.py",  # linear ones, for paths and flags of the user
     "evals/judge.py",  # linear ones, see docs/rewards.md
     "observe/trackers.py",  # linear ones, for names and values of the configuration
 }

@@ -228,8 +228,8 @@ RANGES = [
     wrong("nan clip", {"critic": {"clip": NAN}}, "'critic.clip'", "> 0"),
     wrong("inf failure reward", {"rewards": {"failure_reward": -INF}}, "failure_reward'", "finite"),
     wrong("huge seed", {"seed": 2**80}, "'seed'", "allowed: <= "),
-    wrong("huge model", {"model": {"hidden_size": 2**20, "num_layers": 10**6}}, "memory", "GB", "model.hidden_size"),
-    wrong("huge slots", {"generator": {"num_slots": 8 * 10**9}}, "memory", "GB", "generator.num_slots"),
+    wrong("huge model", {"model": {"hidden_size": 2**20, "num_layers": 10**4}}, "memory", "GB", "model.hidden_size"),
+    wrong("huge slots", {"generator": {"num_slots": 8 * 10**8}}, "memory", "GB", "generator.num_slots"),
     wrong("enum", {"weight_update": "inflight"}, "'weight_update'", "'in_flight'", "did you mean 'in_flight'?"),
     wrong("enum in a section", {"loss": {"advantages": "gea"}}, "'loss.advantages'", "did you mean 'gae'?"),
     wrong("enum in a list", {"stages": ["sfr", "rl"]}, "'stages.0'", "did you mean 'sft'?"),
@@ -837,7 +837,7 @@ RUNS = [
     refused("run recipe.toml --out data.jsonl/deeper", "data.jsonl/deeper", "cannot be made", "hint"),
     refused("run recipe.toml --out /proc/nothing", "/proc/nothing", "cannot be made"),
     refused("run recipe.toml --out /sys", "not empty"),
-    refused("run recipe.toml --out " + "x" * 300, "cannot be made", "too long"),
+    refused("run recipe.toml --out " + "x" * 300, "'out' cannot be a path", "too long"),
     refused("run recipe.toml --preset sync --max-staleness 1", "contradict", "drop the preset"),
     refused("run recipe.toml --preset synch", "unknown preset 'synch'", "did you mean 'sync'?"),
     refused("run --resume nowhere", "'nowhere' is no run", "config.toml", "hint"),
@@ -897,6 +897,124 @@ RUNS = [
     refused("watch data.jsonl", "'data.jsonl' is no folder of a run", "a file"),
     refused("watch run --port 70000", "no such port", "0..65535"),
     refused("watch run --port http", "port"),
+]
+
+HUGE = (10**5, 10**9, 10**12)
+
+
+def huge(path: str, *words: str, values: tuple[float, ...] = HUGE) -> list[Case]:
+    """`values` of the field at `path`, through a recipe."""
+    cases = []
+    for value in values:
+        tables: dict[str, Any] = {path.split(".")[-1]: value}
+        for section in reversed(path.split(".")[:-1]):
+            tables = {section: tables}
+        cases.append(wrong(f"{path} = {value:g}", tables, *words, "allowed"))
+    return cases
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def pattern(text: str) -> dict[str, Any]:
+    return {"rewards": {"terms": [{"function": "exact_match", "params": {"answer_pattern": text}}]}}
+
+
+def of_row(**columns: Any) -> Callable[[Path], None]:
+    """A dataset whose second row has `columns` besides."""
+    return rows(ROWS[0], {**ROWS[1], **columns}, *ROWS[2:])
+
+
+SURROGATE = "half of a surrogate pair"
+ABSURD = [
+    *huge("groups_per_step", "'groups_per_step'", "allowed: <= 65536"),
+    *huge("completions_per_group", "'completions_per_group'"),
+    *huge("warm_start.batch_size", "'warm_start.batch_size'"),
+    *huge("trainer.epochs", "'trainer.epochs'"),
+    *huge("rewards.num_workers", "'rewards.num_workers'"),
+    *huge("steps", "'steps'", values=(10**9, 10**12)),
+    *huge("model.max_positions", "table of positions", "positions x 8 numbers", "GB", values=(2 * 10**9,)),
+    *huge("model.max_positions", "'model.max_positions'", values=(10**12,)),
+    *huge("rewards.timeout_s", "'rewards.timeout_s'", values=(1e300, 1e-300)),
+    *huge("deadline_s", "'deadline_s'", values=(1e300, 1e-300)),
+    *huge("generator.replicas", "more processes than this machine", "processes", values=(60_000,)),
+    *huge("rewards.num_workers", "more processes than this machine", "x 3 processes", values=(60_000,)),
+    wrong(
+        "many updates",
+        {"trainer": {"epochs": 1000, "minibatches": 4}, "deadline_s": 1.0},
+        "more updates than its deadline has time for",
+        "trainer.epochs = 1000 x trainer.minibatches = 4",
+        "= 4 s",
+        "deadline_s = 1",
+    ),
+    wrong(
+        "a step of rollouts",
+        {"groups_per_step": 65536, "completions_per_group": 65536},
+        "the rollouts of one step",
+        "groups_per_step = 65536 x completions_per_group = 65536",
+        "GB",
+    ),
+    wrong(
+        "a microbatch",
+        {"groups_per_step": 65536, "model": {"hidden_size": 2**16}, "trainer": {"microbatch_tokens": 2**31 - 1}},
+        "a microbatch",
+        "GB",
+        "trainer.microbatch_tokens",
+    ),
+    wrong(
+        "learned positions",
+        {"model": {"family": "gpt2", "max_positions": 2**31 - 1}},
+        "cannot be trained in this machine's memory",
+        "parameters x 16 bytes",
+        "model.max_positions",
+    ),
+    wrong("tasks", {**TASKS, "prompts": {**TASKS["prompts"], "num_train": 2**31 - 1}}, "the prompts", "x 1024 bytes"),
+    refused("run recipe.toml --steps 1_000", "--steps", "'1_000' is no integer"),
+    refused("run recipe.toml --steps ١٢", "--steps", "'١٢' is no integer"),
+    refused("run recipe.toml --deadline-s 1_0.5", "--deadline-s", "is no number"),
+    refused("run recipe.toml --steps " + "9" * 5000, "--steps", "5,000 characters"),
+    refused("plan llama-3.1-8b --gpus 1_6", "--gpus", "'1_6' is no integer"),
+    refused("simulate run --seeds 1_0", "--seeds", "'1_0' is no integer"),
+    refused("eval model --num-samples 1_0", "--num-samples", "'1_0' is no integer"),
+    refused("launch --group trainer --nnodes 1_0", "--nnodes", "'1_0' is no integer"),
+    refused("eval model --recipe recipe.toml --num-samples 1000000000000", "the completions", "samples x", "GB"),
+    refused("plan llama-3.1-8b --gpus 1000000000000", "--gpus is out of range", "1..65536"),
+    refused("plan llama-3.1-8b --gpus 8 --groups-per-step 1000000000000", "--groups-per-step is out of range"),
+    refused("plan llama-3.1-8b --gpus 8 --groups-per-step 65536 --completions-per-group 64", "more completions than"),
+    refused("plan llama-3.1-8b --gpus 8 --max-staleness 1000000000", "--max-staleness is out of range"),
+    refused("plan llama-3.1-8b --gpus 8 --rows 1000000000", "--rows is out of range"),
+    refused("simulate run --seeds 1000000000", "a mean takes some simulations", "1..1000"),
+    refused("run recipe.toml tldr_mini", "tldr_mini"),
+    refused("launch quickstart --group trainer --controller h:1", "from the controller", "recipe with --group trainer"),
+    refused("launch --group trainer --controller h:1 --steps 5", "from the controller", "steps with --group trainer"),
+    wrong("nested groups", pattern("(" * 500 + "a" + ")" * 500), "pattern of reward", "nested too deep"),
+    wrong("a long pattern", pattern("(a)" * 50_000), "too large to be compiled", "10,000 characters"),
+    wrong("a copied pattern", pattern("(?:(?:a{1000}){1000}){1000}"), "too large to be compiled", "multiply to"),
+    refused("run r.toml", "'r.toml' is not valid TOML", "too deep", prepare=text("r.toml", f"a = {nested(5000)}\n")),
+    refused("run r.toml", "'r.toml' is not valid TOML", "digits", prepare=text("r.toml", f"steps = {'9' * 5000}\n")),
+    refused("run r.toml", "'steps'", "allowed: <= ", prepare=text("r.toml", f"steps = {'9' * 4000}\n")),
+    refused("run r.toml", "'r.toml' is too long", "bytes", prepare=text("r.toml", "#" * 5_000_000)),
+    wrong("deep JSON", {}, "line 1 is not JSON", "too deep", prepare=rows(nested(100_000))),
+    wrong("deep column", {}, "record 1 holds", "nested more than 64 deep", prepare=of_row(tag=json.loads(nested(80)))),
+    wrong("long integer", {}, "line 1 is not JSON", "digits", prepare=rows('{"prompt": ' + "9" * 5000 + "}")),
+    wrong("huge integer", {}, "record 1 holds", "more than 64 bits", prepare=of_row(tag=10**30)),
+    wrong("broken prompt", {}, "record 1 holds", SURROGATE, prepare=of_row(prompt="a\ud800")),
+    wrong("broken answer", {}, "record 1 holds", SURROGATE, prepare=of_row(answer="a\udc00b")),
+    wrong("broken column", {}, "record 1 holds", SURROGATE, prepare=of_row(tag=["a\ud800"])),
+    wrong("broken name of a column", {}, "record 1 holds", SURROGATE, prepare=of_row(**{"a\ud800": 1})),
+    wrong(
+        "long line",
+        {},
+        "data.jsonl, line 2 is too long",
+        "40,000,0",
+        "allowed: 16,777,216 bytes",
+        prepare=rows(ROWS[0], json.dumps({"prompt": "x" * 40_000_000}), *ROWS[2:]),
+    ),
+    wrong("a path as a name", {"recipe": "../elsewhere"}, "'recipe'", "not a path"),
+    wrong("a path of two lines", {"prompts": {"dataset": "a\nb.jsonl"}}, "'prompts.dataset'", "control character"),
+    wrong("a long path", {"model": {"path": "x" * 5000}}, "'model.path'", "too long"),
+    wrong("a long text", {"loss": {"name": "x" * 1_000_000}}, "unknown loss", "characters) ..."),
 ]
 
 COMMANDS = [
@@ -980,6 +1098,7 @@ ALL = {
     "checkpoints": CHECKPOINTS,
     "data": DATA,
     "runs": RUNS,
+    "absurd": ABSURD,
     "commands": COMMANDS,
     "launching": LAUNCHING,
 }
@@ -1173,6 +1292,10 @@ def test_a_run_that_was_killed_goes_on(place: Path) -> None:
         ({"prompts": [{"prompt": "a", "tag": object()}, "b"]}, ("prompts are kept as JSON", "object")),
         ({"prompts": [{"question": "a"}, {"question": "b"}]}, ("no column 'prompt'", "question")),
         ({"prompts": ["a", "b"]}, ("compares with an answer", "2 of 2")),
+        ({"prompts": ["a", "b\ud800"]}, ("prompt 1 cannot be written", "half of a surrogate pair")),
+        ({"overrides": {"steps": 10**5000}}, ("'steps'", "4,300 digits")),
+        ({"overrides": {"prompts": {"template": "\ud800"}}}, ("'prompts.template'", "half of a surrogate pair")),
+        ({"overrides": {"prompts": {"template": "a\0"}}}, ("'prompts.template'", "a null character")),
         ({"overrides": {"max_stalness": 0}}, ("unknown field 'max_stalness'", "'max_staleness'")),
         ({"preset": "synch"}, ("unknown preset", "'sync'")),
     ],

@@ -27,7 +27,8 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.interrupts import Interrupted, Interrupts
-from slipstream.core.recipes import merge, resolve
+from slipstream.core.plain import wrong_text
+from slipstream.core.recipes import check_path, merge, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.stages.chain import check_data, check_stages, run_stages
@@ -176,6 +177,8 @@ def _remove(folders: Sequence[Path]) -> None:
 
 
 def _new_run_dir(config: RunConfig, out: str | Path | None) -> Path:
+    if out is not None:
+        check_path(out, "the run's directory")
     run_dir = Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}" if out is None else Path(out)
     if out is None and run_dir.exists():
         run_dir = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns() % 1000:03d}")
@@ -213,8 +216,11 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
     try:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
+    for index, line in enumerate(lines):
+        if (wrong := wrong_text(line)) is not None:
+            raise ConfigError(f"prompt {index} cannot be written", got=wrong, allowed="Unicode text")
     replace_file(path, "".join(lines).encode())
     num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
     tables = config.model_dump()
@@ -232,6 +238,7 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
 
 def _resume(run_dir: Path, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
+    check_path(run_dir, "the run's directory")
     config_path = run_dir / "config.toml"
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")

@@ -22,12 +22,15 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
 from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.plain import parse_float, parse_int, wrong_path
 from slipstream.core.recipes import (
     check_model_path,
+    check_path,
     defaults,
     list_recipes,
     load_recipe,
@@ -301,8 +304,18 @@ def launch_command(argv: Sequence[str]) -> int:
         return _train(config, options, cluster=cluster)
     if options.remote is not None:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
+    not_ours = [name for name in ("recipe", "preset", "out", "resume") if getattr(options, name) is not None]
+    not_ours += [name for name in options.overrides if name != "max_restarts"]
+    if not_ours:
+        raise ConfigError(
+            "a group takes its configuration from the controller",
+            got=f"{', '.join(not_ours)} with --group {options.group}",
+            allowed="what `slipstream launch --help` calls a group's, and --max-restarts",
+            hint="give it to the controller's command",
+        )
     if options.controller is None:
         raise ConfigError("a group joins a controller", allowed="--controller HOST:PORT, or the file with that")
+    check_path(options.controller, "--controller")
     flags = vars(options) | as_overrides(options.overrides)  # of the run's fields a group takes --max-restarts
     given = {field.name: flags.get(field.name) for field in dataclasses.fields(Job)}
     join(Job(**{name: value for name, value in given.items() if value is not None}))
@@ -554,7 +567,8 @@ def _simulate_options(shown: Mapping[str, Any]) -> Any:
 
 def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:
     """The values that --help shows: those of the run on the command line, where it names one."""
-    folder = next((Path(word) for word in argv if (Path(word) / "config.toml").is_file()), None)
+    folders = (Path(word) for word in argv if wrong_path(word) is None)
+    folder = next((folder for folder in folders if (folder / "config.toml").is_file()), None)
     return defaults() if folder is None else merge(defaults(), _saved_config(folder))
 
 
@@ -593,7 +607,36 @@ def _options(
 
 
 def _parse(command: str, options: Any, argv: Sequence[str], documented: Callable[..., int]) -> Any:
-    return tyro.cli(options, args=list(argv), prog=f"slipstream {command}", description=documented.__doc__)
+    found = tyro.cli(
+        options, args=list(argv), prog=f"slipstream {command}", description=documented.__doc__, registry=_strict()
+    )
+    for name, value in vars(found).items():
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path):
+                check_path(path, f"'{name}'")
+    return found
+
+
+def _strict() -> ConstructorRegistry:
+    """What flags are read by: numbers in ASCII digits alone."""
+    registry = ConstructorRegistry()
+
+    def rule_of(kind: type, parse: Callable[[str], Any]) -> None:
+        @registry.primitive_rule
+        def rule(found: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+            if found.type is not kind:
+                return None
+            return PrimitiveConstructorSpec(
+                nargs=1,
+                metavar=kind.__name__.upper(),
+                instance_from_str=lambda words: parse(words[0]),
+                is_instance=lambda value: isinstance(value, kind),
+                str_from_instance=lambda value: [str(value)],
+            )
+
+    rule_of(int, parse_int)
+    rule_of(float, parse_float)
+    return registry
 
 
 def _recipe_defaults(argv: Sequence[str]) -> dict[str, Any]:
@@ -601,7 +644,7 @@ def _recipe_defaults(argv: Sequence[str]) -> dict[str, Any]:
     shown = defaults()
     names = {recipe.name for recipe in list_recipes()}
     for word in argv:
-        if word in names or (word.endswith(".toml") and Path(word).is_file()):
+        if word in names or (word.endswith(".toml") and wrong_path(word) is None and Path(word).is_file()):
             return merge(shown, load_recipe(word))
     return shown
 

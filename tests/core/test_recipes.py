@@ -196,7 +196,9 @@ def test_optional_fields_default_to_none() -> None:
     check(recipes.defaults(), RunConfig)
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+paths = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=20)
+folder_names = st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="/."), min_size=1, max_size=20)
 counts = st.integers(1, 10**6)
 positive = st.floats(1e-9, 1e9)
 params = st.dictionaries(
@@ -210,22 +212,18 @@ optimizers = st.builds(
 )
 configs = st.builds(
     RunConfig,
-    recipe=texts,
+    recipe=folder_names,
     seed=st.integers(0, 2**40),
     max_staleness=st.integers(0, 9),
-    model=st.builds(ModelConfig, path=st.none() | texts, alphabet=st.none() | texts),
+    model=st.builds(ModelConfig, path=st.none() | paths, alphabet=st.none() | texts),
     prompts=st.builds(
         PromptsConfig, tasks=st.lists(tasks, min_size=1, max_size=3), template=texts, system=st.none() | texts
     ),
     generator=st.builds(GeneratorConfig, temperature=positive, stop_token_ids=st.lists(st.integers(0, 9))),
     rewards=st.builds(
         RewardsConfig,
-        terms=st.lists(
-            st.builds(
-                RewardTerm, function=texts, weight=st.floats(allow_nan=False, allow_infinity=False), params=params
-            )
-        ),
-        failure_reward=st.floats(allow_nan=False, allow_infinity=False),
+        terms=st.lists(st.builds(RewardTerm, function=paths, weight=st.floats(-1e30, 1e30), params=params)),
+        failure_reward=st.floats(-1e30, 1e30),
     ),
     trainer=st.builds(TrainerConfig, optimizer=optimizers, microbatch_tokens=counts),
     warm_start=st.builds(

@@ -15,8 +15,9 @@ from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
 from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
-from slipstream.controller.placement import check_remote, computing_groups, num_cores, place
+from slipstream.controller.placement import check_processes, check_remote, computing_groups, num_cores, place
 from slipstream.core.channel import ChannelSpec
+from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
@@ -29,6 +30,7 @@ from slipstream.models.build import build_tokenizer, check_division
 from slipstream.models.device import check_gpus
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.preflight import Head, check_checkpoint, check_policy
+from slipstream.models.sizes import check_sizes
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.checks import check_rewards
@@ -48,6 +50,7 @@ def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection
     check_model_path(config)
     check_remote(config, remote)
     here = computing_groups(config) - set(remote)
+    check_processes(config, here, has_workers=has_functions(config, None) and not has_own_reward)
     if "generator" in here:
         check_vllm(config)
         check_device(config)
@@ -60,7 +63,7 @@ def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection
             check_gpus(section, device, field, ranks)
     for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
         check_division(config.model, ranks)
-    check_policy(config)
+    check_sizes(config, check_policy(config), here)
     check_loss(config)
     check_checkpoints(config, readers(config))
     if not has_own_reward and (config.rewards.terms or not config.rewards.models):
@@ -357,4 +360,11 @@ def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[Work, Pr
             prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
             completion_lengths=np.array([len(completion) for _, completion in pairs], dtype=np.int32),
         )
+        if warm_start.tokens.nbytes + 8 * len(pairs) > MAX_MESSAGE_BYTES // 2:
+            raise ConfigError(
+                "the demonstrations of the warm start do not fit one message",
+                got=f"{len(pairs)} demonstrations of {warm_start.tokens.nbytes:,} bytes together",
+                allowed=f"{MAX_MESSAGE_BYTES // 2:,} bytes",
+                hint="lower warm_start.num_demonstrations, or take the stage sft",
+            )
     return Work(prompt_of=prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start), prompts

@@ -10,12 +10,19 @@ phases that cannot overlap (warm start, evaluation at the ends, everything at st
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.models.sizes import memory_bytes
+
+PROCESSES_PER_CORE = 256
+PROCESS_BYTES = 20_000_000  # of the smallest, a reward worker's, beside what processes share
+FILES_PER_PROCESS = 3  # sockets and pipes that lead to it, in the process that watches it
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,52 @@ def check_remote(config: RunConfig, remote: Collection[str]) -> None:
             allowed=", ".join(sorted(groups)),
             hint="there are reward_models with rewards.models, and a reference with kl.executor = 'own'",
         )
+
+
+def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bool) -> None:
+    """Raise ConfigError for more processes than this machine could start and keep, by the groups that are `here`.
+
+    A worker that scores is three processes: a keeper, the first of a namespace, the scorer; and there is one to spare.
+    """
+    counts = {
+        "trainer": ("trainer.ranks", config.trainer.ranks, 1),
+        "generator": ("generator.replicas x generator.tensor_parallel", _replicas(config), 1),
+        "reward_models": ("rewards.model_ranks", config.rewards.model_ranks, 1),
+        "reference": ("kl.ranks", config.kl.ranks, 1),
+        "rewards": ("rewards.num_workers", config.rewards.num_workers + 1, 3),
+    }
+    if config.host != "process":
+        counts = {"rewards": counts["rewards"]}
+    most, why = most_processes()
+    for group, (field, count, each) in counts.items():
+        if (group in here or (group == "rewards" and has_workers)) and count * each > most:
+            raise ConfigError(
+                f"{field} asks for more processes than this machine can have",
+                got=f"{count} x {each} processes" if each > 1 else f"{count} processes",
+                allowed=f"{most} ({why})",
+                hint=f"lower {field}",
+            )
+
+
+def _replicas(config: RunConfig) -> int:
+    return config.generator.replicas * config.generator.tensor_parallel
+
+
+def most_processes() -> tuple[int, str]:
+    """How many processes a run can have here, and which limit that is."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    memory = memory_bytes()
+    limits = {
+        f"{PROCESSES_PER_CORE} for each of {num_cores()} cores": PROCESSES_PER_CORE * num_cores(),
+        f"{memory / 1e9:.3g} GB of memory, {PROCESS_BYTES / 1e6:g} MB for each": memory // PROCESS_BYTES,
+        "the user's limit, ulimit -u": math.inf if soft == resource.RLIM_INFINITY else soft,
+        f"open files, ulimit -n, {FILES_PER_PROCESS} for each": math.inf
+        if files == resource.RLIM_INFINITY
+        else files // FILES_PER_PROCESS,
+    }
+    why = min(limits, key=limits.__getitem__)
+    return int(limits[why]), why
 
 
 def num_cores() -> int:

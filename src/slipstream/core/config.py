@@ -19,10 +19,12 @@ from slipstream.core.sections import (
     MIN_WHITENED,
     VLLM_MIN_TEMPERATURE,
     AlarmName,
+    Count,
     CriticConfig,
     DemonstrationConfig,
     EvalConfig,
     EvaluationConfig,
+    FolderName,
     GeneratorConfig,
     HealthConfig,
     JudgeConfig,
@@ -33,7 +35,6 @@ from slipstream.core.sections import (
     ObserveConfig,
     OptimizerConfig,
     Positive,
-    PositiveFloat,
     PreferencesConfig,
     PromptsConfig,
     RewardModelConfig,
@@ -41,8 +42,10 @@ from slipstream.core.sections import (
     RewardsConfig,
     RewardTerm,
     SchedulingConfig,
+    Seconds,
     Section,
     SftConfig,
+    Steps,
     TaskConfig,
     TrackerName,
     TrackersConfig,
@@ -99,6 +102,10 @@ MAX_SEED = 2**62 - 1
 """What is added to it on the way to a generator of 64 bits has room."""
 
 
+MIN_UPDATE_S = 0.001
+"""No forward pass, backward pass and update of a model takes less."""
+
+
 def stage_of(path: str | None) -> str | None:
     """'sft' of 'stage:sft', a path that stands for the checkpoint of an earlier stage; None for others."""
     return path.removeprefix(STAGE_PREFIX) if path is not None and path.startswith(STAGE_PREFIX) else None
@@ -115,13 +122,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 class RunConfig(Section):
     """A whole run."""
 
-    recipe: str = Field("custom", description="Name of the recipe, for file names and reports.")
-    seed: Annotated[NonNegative, Field(le=MAX_SEED)] = Field(
+    recipe: FolderName = Field("custom", description="Name of the recipe, for file names and reports.")
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED, strict=True)] = Field(
         0, description="Seed of everything random: model, prompts, sampling."
     )
-    steps: Positive = Field(100, description="Training steps.")
-    groups_per_step: Positive = Field(16, description="P: prompts per step.")
-    completions_per_group: Positive = Field(8, description="G: completions per prompt.")
+    steps: Steps = Field(100, description="Training steps.")
+    groups_per_step: Count = Field(16, description="P: prompts per step.")
+    completions_per_group: Count = Field(8, description="G: completions per prompt.")
     max_staleness: NonNegative = Field(2, description="k: how many steps old a token may be when trained on. 0 = sync.")
     weight_update: Literal["between_batches", "in_flight"] = Field(
         "in_flight", description="Swap weights only between completions, or between any two decode steps."
@@ -139,8 +146,8 @@ class RunConfig(Section):
     host: Literal["process", "inline"] = Field(
         "process", description="Executors in processes of their own, or all in this one, deterministically."
     )
-    deadline_s: PositiveFloat = Field(120.0, description="Longest wait for any peer, in seconds, before the run fails.")
-    lease_s: PositiveFloat = Field(
+    deadline_s: Seconds = Field(120.0, description="Longest wait for any peer, in seconds, before the run fails.")
+    lease_s: Seconds = Field(
         30.0,
         description="A process that is silent for so many seconds is taken for lost: it is shut out, and one of the "
         "controller's own is killed.",
@@ -360,6 +367,13 @@ class RunConfig(Section):
 
     def _check_ranks(self) -> None:
         trainer, generator = self.trainer, self.generator
+        if self.updates_per_step * MIN_UPDATE_S > self.deadline_s:
+            raise ConfigError(
+                "a step has more updates than its deadline has time for",
+                got=f"trainer.epochs = {trainer.epochs} x trainer.minibatches = {trainer.minibatches} updates of "
+                f"{MIN_UPDATE_S:g} s or more = {self.updates_per_step * MIN_UPDATE_S:g} s",
+                allowed=f"deadline_s = {self.deadline_s:g}",
+            )
         if trainer.ranks % trainer.tensor_parallel:
             raise ConfigError(
                 "the trainer's ranks do not divide into tensor-parallel groups",

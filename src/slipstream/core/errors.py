@@ -26,19 +26,21 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+_MAX_SHOWN = 800  # characters
+
 
 class SlipstreamError(Exception):
     """Base of the tree. `what` is one sentence; the rest is optional and rendered on lines of its own."""
 
     def __init__(self, what: str, *, got: object = None, allowed: object = None, hint: str | None = None) -> None:
         self.what, self.got, self.allowed, self.hint = what, got, allowed, hint
-        lines = [what]
+        lines = [_in_part(what)]
         if got is not None:
-            lines.append(f"  got:     {got}")
+            lines.append(f"  got:     {_in_part(str(got))}")
         if allowed is not None:
-            lines.append(f"  allowed: {allowed}")
+            lines.append(f"  allowed: {_in_part(str(allowed))}")
         if hint is not None:
-            lines.append(f"  hint:    {hint}")
+            lines.append(f"  hint:    {_in_part(hint)}")
         super().__init__("\n".join(lines))
 
 
@@ -129,6 +131,13 @@ class CheckpointError(SlipstreamError):
 
 class DiskError(SlipstreamError):
     """A file of the run could not be written; what it held before is still there."""
+
+
+def _in_part(text: str) -> str:
+    """`text`, or its beginning and end: an error may quote a value of megabytes, and has one screen."""
+    if len(text) <= 2 * _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]} ... ({len(text):,} characters) ... {text[-_MAX_SHOWN:]}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

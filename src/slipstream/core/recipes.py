@@ -22,8 +22,7 @@ from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.files import read_whole
-
-MAX_TOML_BYTES = 16 * 1024**2
+from slipstream.core.plain import shortened, shown, wrong_path
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
 _ALLOWED = {
@@ -50,6 +49,8 @@ _ALLOWED = {
     "missing": "a value: the field has no default",
     "finite_number": "a finite number",
 }
+
+MAX_TOML_BYTES = 4 * 2**20
 
 OTHER_NAMES = {
     "learning_rate": "lr",
@@ -120,12 +121,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         )
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and integers of thousands of digits
         raise ConfigError(
             f"'{path}' is not valid TOML",
-            got=error,
+            got="lists or tables in each other, too deep" if isinstance(error, RecursionError) else error,
             hint="text goes in quotes, a field is `name = value`, a section [name]; each of them once",
         ) from error
+
+
+def check_path(path: str | Path, what: str) -> None:
+    """Raise ConfigError for a `path` that no file can have, such as one with a line break; `what` it was given as."""
+    if (wrong := wrong_path(str(path))) is not None:
+        raise ConfigError(f"{what} cannot be a path", got=wrong, allowed="printable text, each name up to 255 bytes")
 
 
 def resolve(
@@ -248,6 +255,7 @@ def _first_comment(path: Path) -> str:
 
 
 def _find(name_or_path: str | Path) -> Path:
+    check_path(name_or_path, f"recipe {shortened(str(name_or_path), 60)!r}")
     path = Path(name_or_path)
     if path.suffix == ".toml" or len(path.parts) > 1:
         if os.path.lexists(path) and not path.is_dir():
@@ -335,7 +343,7 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
-        got="nothing" if first["type"] == "missing" else repr(first["input"]),
+        got="nothing" if first["type"] == "missing" else shown(first["input"]),
         allowed=template.format(**first.get("ctx", {})) if template else None,
         hint="; ".join(hints) or None,
     )

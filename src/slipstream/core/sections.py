@@ -5,20 +5,73 @@ What holds between sections is checked by `RunConfig` in `core/config.py`.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.plain import wrong_path, wrong_with
 
-Positive = Annotated[int, Field(gt=0, strict=True)]
-NonNegative = Annotated[int, Field(ge=0, strict=True)]
-Number = Annotated[float, Field(strict=True)]
-PositiveFloat = Annotated[Number, Field(gt=0)]
-NonNegativeFloat = Annotated[Number, Field(ge=0)]
-Fraction = Annotated[Number, Field(ge=0, le=1)]
-Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True)]
+MAX_INTEGER = 2**31 - 1
+"""Of any integer: what libraries in C take. Unbounded fields mean 'as many as there are'."""
+MAX_COUNT = 2**16
+"""Of what takes memory or time one by one: layers, processes, the groups of a step, completions of a group."""
+MAX_STEPS = 10**8
+"""At 10 ms each twelve days; metrics.jsonl alone has hundreds of GB then."""
+MAX_EPOCHS = 1000
+"""Over one batch, or one data set: far beyond any use, and a batch is only left when all are done."""
+MAX_NUMBER, MIN_POSITIVE = 1e30, 1e-30
+"""Of numbers that meet tensors: products of two are in the range of float32, and none becomes 0 or inf there."""
+MAX_WAIT_S, MIN_WAIT_S = 2_000_000.0, 0.001
+"""Of a wait: epoll and ZeroMQ count milliseconds, in 31 bits (24.8 days)."""
+
+
+def _null_in(value: Any) -> str | None:
+    is_in = isinstance(value, str) and "\0" in value
+    return "a null character, which ends a text for whatever is written in C" if is_in else None
+
+
+def _not_tiny(value: float) -> float:
+    if value < MIN_POSITIVE:
+        raise PydanticCustomError("greater_than_equal", "too small", {"ge": MIN_POSITIVE})
+    return value
+
+
+def _not_huge(value: float) -> float:
+    if MAX_NUMBER < value < math.inf:
+        raise PydanticCustomError("less_than_equal", "too large", {"le": f"{MAX_NUMBER:g}, or inf"})
+    return _not_tiny(value)
+
+
+def _name(value: str) -> str:
+    if "/" in value or value in (".", ".."):
+        raise PydanticCustomError("name", "a name of a folder, not a path")
+    return _path(value)
+
+
+def _path(value: str) -> str:
+    if (wrong := wrong_path(value)) is not None:
+        raise PydanticCustomError("path", "{wrong}", {"wrong": wrong})
+    return value
+
+
+Positive = Annotated[int, Field(gt=0, le=MAX_INTEGER, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_INTEGER, strict=True)]
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
+Steps = Annotated[int, Field(gt=0, le=MAX_STEPS, strict=True)]
+Epochs = Annotated[int, Field(gt=0, le=MAX_EPOCHS, strict=True)]
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MAX_NUMBER, strict=True), AfterValidator(_not_tiny)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_NUMBER, strict=True)]
+Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
+Seconds = Annotated[float, Field(ge=MIN_WAIT_S, le=MAX_WAIT_S, strict=True)]
+Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True), AfterValidator(_not_huge)]
 """inf: there is none. All other numbers are finite."""
+FilePath = Annotated[str, AfterValidator(_path)]
+"""Of a file, a folder or a hub id; a function's too, 'file.py:function'."""
+FolderName = Annotated[str, Field(max_length=100), AfterValidator(_name)]
 
 
 Precision = Literal["float32", "bfloat16", "int8", "fp8"]
@@ -26,9 +79,16 @@ Precision = Literal["float32", "bfloat16", "int8", "fp8"]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, unknown fields are errors."""
+    """Base of all sections: immutable, unknown fields are errors, and every value can be written and sent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _check_plain(cls, value: Any) -> Any:
+        if (wrong := wrong_with(value)) is not None or (wrong := _null_in(value)) is not None:
+            raise PydanticCustomError("plain", "{wrong}", {"wrong": wrong})
+        return value
 
 
 PolicyName = Literal["oldest_first", "drop_stale", "areal", "one_step", "sample_budget", "finish_order"]
@@ -63,15 +123,17 @@ class SchedulingConfig(Section):
 class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint (`path`) or a fresh, randomly initialised model of a `family`."""
 
-    path: str | None = Field(None, description="Folder of a Hugging Face checkpoint with tokenizer. Excludes the rest.")
+    path: FilePath | None = Field(
+        None, description="Folder of a Hugging Face checkpoint with tokenizer. Excludes the rest."
+    )
     family: Literal["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"] = Field(
         "llama", description="Architecture of a fresh model (llama also covers Mistral and SmolLM)."
     )
     hidden_size: Positive = Field(128, description="Width of the residual stream.")
     intermediate_size: Positive = Field(512, description="Width of the MLP.")
-    num_layers: Positive = Field(3, description="Decoder layers.")
-    num_heads: Positive = Field(4, description="Query heads.")
-    num_kv_heads: Positive = Field(4, description="Key and value heads; divides num_heads.")
+    num_layers: Count = Field(3, description="Decoder layers.")
+    num_heads: Count = Field(4, description="Query heads.")
+    num_kv_heads: Count = Field(4, description="Key and value heads; divides num_heads.")
     max_positions: Positive = Field(256, description="Longest sequence, prompt and completion together, in tokens.")
     tie_embeddings: bool = Field(True, description="Share the input embedding with the output head.")
     alphabet: str | None = Field(
@@ -92,7 +154,9 @@ class PromptsConfig(Section):
     """Where questions come from: reasoning-gym `tasks`, or a `dataset` (JSONL, parquet, folder or hub id)."""
 
     tasks: list[TaskConfig] = Field(default_factory=list, description="reasoning-gym tasks, mixed by weight.")
-    dataset: str | None = Field(None, description="Path or hub id of a dataset with columns `prompt` and `answer`.")
+    dataset: FilePath | None = Field(
+        None, description="Path or hub id of a dataset with columns `prompt` and `answer`."
+    )
     dataset_config: str | None = Field(None, description="Configuration of a hub dataset that has several.")
     dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
     prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
@@ -100,7 +164,9 @@ class PromptsConfig(Section):
     reference: str = Field(
         "{answer}", description="Reference completion from the row's columns, for preferences, win rates and a bias."
     )
-    eval_dataset: str | None = Field(None, description="Held-out dataset; null splits it off `dataset` by text hash.")
+    eval_dataset: FilePath | None = Field(
+        None, description="Held-out dataset; null splits it off `dataset` by text hash."
+    )
     template: str = Field(
         "{question}",
         description="Prompt text from the row's columns, e.g. '{question}\\n' or '{word}>' (metadata are columns too).",
@@ -124,7 +190,7 @@ class PromptsConfig(Section):
 class VLLMConfig(Section):
     """vLLM as the generator's engine (`generator.engine = "vllm"`), a process in an environment of its own."""
 
-    python: str = Field(
+    python: FilePath = Field(
         ".venv-vllm/bin/python",
         description="Interpreter of vLLM's environment, from the working folder; `make vllm-env` makes that one.",
     )
@@ -142,11 +208,11 @@ class VLLMConfig(Section):
     transfer: Literal["reload", "nccl"] = Field(
         "reload", description="Weights by a checkpoint in shared memory, or broadcast from a second GPU (not tested)."
     )
-    start_timeout_s: PositiveFloat = Field(300.0, description="Longest start of the process, in seconds.")
-    answer_timeout_s: PositiveFloat = Field(
+    start_timeout_s: Seconds = Field(300.0, description="Longest start of the process, in seconds.")
+    answer_timeout_s: Seconds = Field(
         120.0, description="Longest wait for weights to be loaded, or a probe to be computed, in seconds."
     )
-    silence_timeout_s: PositiveFloat = Field(
+    silence_timeout_s: Seconds = Field(
         60.0, description="Longest time without a token while completions are due, in seconds."
     )
     max_restarts: NonNegative = Field(
@@ -201,8 +267,8 @@ MAX_KEPT = 512
 class GeneratorConfig(Section):
     """Sampling and the decode engine."""
 
-    replicas: Positive = Field(1, description="Generator processes.")
-    tensor_parallel: Positive = Field(1, description="Processes of each replica, which share every layer.")
+    replicas: Count = Field(1, description="Generator processes.")
+    tensor_parallel: Count = Field(1, description="Processes of each replica, which share every layer.")
     num_slots: Positive = Field(64, description="Completions decoded at once per replica; a multiple of 8 on CPU.")
     max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
@@ -238,7 +304,7 @@ class GeneratorConfig(Section):
     prefix_cache_tokens: NonNegative = Field(
         2048, description="Tokens of finished prompts kept for later completions of the same prompt and version."
     )
-    time_limit_s: PositiveFloat | None = Field(
+    time_limit_s: Seconds | None = Field(
         None, description="A completion that takes longer, from its start in seconds, ends with reason 'deadline'."
     )
     stop_token_ids: list[NonNegative] = Field(
@@ -300,7 +366,7 @@ class GeneratorConfig(Section):
 class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
-    function: str = Field(
+    function: FilePath = Field(
         description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', 'code', or "
         "'module:function', 'file.py:function' with TRL's signature."
     )
@@ -314,7 +380,7 @@ class RewardTerm(Section):
 class RewardModelTerm(Section):
     """One reward model of the weighted sum. It reads the policy's tokens, so both share a tokenizer."""
 
-    path: str = Field(
+    path: FilePath = Field(
         description="Folder of a `*ForSequenceClassification` checkpoint with one label, or 'stage:reward_model'."
     )
     name: str = Field("reward_model", description="Name of its part of the reward, in metrics and rollouts.")
@@ -334,8 +400,8 @@ class RewardsConfig(Section):
     models: list[RewardModelTerm] = Field(
         default_factory=list, description="Reward models added to the sum. Without terms no worker is started."
     )
-    model_batch_size: Positive = Field(64, description="Completions that reward models score at once, at most.")
-    model_ranks: Positive = Field(
+    model_batch_size: Count = Field(64, description="Completions that reward models score at once, at most.")
+    model_ranks: Count = Field(
         1,
         description="Processes of the reward models' executor: each has all of the models, and completions are dealt to"
         " them one by one.",
@@ -346,10 +412,8 @@ class RewardsConfig(Section):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What reward models are kept and computed in on a GPU; their heads stay float32."
     )
-    num_workers: Positive = Field(1, description="Sandboxed worker processes.")
-    timeout_s: PositiveFloat = Field(
-        5.0, description="Limit of one scoring call in seconds; then the worker is killed."
-    )
+    num_workers: Count = Field(1, description="Sandboxed worker processes.")
+    timeout_s: Seconds = Field(5.0, description="Limit of one scoring call in seconds; then the worker is killed.")
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
     violation_cap: Number = Field(0.0, description="Largest reward of a completion that violates a constraint.")
     max_chars: Positive = Field(20_000, description="Longer completions are cut to so many characters before scoring.")
@@ -413,7 +477,7 @@ class LossConfig(Section):
     whiten_advantages: Literal["no", "batch", "minibatch"] = Field(
         "no", description="Advantages to mean 0 and variance 1, over the tokens of the batch or of each minibatch (N)."
     )
-    whiten_parts: Positive = Field(
+    whiten_parts: Count = Field(
         1,
         description="Whitening, that of rewards too, goes over each of so many equal parts of the batch or minibatch, "
         "as on so many ranks (N: 8). A part needs 8 completions.",
@@ -449,7 +513,9 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
     )
-    reference: str | None = Field(None, description="Folder of the reference's checkpoint; null: policy version 0.")
+    reference: FilePath | None = Field(
+        None, description="Folder of the reference's checkpoint; null: policy version 0."
+    )
     target: PositiveFloat | None = Field(
         None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
     )
@@ -459,7 +525,7 @@ class KLConfig(Section):
         description="Where reference logprobs are computed: by the trainer when it trains on a batch, or before, one "
         "completion after the other as it is scored, in processes of the reference's own.",
     )
-    ranks: Positive = Field(
+    ranks: Count = Field(
         1, description="Processes of an own executor: each has the whole reference; completions are dealt one by one."
     )
     device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = Field(
@@ -507,7 +573,7 @@ class CriticConfig(Section):
     """The value function of loss.advantages = 'gae': values are recomputed when a batch is trained on."""
 
     model: Literal["own", "head"] = Field("own", description="A model of its own, or a head on the policy's states.")
-    path: str | None = Field(
+    path: FilePath | None = Field(
         None, description="Checkpoint an own critic starts from: a reward model or a policy; null: the policy's start."
     )
     head_init: Literal["zero", "reward"] = Field(
@@ -534,10 +600,10 @@ class CriticConfig(Section):
 class TrainerConfig(Section):
     """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
 
-    ranks: Positive = Field(
+    ranks: Count = Field(
         1, description="Processes of the trainer: data parallel (FSDP2) x tensor parallel, with a group of their own."
     )
-    tensor_parallel: Positive = Field(1, description="Ranks that share each layer; divides `ranks`.")
+    tensor_parallel: Count = Field(1, description="Ranks that share each layer; divides `ranks`.")
     device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = Field(
         "cpu", description="What the trainer computes on: 'cpu', or 'cuda', a GPU per rank."
     )
@@ -554,8 +620,8 @@ class TrainerConfig(Section):
         description="Sum gradients over data-parallel ranks once per update, not per microbatch: less traffic, but each"
         " rank then holds a whole gradient (of its tensor-parallel share).",
     )
-    minibatches: Positive = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
-    epochs: Positive = Field(1, description="Passes over the batch per step (A4's T).")
+    minibatches: Count = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
+    epochs: Epochs = Field(1, description="Passes over the batch per step (A4's T).")
     shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")
     microbatch_tokens: Positive = Field(
         8192, description="Tokens of a microbatch (M7, M8); a prompt that completions share counts once."
@@ -585,8 +651,10 @@ class DemonstrationConfig(Section):
 class WarmStartConfig(Section):
     """Supervised fine-tuning before the first RL step; ends at policy version 0."""
 
-    steps: NonNegative = Field(0, description="Optimizer updates; 0 skips the warm start.")
-    batch_size: Positive = Field(64, description="Demonstrations per update.")
+    steps: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = Field(
+        0, description="Optimizer updates; 0 skips the warm start."
+    )
+    batch_size: Count = Field(64, description="Demonstrations per update.")
     num_demonstrations: Positive = Field(20_000, description="Training prompts used as demonstrations.")
     demonstrations: list[DemonstrationConfig] = Field(
         default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
@@ -599,8 +667,10 @@ class WarmStartConfig(Section):
 class SftConfig(Section):
     """The stage `sft`: supervised fine-tuning whose checkpoint later stages take as 'stage:sft'."""
 
-    path: str | None = Field(None, description="Checkpoint it starts from; null: a fresh model as [model] describes.")
-    dataset: str | None = Field(
+    path: FilePath | None = Field(
+        None, description="Checkpoint it starts from; null: a fresh model as [model] describes."
+    )
+    dataset: FilePath | None = Field(
         None, description="Dataset of demonstrations; null: the run's training prompts with `demonstrations`."
     )
     prompt_column: str = Field("prompt", description="Column of `dataset` with a string or a list of chat messages.")
@@ -618,11 +688,9 @@ class SftConfig(Section):
     loss_on: Literal["completions", "all"] = Field(
         "completions", description="Tokens that are learned: the completion's, or the prompt's too (N, item 42)."
     )
-    epochs: Positive = Field(1, description="Passes over the demonstrations.")
-    steps: Positive | None = Field(
-        None, description="Optimizer updates, whatever that is in passes; null takes epochs."
-    )
-    batch_size: Positive = Field(64, description="Demonstrations per update.")
+    epochs: Epochs = Field(1, description="Passes over the demonstrations.")
+    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
+    batch_size: Count = Field(64, description="Demonstrations per update.")
     optimizer: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"), description="Optimizer of the stage."
     )
@@ -631,9 +699,9 @@ class SftConfig(Section):
 class PreferencesConfig(Section):
     """The stage `preferences`: completions of one prompt, and which of them is better."""
 
-    path: str | None = Field(None, description="Checkpoint that is sampled from; null: model.path.")
+    path: FilePath | None = Field(None, description="Checkpoint that is sampled from; null: model.path.")
     num_prompts: Positive = Field(1000, description="Training prompts, the first ones.")
-    samples_per_prompt: Positive = Field(4, description="Completions sampled per prompt.")
+    samples_per_prompt: Count = Field(4, description="Completions sampled per prompt.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
     with_reference: bool = Field(False, description="Compare with the prompt's reference completion as well.")
     labels: Literal["gold", "judge"] = Field(
@@ -648,10 +716,10 @@ class PreferencesConfig(Section):
 class RewardModelConfig(Section):
     """Training a reward model on preferences, before the run that is rewarded by it."""
 
-    path: str | None = Field(
+    path: FilePath | None = Field(
         None, description="Checkpoint it starts from: a policy, or a reward model with its head; null: model.path."
     )
-    preferences: str | None = Field(
+    preferences: FilePath | None = Field(
         None,
         description="Dataset with columns prompt, chosen, rejected (with candidates = 1: prompt, completion, rating), "
         "or a file like that of the stage `preferences`; null: that stage's.",
@@ -661,11 +729,9 @@ class RewardModelConfig(Section):
         description="Completions per label: pairs (Bradley-Terry), the best of four (cross-entropy), or one with its "
         "rating (squared error), of a dataset.",
     )
-    epochs: Positive = Field(1, description="Passes over the preferences; more than one overfits soon.")
-    steps: Positive | None = Field(
-        None, description="Optimizer updates, whatever that is in passes; null takes epochs."
-    )
-    batch_size: Positive = Field(32, description="Preferences per update.")
+    epochs: Epochs = Field(1, description="Passes over the preferences; more than one overfits soon.")
+    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
+    batch_size: Count = Field(32, description="Preferences per update.")
     optimizer: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(lr=5e-5, eps=1e-5, schedule="linear"),
         description="Optimizer of the reward model.",
@@ -678,7 +744,7 @@ class RewardModelConfig(Section):
         description="Scores of the untrained policy's samples get mean 0 and standard deviation 1 before and after "
         "training (before it those of the ratings); or those of reference completions mean 0 after it; or neither.",
     )
-    normalise_samples: Annotated[int, Field(ge=2, strict=True)] = Field(
+    normalise_samples: Annotated[int, Field(ge=2, le=MAX_INTEGER, strict=True)] = Field(
         256, description="Completions of the untrained policy that before_and_after measures."
     )
     normalise_unbiased: bool = Field(False, description="Standard deviation over n - 1 instead of n samples.")
@@ -687,7 +753,7 @@ class RewardModelConfig(Section):
 class JudgeConfig(Section):
     """A judge of two answers: a function, or a model behind an OpenAI-compatible endpoint."""
 
-    function: str | None = Field(
+    function: FilePath | None = Field(
         None, description="'module:function' or 'file.py:function': (prompt, a, b) -> 'a', 'b' or 'tie'; may be async."
     )
     base_url: str | None = Field(None, description="Address of the endpoint, e.g. 'http://localhost:8000/v1'.")
@@ -696,8 +762,8 @@ class JudgeConfig(Section):
     criterion: str = Field(
         "Say which answer serves the person who wrote the prompt better.", description="What better means."
     )
-    deadline_s: PositiveFloat = Field(60.0, description="Limit of one attempt, in seconds.")
-    max_concurrency: Positive = Field(8, description="Comparisons asked about at once.")
+    deadline_s: Seconds = Field(60.0, description="Limit of one attempt, in seconds.")
+    max_concurrency: Count = Field(8, description="Comparisons asked about at once.")
 
     @property
     def is_given(self) -> bool:
@@ -708,7 +774,7 @@ class EvaluationConfig(Section):
     """The stage `evaluate`: where RL began and where it ended, on held-out prompts, by gold, judge and drift."""
 
     num_prompts: Positive = Field(200, description="Held-out prompts, at most prompts.num_eval.")
-    num_samples: Positive = Field(1, description="Completions per prompt; several give pass@k.")
+    num_samples: Count = Field(1, description="Completions per prompt; several give pass@k.")
     temperature: PositiveFloat | None = Field(
         None, description="Sampling temperature (Asynchronous RLHF: 0.01); null: that of the generator."
     )
@@ -764,7 +830,7 @@ class HealthConfig(Section):
     """Alarms over the metrics of each step (`observe/health.py`)."""
 
     alarms: bool = Field(True, description="Watch the metrics, and tell when they look wrong.")
-    thresholds: dict[AlarmName, float] = Field(
+    thresholds: dict[AlarmName, Number] = Field(
         default_factory=dict, description="Thresholds of single alarms in place of the shipped ones."
     )
     stop_on: list[AlarmName] = Field(
@@ -801,7 +867,7 @@ class TrackersConfig(Section):
     offline: bool = Field(
         False, description="Send nothing: wandb keeps all in RUN/wandb for `wandb sync`, trackio on this machine."
     )
-    deadline_s: PositiveFloat = Field(
+    deadline_s: Seconds = Field(
         60.0, description="Longest wait for all trackers together at the end of the run, in seconds."
     )
 

@@ -24,6 +24,7 @@ from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.target import eval_target
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.preflight import check_policy
+from slipstream.models.sizes import check_completions, check_sizes
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 
@@ -107,7 +108,9 @@ def evaluate(
         raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
     if reward is None and (config.rewards.terms or not config.rewards.models):
         check_rewards(config.rewards, task_table(config.prompts.tasks))
-    check_policy(config)
+    check_sizes(config, check_policy(config), {"generator"})
+    asked = config.eval.num_prompts if num_prompts is None else num_prompts
+    check_completions("num_prompts", asked, num_samples, max_tokens=config.generator.max_new_tokens)
     tokenizer = build_tokenizer(config.model)
     held_out = _held_out(config, tokenizer, num_prompts)
     model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)

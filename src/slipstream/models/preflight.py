@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +25,6 @@ Head = Literal["language", "score", "any"]
 """What a checkpoint ends in: logits, one score, or whichever."""
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")  # what weights are read from
-TRAINED_BYTES = 16  # per parameter of a trainer: weight, gradient and AdamW's two moments, in float32
 
 
 def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerConfig:
@@ -141,49 +138,3 @@ def _check_ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: Tr
             allowed="a tokenizer with eos_token, or generator.stop_token_ids = [...]",
             hint="generator.stop_at_eos = false samples max_new_tokens always",
         )
-
-
-def _check_memory(config: RunConfig, shape: TransformerConfig) -> None:
-    """Refuse what is out of all proportion to this machine; models that just do not fit are not foreseen."""
-    memory = _memory()
-    if config.trainer.device == "cpu":
-        per_layer = shape.hidden_size * (2 * shape.query_size + 2 * shape.kv_size + 2 * shape.intermediate_size)
-        parameters = shape.vocab_size * shape.hidden_size + shape.num_layers * per_layer
-        _fits(
-            "the model cannot be trained in this machine's memory",
-            TRAINED_BYTES * math.ceil(parameters / config.trainer.ranks),
-            memory,
-            of=f"{parameters:.3g} parameters",
-            hint="lower model.hidden_size, model.intermediate_size or model.num_layers, or take a smaller checkpoint",
-        )
-    if config.generator.device == "cpu" and config.generator.engine == "native":
-        longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
-        slots = config.generator.num_slots
-        _fits(
-            "keys and values of all slots are larger than this machine's memory",
-            8 * shape.num_layers * shape.kv_size * slots * longest,
-            memory,
-            of=f"{slots} slots of {longest} tokens",
-            hint="lower generator.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens",
-        )
-
-
-def _check_tables(shape: TransformerConfig, path: Path) -> None:
-    """Refuse a longest sequence whose cosines and sines do not fit this machine: no tensor in the files bounds it."""
-    _fits(
-        f"the rotary tables of the checkpoint in {path} are larger than this machine's memory",
-        16 * shape.max_positions * shape.rotary_dim,  # two tables in float32, and as much while they are made
-        _memory(),
-        of=f"max_position_embeddings = {shape.max_positions}",
-        hint="is its config.json damaged? fetch it again",
-    )
-
-
-def _memory() -> int:
-    """Of this machine, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _fits(what: str, needed: int, memory: int, *, of: str, hint: str) -> None:
-    if needed > memory:
-        raise ConfigError(what, got=f"{needed / 1e9:.3g} GB for {of}", allowed=f"{memory / 1e9:.3g} GB", hint=hint)

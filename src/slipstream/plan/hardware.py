@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import Precision
+from slipstream.core.sections import MAX_COUNT, Precision
 
 GB = 1e9
 
@@ -91,8 +91,8 @@ class Cluster:
     usd_per_device_hour: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise ConfigError("a cluster has devices", got=self.num_devices, allowed="1 or more")
+        if not 1 <= self.num_devices <= MAX_COUNT:
+            raise ConfigError("a cluster has devices", got=self.num_devices, allowed=f"1..{MAX_COUNT}")
 
     def nodes_of(self, ranks: int) -> int:
         """Nodes that so many neighbouring ranks lie on."""

@@ -14,8 +14,9 @@ from typing import Any, get_args
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
-from slipstream.core.recipes import list_recipes, load_recipe, read_toml, resolve
-from slipstream.core.sections import Precision
+from slipstream.core.plain import shortened, shown
+from slipstream.core.recipes import check_path, list_recipes, load_recipe, read_toml, resolve
+from slipstream.core.sections import MAX_COUNT, MAX_INTEGER, Precision
 from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.hf_fields import read_object
 from slipstream.plan.architectures import ARCHITECTURES
@@ -30,6 +31,16 @@ PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0
 TAIL = 4.0
 """p99 over the mean, and twice that the longest, where nothing else is said."""
 MOST_STALENESS = 8
+MOST = {
+    "gpus": MAX_COUNT,
+    "gpus_per_node": MAX_COUNT,
+    "groups_per_step": MAX_COUNT,
+    "completions_per_group": MAX_COUNT,
+    "max_new_tokens": MAX_INTEGER,
+    "max_staleness": 100,
+    "rows": 100,
+}
+MAX_SIMULATED = 2**19  # completions of a step, of which the search simulates twenty for each row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +69,20 @@ class Question:
     reward_model: str | None = None
     rows: int = 3
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers so large that the search and the simulations would not end."""
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value > most):
+                raise ConfigError(f"--{name.replace('_', '-')} is out of range", got=shown(value), allowed=f"1..{most}")
+        completions = (self.groups_per_step or GROUPS) * (self.completions_per_group or GROUP_SIZE)
+        if completions > MAX_SIMULATED:
+            raise ConfigError(
+                "a step has more completions than are simulated",
+                got=f"--groups-per-step x --completions-per-group = {completions:,}",
+                allowed=f"{MAX_SIMULATED:,}",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -76,6 +101,7 @@ class Subject:
 
 def subject_of(named: str) -> Subject:
     """A published architecture by name, a Hugging Face folder or config.json, a recipe, or a run's folder."""
+    check_path(named, f"model {shortened(named, 60)!r}")
     path = Path(named)
     if named.lower() in ARCHITECTURES:
         return Subject(name=named.lower(), shape=ARCHITECTURES[named.lower()])

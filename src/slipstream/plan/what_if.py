@@ -20,14 +20,16 @@ from slipstream.controller.placement import place
 from slipstream.controller.policies import schedule_for
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.plain import shown
 from slipstream.core.recipes import merge, resolve
+from slipstream.core.sections import MAX_WAIT_S
 from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
 from slipstream.plan.dials import DIALS
 from slipstream.plan.recorded import Outcome, RecordedWorkload, Run, measured, read_run
 from slipstream.plan.simulated_run import Setup, Simulated
 from slipstream.plan.simulator import simulate
 
-SEEDS = 3
+SEEDS, MAX_SEEDS = 3, 1000
 """Simulations of each run; their mean is told."""
 
 
@@ -70,10 +72,12 @@ def what_if(
     """
     if preset is not None and preset not in PRESETS:
         raise ConfigError("there is no such preset", got=preset, allowed=", ".join(PRESETS))
-    if seeds < 1:
-        raise ConfigError("a mean takes a simulation", got=f"seeds = {seeds}", allowed="1 or more")
-    if reward_s is not None and not 0 <= reward_s < float("inf"):
-        raise ConfigError("a reward takes some time or none", got=f"reward_s = {reward_s}", allowed="0 or more seconds")
+    if not 1 <= seeds <= MAX_SEEDS:
+        raise ConfigError("a mean takes some simulations", got=f"seeds = {shown(seeds)}", allowed=f"1..{MAX_SEEDS}")
+    if reward_s is not None and not 0 <= reward_s <= MAX_WAIT_S:
+        raise ConfigError(
+            "a reward takes some time or none", got=f"reward_s = {reward_s}", allowed=f"0..{MAX_WAIT_S:g} seconds"
+        )
     if events is not None and events.exists():
         raise ConfigError("events are written to a new file", got=events)
     paths = [Path(run)] if isinstance(run, str | Path) else [Path(one) for one in run]

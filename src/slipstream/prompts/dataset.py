@@ -13,8 +13,8 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.prompts.rows import Row, to_json_types
 from slipstream.prompts.template import Template
 
-MAX_LINE_BYTES = 64 * 2**20
-"""Of a line of JSONL: what is longer was not meant to be one, and would lie in memory several times."""
+MAX_LINE_BYTES = 16 * 2**20
+"""Of a line of JSONL: what is longer was not meant to be one, and would lie in memory several times and in messages."""
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
@@ -63,7 +63,13 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
                 continue
             where = f"{path}, line {number}"
             if len(line) > MAX_LINE_BYTES:
-                raise ConfigError(f"{where} is too long", got=f"{line[:60]!r} ...", allowed=f"{MAX_LINE_BYTES} bytes")
+                length = len(line) + _rest_of_line(file)
+                raise ConfigError(
+                    f"{where} is too long",
+                    got=f"{length:,} bytes: {line[:60]!r} ...",
+                    allowed=f"{MAX_LINE_BYTES:,} bytes",
+                    hint="is it one object a line? a JSON array in one line is not",
+                )
             try:
                 record = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as error:
@@ -72,7 +78,7 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
                 ) from error
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
-                    f"{where} is not JSON: {error}",
+                    f"{where} is not JSON: {'nested too deep' if isinstance(error, RecursionError) else error}",
                     got=f"{line[:60]!r}",
                     allowed='one object a line, such as {"prompt": "...", "answer": "..."}',
                 ) from error
@@ -81,6 +87,16 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
                     f"{where} is not a JSON object", got=type(record).__name__, allowed="one object a line"
                 )
             yield record
+
+
+def _rest_of_line(file: BinaryIO) -> int:
+    """The bytes from here to the end of the line, read in pieces."""
+    length = 0
+    while piece := file.readline(MAX_LINE_BYTES):
+        length += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return length
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.plain import MAX_DEPTH, wrong_with
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,25 @@ def split_hash(key: str, seed: int) -> bytes:
 def to_json_types(value: Any, *, where: str) -> Any:
     """`value` with tuples and sets as lists, dates as ISO strings and numbers unboxed; ConfigError for anything else.
 
-    Keys of mappings become strings, as JSON has no others.
+    Keys of mappings become strings, as JSON has no others. ConfigError, too, for what could not be written again:
+    halves of surrogate pairs, integers of more than 64 bits, and nesting without end.
     """
+    try:
+        plain = _to_json_types(value, where=where)
+        wrong = wrong_with(plain)
+    except RecursionError:
+        wrong = "lists and objects nested without end"
+    if wrong is not None:
+        raise ConfigError(
+            f"{where} holds a value that cannot be written again",
+            got=wrong,
+            allowed=f"Unicode text, integers of 64 bits, {MAX_DEPTH} levels of lists and objects",
+            hint="repair or drop the record",
+        )
+    return plain
+
+
+def _to_json_types(value: Any, *, where: str) -> Any:
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, int):
@@ -68,15 +86,15 @@ def to_json_types(value: Any, *, where: str) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, Mapping):
-        return {str(key): to_json_types(item, where=where) for key, item in value.items()}
+        return {str(key): _to_json_types(item, where=where) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_json_types(item, where=where) for item in value]
+        return [_to_json_types(item, where=where) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((to_json_types(item, where=where) for item in value), key=repr)
+        return sorted((_to_json_types(item, where=where) for item in value), key=repr)
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     if hasattr(value, "tolist"):  # numpy scalars and arrays
-        return to_json_types(value.tolist(), where=where)
+        return _to_json_types(value.tolist(), where=where)
     raise ConfigError(
         f"{where} holds a value that is not JSON",
         got=type(value).__name__,

@@ -22,6 +22,7 @@ import regex  # like `re`, with a deadline
 
 from slipstream.core.config import RewardModelTerm, RewardTerm
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.plain import shown
 from slipstream.rewards.code import Programs, Scorer, code_reward
 from slipstream.rewards.protocol import Job, Task, Term
 from slipstream.rewards.user_functions import check_function
@@ -45,6 +46,8 @@ UNSAFE_VERIFIERS: dict[str, str] = {
 _TUPLE_FIELDS = {"arc_agi": ("input", "output"), "rearc": ("input", "output")}  # compared as tuples; JSON has lists
 
 
+MAX_PATTERN, MAX_REPETITIONS = 10_000, 1_000_000
+"""Characters of a pattern, and copies of its parts: compiling takes time and memory for each, and has no deadline."""
 _PATTERN_SHARE = 0.5  # of a job's deadline, for one pattern: it fails its completion before the worker is killed for it
 
 
@@ -76,10 +79,29 @@ def _extracted(text: str, pattern: _Pattern | None) -> str | None:
 def _pattern(pattern: str | None, function: str, timeout_s: float) -> _Pattern | None:
     if pattern is None:
         return None
+    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN or _repetitions(pattern) > MAX_REPETITIONS:
+        raise ConfigError(
+            f"the pattern of reward '{function}' is too large to be compiled",
+            got=shown(pattern),
+            allowed=f"up to {MAX_PATTERN:,} characters, whose counts {{n}} multiply to {MAX_REPETITIONS:,} at most",
+        )
     try:
-        return _Pattern(regex.compile(pattern, regex.DOTALL), _PATTERN_SHARE * timeout_s)
-    except regex.error as error:
-        raise ConfigError(f"the pattern of reward '{function}' is malformed: {error}", got=repr(pattern)) from error
+        compiled = regex.compile(pattern, regex.DOTALL)
+    except (regex.error, RecursionError, OverflowError) as error:
+        cause = "nested too deep" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"the pattern of reward '{function}' is malformed: {cause}", got=repr(pattern)) from error
+    return _Pattern(compiled, _PATTERN_SHARE * timeout_s)
+
+
+def _repetitions(pattern: str) -> int:
+    """How often a pattern's parts are copied at most, as if its counted groups were all inside each other.
+
+    Compiled, `(?:ab){500}` is 500 copies.
+    """
+    counts = {True: [1], False: [1]}
+    for after, *bounds in regex.findall(r"(.)\{([0-9]*),?([0-9]*)\}", pattern, regex.DOTALL):
+        counts[after == ")"].append(max(int(bound[:9] or 0) for bound in bounds))
+    return max(counts[False]) * math.prod(max(1, count) for count in counts[True])
 
 
 def task_reward(

@@ -17,6 +17,7 @@ from slipstream.core.files import load_json
 from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
 from slipstream.models.device import check_gpus
 from slipstream.models.preflight import check_policy
+from slipstream.models.sizes import check_sizes
 from slipstream.observe.display import duration
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
@@ -50,7 +51,8 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
     else:
         check_model_path(config)
         check_remote(config, remote)
-        check_policy(config, is_sampled="preferences" in config.stages)
+        shape = check_policy(config, is_sampled="preferences" in config.stages)
+        check_sizes(config, shape, {"trainer", "generator"})
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
         if rewards.models:  # these stages score in this process

@@ -1,0 +1,91 @@
+"""Values from outside that whatever comes later can take: Unicode text, integers of 64 bits, bounded nesting, paths.
+
+Python reads more than that from TOML, JSON and a command line, and what writes it again, as UTF-8 or msgpack, fails in
+the middle of a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DEPTH = 64
+"""Of tables and lists in each other. Encoders recurse, and end at a few hundred."""
+MAX_INT64 = 2**63 - 1
+MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
+"""Of a path and of each name in it, on Linux (`PATH_MAX`, `NAME_MAX`)."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_DIGITS = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|nan)")
+
+
+def wrong_with(value: Any, depth: int = 0) -> str | None:
+    """What no encoder takes in `value` of JSON's types, or None: a surrogate, a huge integer, deep nesting."""
+    if isinstance(value, str):
+        return wrong_text(value)
+    if isinstance(value, int):
+        return None if -MAX_INT64 - 1 <= value <= MAX_INT64 else "an integer of more than 64 bits"
+    if not isinstance(value, Mapping | list | tuple):
+        return None
+    if depth >= MAX_DEPTH:
+        return f"lists or tables nested more than {MAX_DEPTH} deep"
+    items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    return next((wrong for item in items if (wrong := wrong_with(item, depth + 1)) is not None), None)
+
+
+def wrong_text(text: str) -> str | None:
+    """What is no Unicode text in `text`, in words: half of a surrogate pair, which UTF-8 cannot write."""
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"half of a surrogate pair, {text[error.start]!r}, at character {error.start}"
+    return None
+
+
+def wrong_path(path: str) -> str | None:
+    """Why no file can have this `path`, in words, or None."""
+    if (wrong := wrong_text(path)) is not None:
+        return wrong
+    if not path:
+        return "no characters"
+    if (control := _CONTROL.search(path)) is not None:
+        return f"the control character {control.group()!r} at character {control.start()}"
+    longest = max(len(name.encode()) for name in path.split("/"))
+    if longest > MAX_NAME_BYTES:
+        return f"a name of {longest} bytes, which is too long: at most {MAX_NAME_BYTES}"
+    if len(path.encode()) > MAX_PATH_BYTES:
+        return f"{len(path.encode())} bytes, which is too long: at most {MAX_PATH_BYTES}"
+    return None
+
+
+def parse_int(text: str) -> int:
+    """A decimal integer of 64 bits in ASCII digits. ValueError for others that Python takes: '1_000', '١٢'."""
+    if _DIGITS.fullmatch(text) is None or len(text) > 20 or abs(int(text)) > MAX_INT64:
+        raise ValueError(f"{shortened(text, 40)!r} is no integer: digits 0-9, of at most 64 bits")
+    return int(text)
+
+
+def parse_float(text: str) -> float:
+    """A decimal number in ASCII digits, or inf or nan. ValueError for others that Python takes: '1_0.5', 'infinity'."""
+    if _NUMBER.fullmatch(text) is None:
+        raise ValueError(f"{shortened(text, 40)!r} is no number: digits 0-9, a point, an exponent")
+    return float(text)
+
+
+def shown(value: object) -> str:
+    """`repr` of anything, also of an integer that has more digits than Python writes."""
+    try:
+        return repr(value)
+    except ValueError:  # sys.set_int_max_str_digits
+        return f"a value with an integer of more than {4300:,} digits"
+    except RecursionError:
+        return "a value that is nested too deep to be shown"
+
+
+def shortened(text: str, limit: int) -> str:
+    """`text` up to `limit` characters, and how many there are where that is not all."""
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text):,} characters)"

@@ -1,0 +1,152 @@
+"""What a run on this machine's CPU needs at the least, by arithmetic, against what the machine has.
+
+Nothing is made here. What is refused is out of all proportion; a model that just does not fit is not foreseen. Groups
+on other machines and those that compute on GPUs are judged where they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.models.config import TransformerConfig
+
+TRAINED_BYTES = 16  # per parameter of a trainer: weight, gradient and AdamW's two moments, in float32
+KEY_AND_VALUE_BYTES = 8  # of one number of a head, in float32
+ROLLOUT_BYTES = 1024  # of a finished completion, beside its tokens: identity, times, arrays, text
+TOKEN_BYTES = 16  # id, behaviour logprob, version, text
+PROMPT_BYTES = 1024  # of a prompt with its row
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def memory_bytes() -> int:
+    """Of this machine, or of the container that this process is in."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(memory, int(CGROUP_LIMIT.read_text(encoding="ascii")))
+    except (OSError, ValueError):  # none, or 'max'
+        return memory
+
+
+def num_parameters(shape: TransformerConfig) -> int:
+    """Of its matrices and embeddings."""
+    layer = shape.hidden_size * (2 * shape.query_size + 2 * shape.kv_size + 2 * shape.intermediate_size)
+    learned = shape.max_positions if shape.rotary_dim == 0 else 0
+    return (shape.vocab_size + learned) * shape.hidden_size + shape.num_layers * layer
+
+
+def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[str]) -> None:
+    """Raise ConfigError for a policy of `shape`, or work, that the groups `here` have no memory for."""
+    memory = memory_bytes()
+    generator, trainer = config.generator, config.trainer
+    trains, samples = "trainer" in here and trainer.device == "cpu", "generator" in here and generator.device == "cpu"
+    if trains or samples:
+        _check_model(shape, memory, trains=trains)
+    longest = config.prompts.max_prompt_tokens + generator.max_new_tokens
+    if samples and generator.engine == "native":
+        for field, slots, replicas in (
+            ("generator.num_slots", generator.num_slots, generator.replicas),
+            ("eval.num_slots", config.eval.num_slots, 1),
+        ):
+            _fits(
+                "keys and values of all slots are larger than this machine's memory",
+                KEY_AND_VALUE_BYTES * shape.num_layers * shape.kv_size * longest * slots * replicas,
+                memory,
+                of=f"{field} = {slots} slots of {longest} tokens x {shape.num_layers} layers x {shape.kv_size} numbers "
+                f"x {KEY_AND_VALUE_BYTES} bytes" + (f" x {replicas} replicas" if replicas > 1 else ""),
+                hint=f"lower {field}, generator.max_new_tokens or prompts.max_prompt_tokens",
+            )
+    if trains:
+        _check_work(config, shape, memory)
+    _check_samples(config, memory)
+
+
+def _check_model(shape: TransformerConfig, memory: int, *, trains: bool) -> None:
+    parameters = num_parameters(shape)
+    per_parameter = TRAINED_BYTES if trains else 4
+    _fits(
+        "the model cannot be trained in this machine's memory" if trains else "the model is larger than the memory",
+        per_parameter * parameters,
+        memory,
+        of=f"{parameters:.3g} parameters x {per_parameter} bytes",
+        hint="lower model.hidden_size, model.intermediate_size, model.num_layers"
+        + (" or model.max_positions, which are learned" if shape.rotary_dim == 0 else ""),
+    )
+    tables = 4 * 4 * shape.max_positions * shape.rotary_dim  # cos and sin, and what they are made of
+    _fits(
+        "the model's table of positions is larger than this machine's memory",
+        tables,
+        memory,
+        of=f"{shape.max_positions} positions x {shape.rotary_dim} numbers x 16 bytes",
+        hint="model.max_positions need not be more than prompts.max_prompt_tokens + generator.max_new_tokens",
+    )
+
+
+def _check_work(config: RunConfig, shape: TransformerConfig, memory: int) -> None:
+    longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
+    rollouts = config.completions_per_step
+    _fits(
+        "the rollouts of one step are larger than this machine's memory",
+        rollouts * (ROLLOUT_BYTES + TOKEN_BYTES * longest),
+        memory,
+        of=f"groups_per_step = {config.groups_per_step} x completions_per_group = {config.completions_per_group} "
+        f"x ({ROLLOUT_BYTES} + {TOKEN_BYTES} bytes x up to {longest} tokens)",
+        hint="lower groups_per_step or completions_per_group",
+    )
+    batches = {"groups_per_step x completions_per_group": rollouts // config.trainer.minibatches}
+    if config.warm_start.steps:
+        batches["warm_start.batch_size"] = config.warm_start.batch_size
+    kept = 2 * shape.hidden_size if config.trainer.recompute else 4 * shape.hidden_size + 2 * shape.intermediate_size
+    for field, batch in batches.items():
+        tokens = min(config.trainer.microbatch_tokens, batch * longest)
+        _fits(
+            "what a microbatch keeps for its backward pass is larger than this machine's memory",
+            4 * tokens * kept * shape.num_layers,
+            memory,
+            of=f"a microbatch of up to {tokens} tokens ({field} = {batch}) x {kept} numbers "
+            f"x {shape.num_layers} layers x 4 bytes",
+            hint="lower trainer.microbatch_tokens",
+        )
+
+
+def _check_samples(config: RunConfig, memory: int) -> None:
+    """Prompts and completions that this process makes all at once."""
+    prompts, tokens = config.prompts, config.generator.max_new_tokens
+    if prompts.tasks:
+        count = prompts.num_train + prompts.num_eval
+        _fits(
+            "the prompts are larger than this machine's memory",
+            PROMPT_BYTES * count,
+            memory,
+            of=f"prompts.num_train + prompts.num_eval = {count} x {PROMPT_BYTES} bytes",
+            hint="the stream reshuffles prompts.num_train prompts when they end",
+        )
+    preferences, evaluation = config.preferences, config.evaluation
+    for stage, field, count, each in (
+        ("preferences", "preferences.num_prompts", preferences.num_prompts, preferences.samples_per_prompt),
+        ("reward_model", "reward_model.normalise_samples", config.reward_model.normalise_samples, 1),
+        ("evaluate", "evaluation.num_prompts", evaluation.num_prompts, evaluation.num_samples),
+    ):
+        if stage in config.stages:
+            check_completions(field, count, each, max_tokens=tokens)
+
+
+def check_completions(field: str, num_prompts: int, samples: int, *, max_tokens: int) -> None:
+    """Raise ConfigError for more completions than this machine's memory holds, `samples` for each of `num_prompts`."""
+    _fits(
+        "the completions are larger than this machine's memory",
+        num_prompts * samples * (ROLLOUT_BYTES + TOKEN_BYTES * max_tokens),
+        memory_bytes(),
+        of=f"{field} = {num_prompts} x {samples} samples x ({ROLLOUT_BYTES} + {TOKEN_BYTES} x {max_tokens} bytes)",
+        hint="lower the number of prompts or of samples",
+    )
+
+
+def _fits(what: str, needed: int, memory: int, *, of: str, hint: str) -> None:
+    if needed > memory:
+        raise ConfigError(
+            what, got=f"{of} = {needed / 1e9:.3g} GB", allowed=f"{memory / 1e9:.3g} GB, what there is", hint=hint
+        )
