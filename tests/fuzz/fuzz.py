@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
-from inputs import make_input, write_base  # noqa: E402
-from trial import Ended, become_subreaper, import_all, tried  # noqa: E402
+from inputs import make_input, write_base
+from trial import Ended, become_subreaper, import_all, tried
 
 EXECUTABLE_EVERY = 50
 """So many inputs go through a new process of the true command instead of a fork that has everything imported."""
@@ -40,7 +40,9 @@ def make_shelf(shelf: Path) -> None:
         (shelf / "run" / name).unlink(missing_ok=True)
 
 
-def fuzz(seed: int, indices: Iterable[int], keep: Path, *, keep_all: bool = False) -> dict[int, Ended]:
+def fuzz(
+    seed: int, indices: Iterable[int], keep: Path, *, keep_all: bool = False, shelf: Path | None = None
+) -> dict[int, Ended]:
     """Try these inputs of `seed`; those that ended badly, by index, their folders in `keep`."""
     become_subreaper()
     import_all()
@@ -48,10 +50,12 @@ def fuzz(seed: int, indices: Iterable[int], keep: Path, *, keep_all: bool = Fals
     codes: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         work = Path(name)
-        make_shelf(work / "shelf")
+        shelf = work / "shelf" if shelf is None else shelf
+        if not shelf.exists():
+            make_shelf(shelf)
         for index in indices:
             folder = work / str(index)
-            made = make_input(seed, index, work / "shelf", folder)
+            made = make_input(seed, index, shelf, folder)
             if any("\0" in word for word in made.arguments):
                 by_executable = False
             else:
@@ -91,11 +95,12 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, help="only each so-manieth: parts for several processes")
     parser.add_argument("--only", type=int, default=None, help="one input, whose folder is kept whatever comes of it")
+    parser.add_argument("--shelf", type=Path, default=None, help="what changes are made of, to be made once for several")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "fuzz-failures")
     given = parser.parse_args()
     indices = range(given.first, given.first + given.count, given.every) if given.only is None else [given.only]
     start_s = time.monotonic()
-    failed = fuzz(given.seed, indices, given.keep.resolve(), keep_all=given.only is not None)
+    failed = fuzz(given.seed, indices, given.keep.resolve(), keep_all=given.only is not None, shelf=given.shelf)
     say(f"{len(failed)} of {len(indices)} inputs failed in {time.monotonic() - start_s:.0f} s; kept in {given.keep}")
     return 1 if failed else 0
 

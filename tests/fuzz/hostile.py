@@ -132,7 +132,9 @@ def broken_bytes(data: bytes, rng: Random) -> tuple[bytes, str]:
     if kind == 6:
         return data.decode("utf-8", "replace").encode("utf-16"), "in UTF-16"
     if kind == 7:
-        inside = rng.choice([b"[" * 100_000, b'{"a":' * 50_000, b"9" * 20_000, b'"\\ud800"', b"\xed\xa0\x80", b"\r", b"NaN"])
+        inside = rng.choice(
+            [b"[" * 100_000, b'{"a":' * 50_000, b"9" * 20_000, b'"\\ud800"', b"\xed\xa0\x80", b"\r", b"NaN"]
+        )
         return data[:at] + inside + data[at:], f"{inside[:8]!r}... at {at}"
     return data + data, "twice"
 

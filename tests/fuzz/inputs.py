@@ -144,11 +144,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "launch": (("recipe.toml", "--slurm", "jobs"), ("recipe.toml", "--kubernetes", "jobs", "--image", "x/y:z")),
     "recipes": (("--tasks",), ()),
 }
-OTHER_FLAGS = (
-    "--out --resume --preset --recipe --num-prompts --num-samples --gpus --gpu --network --cluster --price --measured "
-    "--json --seeds --slots --generators --reward-s --beside --events --slurm --kubernetes --time --partition --nnodes "
-    "--node-rank --threads --help --steps --seed --max-staleness -h -- -x --no-such-flag --stepz"
-).split()
+OTHER_FLAGS = ["--out", "--resume", "--preset", "--recipe", "--num-prompts", "--num-samples", "--gpus", "--gpu", "--network", "--cluster", "--price", "--measured", "--json", "--seeds", "--slots", "--generators", "--reward-s", "--beside", "--events", "--slurm", "--kubernetes", "--time", "--partition", "--nnodes", "--node-rank", "--threads", "--help", "--steps", "--seed", "--max-staleness", "-h", "--", "-x", "--no-such-flag", "--stepz"]
 
 
 def flags(rng: Random, shelf: Path, folder: Path) -> Input:

@@ -25,6 +25,8 @@ from typing import NoReturn
 
 HANG_S = 60.0
 """Seconds in which a command has ended or begun its work; those in which others had its core are not counted."""
+ENOUGH_S = 15.0
+"""A run that goes on for so long after its first step is a long one, and interrupted, as by a user."""
 MEMORY_BYTES = 12 << 30
 SCREEN_ROWS, SCREEN_COLUMNS = 24, 80
 FAILED_ROWS = 60
@@ -107,15 +109,17 @@ def child(arguments: tuple[str, ...], folder: Path, scratch: Path, told: Path, *
 
 
 def awaited(pid: int, folder: Path, arguments: tuple[str, ...]) -> tuple[int, str | None]:
-    """The child's status, and whether it hung. A run that goes on after a step of it is interrupted, as by a user."""
-    start_s, interrupted_s = time.monotonic(), None
+    """The child's status, and whether it hung. A run with many steps is interrupted."""
+    start_s, begun_s, interrupted_s = time.monotonic(), None, None
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return status, None
         now_s = time.monotonic()
         had_s = now_s - (start_s if interrupted_s is None else interrupted_s)
-        if interrupted_s is None and had_s > 5 and has_begun(folder, arguments):
+        if begun_s is None and had_s > 2 and has_begun(folder, arguments):
+            begun_s = now_s
+        if interrupted_s is None and begun_s is not None and now_s - begun_s > ENOUGH_S:
             interrupted_s = now_s
             os.kill(pid, signal.SIGINT)
         elif had_s > HANG_S and had_s - kept_s(pid) > HANG_S:
@@ -261,5 +265,3 @@ def import_all() -> None:
     torch.set_num_threads(1)
     others = [name for name in os.listdir("/proc/self/task") if int(name) != os.getpid()]
     assert not others, f"the process that forks has {len(others)} threads beside its own"
-
-
