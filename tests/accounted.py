@@ -52,8 +52,9 @@ def check_accounting(run_dir: Path, *, stopped_s: float = 0.0, most_overhead: fl
     """AssertionError where a process has more than 1 % of its time unlabelled, where its states are not those of its
     timeline, or where it was less busy than its threads have computed.
 
-    Shares are of what a process did: by how long others had its core (`kept_ns`), a state may be longer. `stopped_s`: for so long processes were kept from running, in whatever state that met them. `most_overhead`: of the
-    controller's time, where it is not `MOST_OVERHEAD` as for all others.
+    Shares are of what a process did: by how long others had its core (`kept_ns`), a state may be longer. `stopped_s`:
+    for so long processes were kept from running, in whatever state that met them. `most_overhead`: of the controller's
+    time, where it is not `MOST_OVERHEAD` as for all others.
     """
     summary = json.loads((run_dir / "summary.json").read_text())
     timelines = {path.stem: lines(path) for path in (run_dir / "timeline").glob("*.jsonl")}

@@ -1,7 +1,7 @@
-"""Try inputs: `python tests/fuzz/fuzz.py --seed 7 --count 200`, any seed; `--only 17` tries one again, and keeps it.
+"""Try inputs, of any seed: `python tests/fuzz/fuzz.py --seed 7 --count 200`; `--only 17` tries one again.
 
-What fails is kept in `--keep`, a folder for each input with what it printed beside it, and told with its seed and
-index, so that the same command finds it again.
+What fails is told with its seed and index. Its folder is kept in `--keep`, with what was printed beside it: the command
+line that is told, there, is the reproduction.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-
 from inputs import make_input, write_base
 from trial import Ended, become_subreaper, import_all, tried
 
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+}
+"""No thread beside the one that forks, and no network. Libraries read it when they are imported."""
 EXECUTABLE_EVERY = 50
 """So many inputs go through a new process of the true command instead of a fork that has everything imported."""
 
@@ -32,7 +36,7 @@ def make_shelf(shelf: Path) -> None:
     shelf.mkdir()
     write_base(shelf, steps=2, trainer={"checkpoint_every": 1})
     ended = tried(("run", "recipe.toml", "--out", "run"), shelf)
-    assert ended.code == 0 and not ended.faults, ended
+    assert (ended.code, ended.faults) == (0, ()), ended
     (shelf / "run" / "model").rename(shelf / "model")
     shutil.rmtree(shelf / "run" / "checkpoints" / "step_2")
     shutil.rmtree(shelf / "run" / "checkpoints" / "step_2.rollouts", ignore_errors=True)
@@ -44,6 +48,7 @@ def fuzz(
     seed: int, indices: Iterable[int], keep: Path, *, keep_all: bool = False, shelf: Path | None = None
 ) -> dict[int, Ended]:
     """Try these inputs of `seed`; those that ended badly, by index, their folders in `keep`."""
+    os.environ |= ENVIRONMENT
     become_subreaper()
     import_all()
     failed: dict[int, Ended] = {}
@@ -95,7 +100,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, help="only each so-manieth: parts for several processes")
     parser.add_argument("--only", type=int, default=None, help="one input, whose folder is kept whatever comes of it")
-    parser.add_argument("--shelf", type=Path, default=None, help="what changes are made of, to be made once for several")
+    parser.add_argument("--shelf", type=Path, default=None, help="what is changed, made once for several")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "fuzz-failures")
     given = parser.parse_args()
     indices = range(given.first, given.first + given.count, given.every) if given.only is None else [given.only]

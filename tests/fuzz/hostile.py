@@ -164,7 +164,7 @@ def as_json(document: Any) -> bytes:
 
 
 def break_json(path: Path, rng: Random, *, wanted: dict[str, list[Any]] | None = None) -> str:
-    """Change the JSON file at `path`: its structure, mostly; its bytes; or that it is a file. `wanted`: known fields."""
+    """Change the JSON file at `path`: its structure mostly, its bytes, or that it is one. `wanted`: known fields."""
     kind = rng.random()
     if kind < 0.1:
         return no_file(path, rng)

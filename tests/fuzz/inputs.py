@@ -1,6 +1,7 @@
 """The inputs of the fuzz: recipes, flags, data sets, checkpoints and runs to resume, each a small change of what works.
 
-An input is made of (seed, index) alone, in a folder of its own.
+An input follows from its seed and index, and from the run that is changed, which no two machines time alike: the folder
+that it was made in is the reproduction.
 """
 
 from __future__ import annotations
@@ -144,7 +145,43 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "launch": (("recipe.toml", "--slurm", "jobs"), ("recipe.toml", "--kubernetes", "jobs", "--image", "x/y:z")),
     "recipes": (("--tasks",), ()),
 }
-OTHER_FLAGS = ["--out", "--resume", "--preset", "--recipe", "--num-prompts", "--num-samples", "--gpus", "--gpu", "--network", "--cluster", "--price", "--measured", "--json", "--seeds", "--slots", "--generators", "--reward-s", "--beside", "--events", "--slurm", "--kubernetes", "--time", "--partition", "--nnodes", "--node-rank", "--threads", "--help", "--steps", "--seed", "--max-staleness", "-h", "--", "-x", "--no-such-flag", "--stepz"]
+OTHER_FLAGS = [
+    "--out",
+    "--resume",
+    "--preset",
+    "--recipe",
+    "--num-prompts",
+    "--num-samples",
+    "--gpus",
+    "--gpu",
+    "--network",
+    "--cluster",
+    "--price",
+    "--measured",
+    "--json",
+    "--seeds",
+    "--slots",
+    "--generators",
+    "--reward-s",
+    "--beside",
+    "--events",
+    "--slurm",
+    "--kubernetes",
+    "--time",
+    "--partition",
+    "--nnodes",
+    "--node-rank",
+    "--threads",
+    "--help",
+    "--steps",
+    "--seed",
+    "--max-staleness",
+    "-h",
+    "--",
+    "-x",
+    "--no-such-flag",
+    "--stepz",
+]
 
 
 def flags(rng: Random, shelf: Path, folder: Path) -> Input:
@@ -181,7 +218,7 @@ def a_data_set(rng: Random, shelf: Path, folder: Path) -> Input:
             file.write(b'{"prompt": "' + b"x" * (64 << 20) + b'", "answer": "a"}\n')
         did = "a line of 64 MB"
     else:
-        did = "; ".join(hostile.break_lines(folder / "data.jsonl", rng) for _ in range(1))
+        did = hostile.break_lines(folder / "data.jsonl", rng)
     return Input("data set", ("run", "recipe.toml", "--out", "out"), did)
 
 
