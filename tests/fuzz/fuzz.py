@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from inputs import make_input, write_base
+from inputs import KINDS, kind_of, make_input, write_base
 from trial import Ended, become_subreaper, import_all, tried
 
 HERE = Path(__file__).parent
@@ -99,11 +99,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, help="only each so-manieth: parts for several processes")
+    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--only", type=int, default=None, help="one input, whose folder is kept whatever comes of it")
     parser.add_argument("--shelf", type=Path, default=None, help="what is changed, made once for several")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "fuzz-failures")
     given = parser.parse_args()
     indices = range(given.first, given.first + given.count, given.every) if given.only is None else [given.only]
+    indices = [index for index in indices if kind_of(index) in given.kinds]
     start_s = time.monotonic()
     failed = fuzz(given.seed, indices, given.keep.resolve(), keep_all=given.only is not None, shelf=given.shelf)
     say(f"{len(failed)} of {len(indices)} inputs failed in {time.monotonic() - start_s:.0f} s; kept in {given.keep}")

@@ -65,9 +65,12 @@ def make_input(seed: int, index: int, shelf: Path, folder: Path) -> Input:
     rng = Random(f"{seed}/{index}")
     folder.mkdir(parents=True)
     write_base(folder)
-    kinds = list(KINDS)
-    kind = kinds[index % len(kinds)]
-    return KINDS[kind](rng, shelf, folder)
+    return KINDS[kind_of(index)](rng, shelf, folder)
+
+
+def kind_of(index: int) -> str:
+    """The kinds take turns."""
+    return list(KINDS)[index % len(KINDS)]
 
 
 def fields(model: type[BaseModel], within: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
