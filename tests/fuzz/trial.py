@@ -31,7 +31,7 @@ MEMORY_BYTES = 12 << 30
 SCREEN_ROWS, SCREEN_COLUMNS = 24, 80
 FAILED_ROWS = 60
 """A run that failed may show the end of a process's log."""
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 BEGUN = '"reward_mean"'
 
 
@@ -78,6 +78,7 @@ def child(arguments: tuple[str, ...], folder: Path, scratch: Path, told: Path, *
     code = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.chdir(folder)
         os.environ |= {"TMPDIR": str(scratch), "COLUMNS": str(SCREEN_COLUMNS), "LINES": str(SCREEN_ROWS)}
         output = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
