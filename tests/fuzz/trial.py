@@ -52,7 +52,7 @@ def become_subreaper() -> None:
 
 def tried(arguments: tuple[str, ...], folder: Path, *, by_executable: bool = False) -> Ended:
     """Run `slipstream` with `arguments` in `folder`, in a forked child or as a new process."""
-    before = files_of(folder)
+    before, steps = files_of(folder), steps_of(folder)
     scratch = folder.parent / f"{folder.name}.tmp"
     told = folder.parent / f"{folder.name}.told"
     scratch.mkdir()
@@ -62,7 +62,7 @@ def tried(arguments: tuple[str, ...], folder: Path, *, by_executable: bool = Fal
     pid = os.fork()
     if pid == 0:
         child(arguments, folder, scratch, told, by_executable=by_executable)
-    status, fault = awaited(pid, folder, arguments)
+    status, fault = awaited(pid, folder, steps)
     seconds = time.monotonic() - start_s
     faults = [] if fault is None else [fault]
     code = os.waitstatus_to_exitcode(status)
@@ -109,8 +109,8 @@ def child(arguments: tuple[str, ...], folder: Path, scratch: Path, told: Path, *
         os._exit(code)
 
 
-def awaited(pid: int, folder: Path, arguments: tuple[str, ...]) -> tuple[int, str | None]:
-    """The child's status, and whether it hung. A run with many steps is interrupted."""
+def awaited(pid: int, folder: Path, steps: int) -> tuple[int, str | None]:
+    """The child's status, and whether it hung. A run with many more than `steps` is interrupted."""
     start_s, begun_s, interrupted_s = time.monotonic(), None, None
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -118,7 +118,7 @@ def awaited(pid: int, folder: Path, arguments: tuple[str, ...]) -> tuple[int, st
             return status, None
         now_s = time.monotonic()
         had_s = now_s - (start_s if interrupted_s is None else interrupted_s)
-        if begun_s is None and had_s > 2 and has_begun(folder, arguments):
+        if begun_s is None and had_s > 2 and steps_of(folder) > steps:
             begun_s = now_s
         if interrupted_s is None and begun_s is not None and now_s - begun_s > ENOUGH_S:
             interrupted_s = now_s
@@ -132,16 +132,14 @@ def awaited(pid: int, folder: Path, arguments: tuple[str, ...]) -> tuple[int, st
         time.sleep(0.02 if had_s < 2 else 0.2)
 
 
-def has_begun(folder: Path, arguments: tuple[str, ...]) -> bool:
-    """Whether the run in `folder` has trained a step, by its metrics."""
-    for run in (folder / "out", folder / "run", *folder.glob("runs/*")):
-        path = run / "metrics.jsonl"
-        if run.name == "run" and "--resume" not in arguments:
-            continue
+def steps_of(folder: Path) -> int:
+    """How many steps the runs in `folder` have trained, by their metrics."""
+    found = 0
+    for path in (folder / "out/metrics.jsonl", folder / "run/metrics.jsonl", *folder.glob("runs/*/metrics.jsonl")):
         with contextlib.suppress(OSError):
-            if stat.S_ISREG(path.lstat().st_mode) and BEGUN in path.read_text(errors="replace"):
-                return True
-    return False
+            if stat.S_ISREG(path.lstat().st_mode):
+                found += path.read_text(errors="replace").count(BEGUN)
+    return found
 
 
 def kept_s(pid: int) -> float:
