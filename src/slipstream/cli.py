@@ -7,12 +7,14 @@ traceback. torch and transformers are imported inside the commands that compute,
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
@@ -41,6 +43,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 _console = Console()
 _errors = Console(stderr=True)
 _MAX_ERROR_LINE = 4000
+_SCREEN = 22  # lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -564,7 +567,22 @@ def _options(
 
 
 def _parse(command: str, options: Any, argv: Sequence[str], documented: Callable[..., int]) -> Any:
-    return tyro.cli(options, args=list(argv), prog=f"slipstream {command}", description=documented.__doc__)
+    with _on_one_screen():
+        return tyro.cli(options, args=list(argv), prog=f"slipstream {command}", description=documented.__doc__)
+
+
+@contextmanager
+def _on_one_screen() -> Iterator[None]:
+    """What tyro says of bad flags, shortened in the middle: it quotes arguments whole, and lists sections."""
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            yield
+    finally:
+        lines = told.getvalue().splitlines()
+        if len(lines) > _SCREEN:
+            lines[_SCREEN - 4 : -3] = ["│ ..."]
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
 def _recipe_defaults(argv: Sequence[str]) -> dict[str, Any]:
