@@ -23,7 +23,7 @@ from slipstream.controller.tally import Tally
 from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver, write_samples
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError, DiskError, ExecutorLost
+from slipstream.core.errors import ConfigError, DiskError, ExecutorLost, SlipstreamError
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.core.staleness import last_step
 from slipstream.core.types import Partial
@@ -182,6 +182,8 @@ def _draw(run_dir: Path) -> None:
         write_report(run_dir, describe())
     except DiskError:
         raise
+    except SlipstreamError as error:
+        log.warning("there is no report.html: `slipstream report %s` tries again: %s", run_dir, error)
     except Exception:
         log.exception("there is no report.html: `slipstream report %s` tries again", run_dir)
 
