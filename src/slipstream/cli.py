@@ -526,6 +526,20 @@ def _simulate_options(shown: Mapping[str, Any]) -> Any:
     )
 
 
+@contextmanager
+def _on_one_screen() -> Iterator[None]:
+    """What tyro says of bad flags, shortened in the middle: it quotes arguments whole, and lists sections."""
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            yield
+    finally:
+        lines = told.getvalue().splitlines()
+        if len(lines) > _SCREEN:
+            lines[_SCREEN - 4 : -3] = ["│ ..."]
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+
+
 def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:
     """The values that --help shows: those of the run on the command line, where it names one."""
     folder = next((Path(word) for word in argv if (Path(word) / "config.toml").is_file()), None)
@@ -566,23 +580,9 @@ def _options(
     return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
 
 
+@_on_one_screen()
 def _parse(command: str, options: Any, argv: Sequence[str], documented: Callable[..., int]) -> Any:
-    with _on_one_screen():
-        return tyro.cli(options, args=list(argv), prog=f"slipstream {command}", description=documented.__doc__)
-
-
-@contextmanager
-def _on_one_screen() -> Iterator[None]:
-    """What tyro says of bad flags, shortened in the middle: it quotes arguments whole, and lists sections."""
-    told = io.StringIO()
-    try:
-        with redirect_stderr(told):
-            yield
-    finally:
-        lines = told.getvalue().splitlines()
-        if len(lines) > _SCREEN:
-            lines[_SCREEN - 4 : -3] = ["│ ..."]
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
+    return tyro.cli(options, args=list(argv), prog=f"slipstream {command}", description=documented.__doc__)
 
 
 def _recipe_defaults(argv: Sequence[str]) -> dict[str, Any]:
