@@ -10,7 +10,7 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow test-promises test-chaos test-cluster check bench bench-engine vllm-env \
+.PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench bench-engine vllm-env \
     test-vllm experiments experiments-all
 .DELETE_ON_ERROR:
 
@@ -33,6 +33,10 @@ test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, m
 
 test-promises: .venv/dev $(TRL)/installed ## run every command and script that the pages show, each made small: an hour
 	$(BIN)/python -m pytest -q -m promises $(ARGS)
+
+SEED ?= 2
+fuzz: .venv/dev ## a thousand hostile recipes, flags, data sets, checkpoints and runs, drawn by SEED=2: half an hour
+	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED)
 
 test-chaos: .venv/dev ## train while an adversary kills and stops processes (Linux): half an hour
 	$(BIN)/python -m pytest -q -s -m chaos tests/chaos $(ARGS)

@@ -5,11 +5,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from accounted import check_runs
 from catalogued import check_metric_names
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -20,8 +21,10 @@ for _name in ("COLUMNS", "LINES"):
 
 # Hypothesis draws the same examples in every run: who changes nothing sees nothing change. `--hypothesis-profile drawn`
 # draws others: what it finds becomes an `@example`, or a test of its own.
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("drawn")
+# Neither judges an example by how long it takes: that is the machine's.
+_AT_ANY_PACE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fixed", derandomize=True, **_AT_ANY_PACE)
+settings.register_profile("drawn", **_AT_ANY_PACE)
 settings.load_profile("fixed")
 
 # What a shell runs in the background ignores Ctrl-C, and so would every run that a test starts and interrupts.

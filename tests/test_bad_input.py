@@ -1028,6 +1028,8 @@ COMMANDS = [
     refused("run recipe.toml --steps 0", "'steps'", "> 0"),
     refused("run recipe.toml other.toml", "other.toml"),
     refused("run recipe.toml --trainer.optimizer.betas 0.9", "Missing value", "betas", "Expected 2"),
+    refused("eval model --recipe recipe.toml --kl", "options: --kl", "--kl.coef", "...", "slipstream eval --help"),
+    Case("a long word", ("invalid choice", "...", "--help"), arguments="run recipe.toml --host " + "x" * 9000),
     refused("recipes --task", "--tasks"),
     refused("recipes all", "all"),
     refused("doctor --jsn", "--json"),

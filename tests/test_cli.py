@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,7 +187,7 @@ def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("argv", ["--help", "run --help", "run nothing", "run --resume nowhere", "recipes"])
 def test_no_torch_before_it_is_needed(argv: str) -> None:
-    """Import of torch and transformers takes seconds; help and complaints must not."""
+    """Their import takes seconds; help and complaints do without."""
     program = (
         "import sys\nfrom slipstream import cli\n"
         f"try: cli.main({argv.split()})\n"
@@ -196,10 +195,8 @@ def test_no_torch_before_it_is_needed(argv: str) -> None:
         "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym'} & sys.modules.keys()\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 20  # a loaded machine; alone it is well below one second
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

@@ -8,12 +8,14 @@ compute, after their input was checked.
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
@@ -27,7 +29,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
 from slipstream.core.interrupts import Interrupted, Interrupts
-from slipstream.core.plain import parse_float, parse_int, wrong_path
+from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
     check_model_path,
     check_path,
@@ -47,6 +49,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 _console = Console()
 _errors = Console(stderr=True)
 _MAX_ERROR_LINE = 4000
+_SCREEN = 22  # lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,10 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         _print_help()
         return EXIT_DONE
-    return _exit_code(lambda: _command(name)(rest))
+    return _exit_code(lambda: _command(name, rest)(rest))
 
 
-def _command(name: str) -> Callable[[Sequence[str]], int]:
+def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    if wrong := next(filter(None, map(wrong_text, [name, *rest])), None):
+        raise ConfigError("an argument is no text", got=wrong, allowed="UTF-8")
     if name not in COMMANDS:
         raise ConfigError(
             f"unknown command '{name}'",
@@ -565,6 +570,20 @@ def _simulate_options(shown: Mapping[str, Any]) -> Any:
     )
 
 
+@contextmanager
+def _on_one_screen() -> Iterator[None]:
+    """What tyro says of bad flags, shortened in the middle: it quotes arguments whole, and lists sections."""
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            yield
+    finally:
+        lines = told.getvalue().splitlines()
+        if len(lines) > _SCREEN:
+            lines[_SCREEN - 4 : -3] = ["│ ..."]
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+
+
 def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:
     """The values that --help shows: those of the run on the command line, where it names one."""
     folders = (Path(word) for word in argv if wrong_path(word) is None)
@@ -606,6 +625,7 @@ def _options(
     return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
 
 
+@_on_one_screen()
 def _parse(command: str, options: Any, argv: Sequence[str], documented: Callable[..., int]) -> Any:
     found = tyro.cli(
         options, args=list(argv), prog=f"slipstream {command}", description=documented.__doc__, registry=_strict()

@@ -384,15 +384,13 @@ def test_a_signal_ends_the_wait_for_a_peer() -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
-    book = StoreAddresses(SPECS, HashStore(), KEYS, deadline_s=20.0)
+    book = StoreAddresses(SPECS, HashStore(), KEYS, deadline_s=3600.0)
     previous = signal.signal(signal.SIGUSR1, interrupt)
     timer = threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])
     try:
         timer.start()
-        started_s = time.monotonic()
         with pytest.raises(Interrupted):
             book.find("b.in")
-        assert time.monotonic() - started_s < 15.0
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, previous)

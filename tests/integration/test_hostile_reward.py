@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -137,9 +136,7 @@ def test_a_python_function_that_hangs_costs_its_deadline_eight_times(tiny, tmp_p
         "eval": tiny["eval"] | {"num_prompts": 8},
         "loss": {"skip_no_signal": False},
     }
-    started_s = time.monotonic()
     with pytest.raises(SlipstreamError, match="every completion of a group fails") as caught:
         slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", reward=hangs, display=False)
     assert "hung 8 times and is not called again" in str(caught.value)
     assert len(called) == 24
-    assert time.monotonic() - started_s < 60

@@ -16,6 +16,7 @@ from slipstream.controller.build import default_pipeline
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.types import VersionSpan
 from slipstream.generator.executor import Generator
+from slipstream.stages.rl import _draw
 
 POISONS = (
     lambda s: msgspec.structs.replace(s, behaviour_logprobs=np.full_like(s.behaviour_logprobs, math.nan)),
@@ -116,3 +117,13 @@ def test_a_report_that_cannot_be_drawn_hides_nothing(tiny, tmp_path, monkeypatch
     assert json.loads((out / "summary.json").read_text())["status"] == "failed"
     assert f"`slipstream report {out}` tries again" in caplog.text
     assert slipstream.report(out) == out / "report.html"
+
+
+def test_what_is_damaged_in_a_resumed_run_is_named_without_a_traceback(tmp_path, caplog):
+    (tmp_path / "config.toml").write_text('recipe = "quickstart"\n')
+    (tmp_path / "metrics.jsonl").write_text("x\ny\n")
+    _draw(tmp_path)
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert f"`slipstream report {tmp_path}` tries again: " in caplog.text
+    assert "metrics.jsonl is damaged" in caplog.text

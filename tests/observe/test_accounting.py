@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -13,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.background import background_cpu_s, start_thread
-from slipstream.core.clock import VirtualClock
+from slipstream.core.clock import VirtualClock, WallClock
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.balance import Dials, Loop, Side, judge, whole_split
 from slipstream.observe.states import STATES, TRAINS, in_words, kind
@@ -558,6 +561,26 @@ def test_cpu_seconds_are_those_of_the_process_of_its_main_thread_and_of_those_in
     assert end.background_ns >= 0.1e9
     assert end.main_ns >= 0.05e9
     assert end.main_ns + end.background_ns + 0.1e9 <= end.cpu_ns + 0.02e9
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not tell")
+def test_the_time_in_which_others_have_the_core_is_told(tmp_path: Path):
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        timeline = Timeline("p", tmp_path / "p.jsonl", WallClock())
+        compute(0.2)  # far more than a turn of the scheduler, on a core that another process wants all the time
+        timeline.close()
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.kill()
+        other.communicate()
+    begin, end = list(read_timeline(tmp_path / "p.jsonl"))
+    assert isinstance(end, ProcessEnd)
+    assert 0 < end.kept_ns <= end.time_ns - begin.time_ns
 
 
 def test_what_executors_do_within_a_process_that_process_has_done(tmp_path: Path):

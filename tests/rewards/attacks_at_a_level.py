@@ -28,7 +28,7 @@ def main(folder: str) -> None:
             programs = [source(name, private=private, secret="quartz-ibex", port=port) for name in ATTACKS]
             tests = {"inputs": [""], "outputs": ["breached"]}
             jobs = [job(i, f"```\n{program}\n```", tests=tests) for i, program in enumerate(programs)]
-            done = run_jobs(pool, jobs, limit_s=100)
+            done = run_jobs(pool, jobs)
         refusal = ""
         try:
             check_isolation(setup, pool.isolation, trust_verifier=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from reward_jobs import GENEROUS_S
 
 from slipstream.rewards.functions import make_term
 from slipstream.rewards.pool import ScoringPool
@@ -17,7 +18,10 @@ def make_pool() -> Iterator[Callable[..., ScoringPool]]:
     pools: list[ScoringPool] = []
 
     def make(
-        *terms: tuple[str, dict[str, Any]], tasks: dict[str, Task] | None = None, timeout_s: float = 1.0, **kwargs: Any
+        *terms: tuple[str, dict[str, Any]],
+        tasks: dict[str, Task] | None = None,
+        timeout_s: float = GENEROUS_S,
+        **kwargs: Any,
     ) -> ScoringPool:
         setup = Setup(
             terms=[make_term(name, params) for name, params in terms],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import reasoning_gym
 
+from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.errors import ConfigError
 from slipstream.rewards.checks import check_isolation, check_rewards, setup_of, unsafe_verifiers
@@ -25,6 +26,7 @@ from slipstream.rewards.functions import (
 )
 from slipstream.rewards.inline import CallableScorer
 from slipstream.rewards.isolation import BARRIERS
+from slipstream.rewards.pool import Scored
 from slipstream.rewards.protocol import Job, Task, Term
 
 HERE = Path(__file__).parent
@@ -202,27 +204,43 @@ def test_unsafe_verifiers_need_isolation_or_trust() -> None:
 
 
 def test_a_callable_is_scored_with_a_deadline() -> None:
+    import select
     import threading
 
-    from reward_jobs import run_jobs
+    from reward_jobs import GENEROUS_S
 
-    release = threading.Event()
+    release, hangs, clock = threading.Event(), threading.Event(), VirtualClock()
 
     def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
         if completions[0] == "hang":
-            release.wait(60)
+            hangs.set()
+            release.wait(GENEROUS_S)
         if completions[0] == "raise":
             raise KeyError("x")
         return [float(completions[0] == answer[0])]
 
-    scorer = CallableScorer(reward, timeout_s=0.2)
+    scorer = CallableScorer(reward, timeout_s=0.2, clock=clock)
+
+    def scored(jobs: list[Job]) -> dict[int, Scored]:
+        """The clock moves on when a call hangs, and at no other time."""
+        done: dict[int, Scored] = {}
+        for one in jobs:
+            scorer.submit(one)
+        while len(done) < len(jobs):
+            done |= {one.job_id: one for one in scorer.poll()}
+            select.select(scorer.fds(), [], [], 0.01)
+            if hangs.is_set():
+                hangs.clear()
+                clock.advance(0.2)
+        return done
+
     jobs = [Job(i, "q", text, [], "", "a", {}) for i, text in enumerate(["a", "b", "hang", "a", "raise", "a"])]
-    done = run_jobs(scorer, jobs)
+    done = scored(jobs)
     assert [done[i].parts for i in (0, 1, 3, 5)] == [[1.0], [0.0], [1.0], [1.0]]
     assert done[2].failure == "timed out after 0.2 s"
     assert "KeyError" in (done[4].failure or "")
     hanging = [Job(10 + i, "q", "hang", [], "", "a", {}) for i in range(10)]
-    done = run_jobs(scorer, hanging)
+    done = scored(hanging)
     assert scorer.num_restarts == 8
     assert "not called again" in (done[19].failure or "")
     release.set()

@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reasoning_gym
-from reward_jobs import HERE, job, run_jobs
+from reward_jobs import GENEROUS_S, HERE, job, run_jobs
 
+from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.rewards.checks import isolation_report
 from slipstream.rewards.isolation import BARRIERS
@@ -70,7 +72,6 @@ def test_isolation_is_reported() -> None:
 @pytest.mark.parametrize(
     ("attack", "failure"),
     [
-        ("loop", "timed out after 1 s"),
         ("memory", "MemoryError"),
         ("fork_and_die", "worker died"),
         ("flood", "bad output"),
@@ -90,6 +91,21 @@ def test_an_attack_fails_its_own_rollout_only(pool: ScoringPool, attack: str, fa
     assert [done[i].parts for i in (0, 2, 3)] == [[1.0]] * 3
 
 
+def test_a_completion_without_end_fails_its_own_rollout_only(make_pool: MakePool) -> None:
+    """The deadline passes when the clock is told so, not when a slow machine has taken long for the others."""
+    clock = VirtualClock()
+    pool = make_pool(ATTACK, timeout_s=1.0, clock=clock)
+    assert run_jobs(pool, [job(0, "ok")])[0].parts == [1.0]
+    for one in (job(1, "loop"), job(2, "ok"), job(3, "ok")):
+        pool.submit(one)
+    assert pool.poll() == []
+    clock.advance(1.0)
+    (hung,) = pool.poll()
+    assert (hung.job_id, hung.failure) == (1, "timed out after 1 s")
+    done = run_jobs(pool, [], expected=2)
+    assert [done[i].parts for i in (2, 3)] == [[1.0]] * 2
+
+
 def test_a_forked_copy_of_the_scorer_stays_silent(pool: ScoringPool) -> None:
     done = run_jobs(pool, [job(0, "fork_and_return"), job(1, "ok"), job(2, "ok")])
     assert [one.parts for _, one in sorted(done.items())] == [[1.0]] * 3
@@ -102,13 +118,13 @@ def test_a_flood_of_text_goes_nowhere(pool: ScoringPool) -> None:
 @pytest.mark.parametrize("attack", ["fork", "fork_and_hang"])
 def test_forked_children_that_left_their_session_die_with_the_worker(make_pool: MakePool, attack: str) -> None:
     needs("processes")
-    pool = make_pool(ATTACK, timeout_s=1.5)
+    pool = make_pool(ATTACK, timeout_s=1.5 if attack == "fork_and_hang" else GENEROUS_S)
     done = run_jobs(pool, [job(0, attack)])
     assert (done[0].failure is None) == (attack == "fork")
     forked = keeper_trees(pool)
     if attack == "fork":
         assert len(forked) > 20  # they are alive beside the worker, within its limit of processes
-    run_jobs(pool, [job(1, "loop"), job(2, "ok")])
+    run_jobs(pool, [job(1, "forge"), job(2, "ok")])
     pool.close()
     assert not still_alive(forked)
 
@@ -154,32 +170,33 @@ def test_a_shell_command_in_a_countdown_answer_does_nothing(make_pool: MakePool)
     needs("files", "user")
     entry = reasoning_gym.create_dataset("countdown", seed=1, size=1)[0]
     marker = Path("/tmp") / f"slipstream-marker-{os.getpid()}"
-    pool = make_pool(("task", {}), tasks={"countdown": Task("countdown", {})}, timeout_s=1.0)
+    countdown: dict[str, Any] = {"tasks": {"countdown": Task("countdown", {})}}
     texts = [
         f"__import__('os').system('touch {marker}')",
-        "9**9**9**9",
-        "__import__('time').sleep(60)",
         f"__import__('os').kill({os.getpid()}, 9)",
         entry["answer"],
     ]
-    done = run_jobs(pool, [job(i, text, task="countdown", entry=entry) for i, text in enumerate(texts)])
+    jobs = [job(i, text, task="countdown", entry=entry) for i, text in enumerate(texts)]
+    done = run_jobs(make_pool(("task", {}), **countdown), jobs)
     assert not marker.exists()
     assert done[0].failure is None  # it ran, in there
     assert done[0].parts[0] < 1
-    assert "timed out" in (done[1].failure or "")
-    assert "timed out" in (done[2].failure or "")
-    assert done[4].parts == [1.0]
+    assert done[2].parts == [1.0]
+    endless = ["9**9**9**9", "__import__('time').sleep(600)"]
+    jobs = [job(i, text, task="countdown", entry=entry) for i, text in enumerate(endless)]
+    done = run_jobs(make_pool(("task", {}), **countdown, timeout_s=1.0), jobs)
+    assert all("timed out" in (one.failure or "") for one in done.values())
 
 
 def test_math_verify_is_stopped_at_the_deadline(make_pool: MakePool) -> None:
-    pool = make_pool(("math", {}))
-    done = run_jobs(pool, [job(0, "$9^{9^{9^9}}$", answer="1"), job(1, r"so \boxed{\frac{1}{2}}", answer="0.5")])
-    assert done[1].parts == [1.0]
+    done = run_jobs(make_pool(("math", {})), [job(0, r"so \boxed{\frac{1}{2}}", answer="0.5")])
+    assert done[0].parts == [1.0]
+    done = run_jobs(make_pool(("math", {}), timeout_s=1.0), [job(0, "$9^{9^{9^9}}$", answer="1")])
     assert done[0].failure is not None or done[0].parts == [0.0]
 
 
 def test_a_worker_killed_from_outside_is_replaced(make_pool: MakePool) -> None:
-    pool = make_pool(ATTACK, timeout_s=5.0)
+    pool = make_pool(ATTACK)
     victims = keeper_trees(pool)
     pool.submit(job(0, "ok"))
     for pid in victims:
@@ -200,7 +217,7 @@ def test_a_killed_trainer_leaves_no_workers(tmp_path: Path) -> None:
             [sys.executable, "-c", _OWNER, str(tmp_path / "tree")],
         )
     listing = tmp_path / "tree"
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + GENEROUS_S
     while not listing.exists() and time.monotonic() < end_s:
         time.sleep(0.02)
     tree = below(pid)
@@ -257,19 +274,22 @@ def test_frames_are_bounded() -> None:
         next(bodies)
 
 
+@pytest.mark.timeout(120)  # where it was blocked, nothing else would end it
 def test_the_pool_is_not_blocked_by_a_worker_that_reads_slowly(make_pool: MakePool) -> None:
+    """It does not read at all while the pool hands it more than any socket holds."""
     pool = make_pool(ATTACK)
-    start_s = time.monotonic()
-    for i in range(64):
-        pool.submit(job(i, "ok", ballast="x" * 200_000))
-    pool.poll()
-    assert time.monotonic() - start_s < 0.5
-    assert all(one.parts == [1.0] for one in run_jobs_of(pool, 64).values())
+    workers = keeper_trees(pool)
+    signal_all(workers, signal.SIGSTOP)
+    try:
+        for i in range(64):
+            pool.submit(job(i, "ok", ballast="x" * 200_000))
+        assert pool.poll() == []
+        assert any(slot.worker.has_unsent for slot in pool._slots)
+    finally:
+        signal_all(workers, signal.SIGCONT)
+    assert all(one.parts == [1.0] for one in run_jobs(pool, [], expected=64).values())
 
 
-def run_jobs_of(pool: ScoringPool, count: int) -> dict[int, object]:
-    done: dict[int, object] = {}
-    while len(done) < count:
-        done |= run_jobs(pool, [])
-        done |= {one.job_id: one for one in pool.poll()}
-    return done
+def signal_all(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)

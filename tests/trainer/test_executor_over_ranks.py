@@ -1,6 +1,7 @@
 """The trainer's executor on ranks that are threads: who keeps, tells, relays, trains and records what."""
 
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -10,6 +11,7 @@ from rank_threads import on_ranks, results
 from test_over_ranks import PACKING, SummedAdamW, assert_same_metrics
 from training_data import VOCAB_SIZE, make_groups, run_config
 
+from slipstream.algorithms import losses
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.core.clock import WallClock
@@ -254,6 +256,22 @@ def test_a_step_with_rollouts_that_are_not_here_is_an_error():
     buffer.add(groups[1].rollouts[2])
     taken = buffer.take([0, 1])
     assert {ordinal: [one.sample for one in members] for ordinal, members in taken.items()} == {0: [1], 1: [0, 2]}
+
+
+def test_the_loss_of_a_run_is_built_once_however_many_rollouts_come(monkeypatch, tmp_path):
+    built = []
+    monkeypatch.setattr(losses, "replace", lambda loss, **changes: built.append(changes) or replace(loss, **changes))
+    loss = {"name": "grpo", "params": {"eps_low": 0.2137}}  # of no other test: what is built once is kept
+    run(monkeypatch, tmp_path, run_config(steps=NUM_STEPS, loss=loss), 1)
+    assert [one["params"]["eps_low"] for one in built if "eps_low" in one["params"]] == [0.2137]
+
+
+def test_a_rank_is_asked_once_whether_it_is_dealt_a_rollout():
+    asked = []
+    buffer = GroupBuffer(64, expects=lambda *place: asked.append(place) is None)
+    for rollout in make_groups(1, 64)[0].rollouts:
+        buffer.add(rollout)
+    assert asked == [(0, sample) for sample in range(64)]
 
 
 def test_groups_of_which_a_rank_has_nothing_are_whole_there():

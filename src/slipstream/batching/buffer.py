@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic
 
 from slipstream.core.errors import SlipstreamError
@@ -43,11 +43,11 @@ class GroupBuffer(Generic[AnySample]):
                 got=sample,
                 allowed=f"0..{self._completions_per_group - 1}",
             )
-        if sample not in self._expected(ordinal):
+        if self._expects is not None and not self._expects(ordinal, sample):
             raise SlipstreamError(
                 "a rollout came to a rank that does not train it",
                 got=f"sample {sample} of group {ordinal}",
-                allowed=f"samples {self._expected(ordinal)} of this group",
+                allowed=f"samples {list(self._expected(ordinal))} of this group",
             )
         samples = self._waiting.get(ordinal, {})
         if ordinal < self._retired_below or ordinal in self._retired or sample in samples:
@@ -89,9 +89,11 @@ class GroupBuffer(Generic[AnySample]):
         """Drop these groups, whatever of them is here; what still arrives of them is a duplicate."""
         self._retire(ordinals)
 
-    def _expected(self, ordinal: int) -> list[int]:
+    def _expected(self, ordinal: int) -> Sequence[int]:
         samples = range(self._completions_per_group)
-        return [sample for sample in samples if self._expects is None or self._expects(ordinal, sample)]
+        if self._expects is None:
+            return samples
+        return [sample for sample in samples if self._expects(ordinal, sample)]
 
     def _retire(self, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:

@@ -152,7 +152,7 @@ class RunConfig(Section):
         description="A process that is silent for so many seconds is taken for lost: it is shut out, and one of the "
         "controller's own is killed.",
     )
-    shutdown_grace_s: PositiveFloat = Field(
+    shutdown_grace_s: Seconds = Field(
         25.0,
         description="After SIGTERM or SIGHUP: seconds for the current step, its checkpoint and the end. A run that "
         "takes longer ends at once, without that checkpoint. Below what the scheduler gives (30 s in most).",

@@ -18,6 +18,7 @@ from slipstream.models.initialise import new_config
 from slipstream.models.layout import layout
 from slipstream.models.safetensors_file import Header, tensor_headers
 from slipstream.models.scalar import HEAD_NAME
+from slipstream.models.sizes import check_tables
 from slipstream.models.tokenizer import has_tokenizer
 from slipstream.models.transformer import Transformer
 
@@ -42,7 +43,6 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     else:
         shape = checked
         check_vocabulary(tokenizer, shape, Path(path))
-    _check_memory(config, shape)
     if is_sampled:
         _check_lengths(config, shape)
         _check_ends(config, tokenizer, shape)
@@ -55,7 +55,7 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
     Reads headers: damage to the numbers behind them is not seen.
     """
     shape = config_from_hf(read_hf_config(path))
-    _check_tables(shape, path)
+    check_tables(shape, of=f"the checkpoint in {path}", hint="is its config.json damaged? fetch it again")
     stored: dict[str, Header] = {}
     for file in weight_files(path):
         found = tensor_headers(file)

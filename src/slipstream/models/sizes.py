@@ -75,13 +75,24 @@ def _check_model(shape: TransformerConfig, memory: int, *, trains: bool) -> None
         hint="lower model.hidden_size, model.intermediate_size, model.num_layers"
         + (" or model.max_positions, which are learned" if shape.rotary_dim == 0 else ""),
     )
-    tables = 4 * 4 * shape.max_positions * shape.rotary_dim  # cos and sin, and what they are made of
-    _fits(
-        "the model's table of positions is larger than this machine's memory",
-        tables,
-        memory,
-        of=f"{shape.max_positions} positions x {shape.rotary_dim} numbers x 16 bytes",
+    check_tables(
+        shape,
+        of="the model",
         hint="model.max_positions need not be more than prompts.max_prompt_tokens + generator.max_new_tokens",
+    )
+
+
+def check_tables(shape: TransformerConfig, *, of: str, hint: str) -> None:
+    """Raise ConfigError for a longest sequence whose cosines and sines are larger than this machine's memory.
+
+    Of a checkpoint no tensor bounds it.
+    """
+    _fits(
+        f"the table of positions of {of} is larger than this machine's memory",
+        4 * 4 * shape.max_positions * shape.rotary_dim,  # cos and sin, and what they are made of
+        memory_bytes(),
+        of=f"{shape.max_positions} positions x {shape.rotary_dim} numbers x 16 bytes",
+        hint=hint,
     )
 
 

@@ -66,13 +66,15 @@ class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag
     """The process has said all: one that was killed has not. Its CPU seconds since its `ProcessStart`.
 
     `cpu_ns` of all its threads; of these `main_ns` of the one that this timeline is of, and `background_ns` of those
-    beside it that are no part of a team (`core/background.py`).
+    beside it that are no part of a team (`core/background.py`). For `kept_ns` that one could have run and had no core,
+    because others had them: seconds that its states have, and that say nothing about its work.
     """
 
     time_ns: int
     cpu_ns: int = 0
     main_ns: int = 0
     background_ns: int = 0
+    kept_ns: int = 0
 
 
 class Slice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="slice", tag_field="kind"):
@@ -335,9 +337,18 @@ class Timeline:
 _IDLE: dict[str, Any] = {}  # marks idle frames by identity
 
 
-def _cpu_s() -> tuple[float, float, float]:
-    """CPU seconds so far: of the process, of this thread, and of those in the background."""
-    return time.process_time(), time.thread_time(), background_cpu_s()
+def _cpu_s() -> tuple[float, float, float, float]:
+    """CPU seconds so far, of the process, of this thread and of those in the background; and what this thread waited
+    for a core."""
+    return time.process_time(), time.thread_time(), background_cpu_s(), _kept_s()
+
+
+def _kept_s() -> float:
+    """Seconds that this thread has been ready without running; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _ns(seconds: float) -> int:

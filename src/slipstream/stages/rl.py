@@ -227,6 +227,8 @@ def _draw(run_dir: Path) -> None:
         write_report(run_dir, describe())
     except DiskError:
         raise
+    except SlipstreamError as error:
+        log.warning("there is no report.html: `slipstream report %s` tries again: %s", run_dir, error)
     except Exception:
         log.exception("there is no report.html: `slipstream report %s` tries again", run_dir)
 

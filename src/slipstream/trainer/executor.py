@@ -113,6 +113,7 @@ class Trainer(Executor):
         self.data_ranks, self.tensor_ranks = self.ranks.split(
             config.trainer.tensor_parallel, timeout_s=config.deadline_s
         )
+        self.dealt = dealt_by(config)
         self.rollouts: GroupCollector[Rollout] = self.new_buffer(expects=self._is_dealt_here)
         self.restored_heads: list[RolloutHead] = []
         self.heads: GroupCollector[RolloutHead] = self.new_buffer()
@@ -153,7 +154,7 @@ class Trainer(Executor):
 
     def _is_dealt_here(self, ordinal: int, sample: int) -> bool:
         ranks = self.data_ranks
-        return data_parallel_rank(ordinal, sample, ranks.world, by=dealt_by(self.config)) == ranks.rank
+        return data_parallel_rank(ordinal, sample, ranks.world, by=self.dealt) == ranks.rank
 
     @property
     def is_finished(self) -> bool:

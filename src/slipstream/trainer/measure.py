@@ -75,7 +75,9 @@ def filled(microbatches: Sequence[PackedMicrobatch], count: int) -> list[PackedM
 
 
 def with_columns(sequence: TrainSequence, **columns: np.ndarray) -> TrainSequence:
-    """`sequence` with these columns, each given for its targets: float32 [num_targets]."""
+    """`sequence` with these columns, each given for its targets: float32 [num_targets]. Without any, itself."""
+    if not columns:
+        return sequence
     spread: dict[str, Any] = {name: _spread(sequence, values) for name, values in columns.items()}
     return replace(sequence, **spread)
 

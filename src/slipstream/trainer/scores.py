@@ -103,7 +103,7 @@ def has_signal(group: ScoredGroup, config: RunConfig) -> bool:
     if all(head.failure is not None for head in group.heads):
         return False
     rewards = [effective_reward(head, config) for head in group.heads]
-    if _is_of_pairs(config):
+    if is_of_pairs(config):
         return _differ(rewards)
     if loss.advantages not in GROUP_RELATIVE or penalises_reward(config):
         return True
@@ -122,7 +122,8 @@ def _differ(rewards: Sequence[float]) -> bool:
     return bool(rewards) and max(rewards) - min(rewards) > EQUAL_REWARDS
 
 
-def _is_of_pairs(config: RunConfig) -> bool:
+def is_of_pairs(config: RunConfig) -> bool:
+    """True when the loss compares the two completions of a pair."""
     return loss_named(config.loss.name, config.loss.params).atom == "pair"
 
 
@@ -197,4 +198,4 @@ def selected(group: ScoredGroup, config: RunConfig) -> list[RolloutHead]:
         return []
     best, worst = ranked[0], ranked[-1]
     is_tie = not _differ([effective_reward(best, config), effective_reward(worst, config)])
-    return [] if is_tie and _is_of_pairs(config) else [best, worst]
+    return [] if is_tie and is_of_pairs(config) else [best, worst]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 from slipstream.algorithms.losses.aipo import aipo_loss, aipo_masked_loss
 from slipstream.algorithms.losses.best_of_n import best_of_n_loss
@@ -76,17 +77,22 @@ LOSSES: dict[str, Loss] = {
 
 
 def loss_named(name: str, params: Mapping[str, float | str]) -> Loss:
-    """The loss `name` with its constants set to `params`, defaults elsewhere.
+    """The loss `name` with its constants set to `params`, defaults elsewhere; built once.
 
     Numbers exceed the loss's `above`, 0 by default (inf is allowed), words are one of its `choices`. ConfigError on
     anything else, and on an unknown name or parameter with the nearest known one.
     """
+    return _built(name, tuple(params.items()))
+
+
+@cache
+def _built(name: str, params: tuple[tuple[str, float | str], ...]) -> Loss:
     if name not in LOSSES:
         raise ConfigError(
             f"unknown loss '{name}'", got=name, allowed=", ".join(sorted(LOSSES)), hint=did_you_mean(name, LOSSES)
         )
     loss = LOSSES[name]
-    for param, value in params.items():
+    for param, value in params:
         if param not in loss.params:
             raise ConfigError(
                 f"loss '{name}' has no parameter '{param}'",
@@ -108,4 +114,4 @@ def loss_named(name: str, params: Mapping[str, float | str]) -> Loss:
                 got=value,
                 allowed=f"number > {loss.above.get(param, 0.0):g}",
             )
-    return replace(loss, params={**loss.params, **params})
+    return replace(loss, params={**loss.params, **dict(params)})
