@@ -149,6 +149,7 @@ FORBIDDEN_NAMES = {
 PATTERNS_ON_BOUNDED_TEXT = {
     "core/plain.py",  # linear ones, for paths and flags of the user
     "evals/judge.py",  # linear ones, see docs/rewards.md
+    "observe/outlet.py",  # a linear one, for what a run itself has shown
     "observe/trackers.py",  # linear ones, for names and values of the configuration
 }
 RUNS_TEXT = {  # who may compile and run text, and why

@@ -18,7 +18,7 @@ import pytest
 from processes import command_line, descendants, is_alive
 
 END_DEADLINE_S = 60.0
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 400.0
 PR_SET_CHILD_SUBREAPER = 36
 STUCK = """
 from dataclasses import replace
@@ -100,6 +100,7 @@ def test_a_child_that_looks_at_nothing_ends_with_the_controller(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_phase_of_a_run_leaves_orphans(tiny: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "run"
     tables = json.dumps(tiny | {"steps": 100_000, "trainer": {"checkpoint_every": 2}})

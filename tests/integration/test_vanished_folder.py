@@ -40,7 +40,7 @@ HOW = {removed: "deleted", emptied: "deleted", moved: "now .*elsewhere", replace
 @pytest.mark.parametrize(
     "vanish", [removed, replaced, *(pytest.param(how, marks=pytest.mark.slow) for how in (emptied, moved))]
 )
-def test_it_is_told_with_the_next_line(
+def test_it_is_told_at_the_next_commit(
     vanish: Callable[[Path], None], tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"

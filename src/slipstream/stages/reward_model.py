@@ -85,6 +85,7 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
             metrics.write(asdict(update) | names)
             accuracies.append(update.accuracy)
             progress.phase("reward model", update.index + 1, total, {"loss": update.loss, "accuracy": update.accuracy})
+        metrics.sync()
     with times.span("export"):
         save_scalar_model(model, folder / "model", tokenizer)
     capacity = config.trainer.microbatch_tokens

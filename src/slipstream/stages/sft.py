@@ -82,6 +82,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
             metrics.write(asdict(update) | sft_names(loss=update.loss, lr=update.lr))
             losses.append(update.loss)
             progress.phase("sft", update.index + 1, steps, {"loss": update.loss})
+        metrics.sync()
     after = prediction()
     if before is not None and after is not None:
         progress.note(
