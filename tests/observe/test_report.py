@@ -445,6 +445,18 @@ def test_an_interrupted_run_gets_a_page_from_what_there_is(run_dir: Path) -> Non
     assert "no held-out answers were kept" in page.text
 
 
+def test_lines_that_are_lost_are_told_of(run_dir: Path) -> None:
+    assert "Incomplete" not in read(write_report(run_dir)).text
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    steps = [line for line in lines if b'"eval_accuracy"' not in line]
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(line for line in lines if line not in steps[:3]))
+    with (run_dir / "events.jsonl").open("wb") as file:
+        file.writelines(b'{"seq":%d,"time_s":1.0,"event":{"type":"Stop"},"commands":[]}\n' % seq for seq in (7, 8, 9))
+    page = read(write_report(run_dir))
+    assert "Incomplete: 3 steps are missing" in page.text
+    assert "Incomplete: 7 events are missing" in page.text
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl", "timeline/trainer.jsonl", "summary.json"])
 def test_a_damaged_file_is_an_error_that_names_it(run_dir: Path, name: str) -> None:
     path = run_dir / name

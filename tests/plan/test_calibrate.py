@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -228,6 +229,15 @@ def test_what_is_no_run_is_refused(tmp_path, recorded):
         what_if(recorded[0], preset="fast")
     with pytest.raises(ConfigError, match="seeds"):
         what_if(recorded[0], seeds=0)
+
+
+def test_a_run_without_all_of_its_events_is_not_simulated(recorded, tmp_path):
+    shutil.copytree(recorded[0], tmp_path / "cut")
+    path = tmp_path / "cut" / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[20:]))
+    with pytest.raises(ConfigError, match="20 events are missing"):
+        read_run(tmp_path / "cut")
 
 
 @pytest.mark.parametrize(("workers", "score_s"), [(1, 0.004), (4, 0.02), (2, 0.0005)])

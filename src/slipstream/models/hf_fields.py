@@ -20,7 +20,7 @@ Labels = Annotated[int, Field(ge=0, le=2**16)]
 Heads = Annotated[int, Field(ge=1, le=2**13)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
-Positions = Annotated[int, Field(ge=1, le=2**31)]
+Positions = Annotated[int, Field(ge=1, le=2**27)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
 NoToken = Annotated[int, Field(ge=-1, le=2**31)]  # some checkpoints say -1 for "there is none"
 Tokens = Token | Annotated[list[Token], Field(max_length=1024)] | None

@@ -66,6 +66,14 @@ class EventRecorder:
         self._writer.close()
 
 
+def num_missing(path: Path) -> int:
+    """Events of `events.jsonl` whose lines are gone, by the numbers that are left out before the last one."""
+    next_seq = num_lines = 0
+    for line in read_jsonl(path, _Numbered):
+        next_seq, num_lines = max(next_seq, line.seq + 1), num_lines + 1
+    return next_seq - num_lines
+
+
 def read_events(path: Path) -> Iterator[EventLine]:
     """The decisions of `events.jsonl`, in order, a torn last line left out."""
     yield from read_jsonl(path, EventLine)

@@ -20,7 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.metrics import read_metrics
-from slipstream.observe.recorder import EventLine, RolloutLine, read_events, read_rollouts
+from slipstream.observe.recorder import EventLine, RolloutLine, num_missing, read_events, read_rollouts
 from slipstream.observe.timeline import Record, process_files, read_timeline
 from slipstream.plan.simulated_run import GroupWork
 
@@ -85,6 +85,12 @@ def read_run(path: Path) -> Run:
             "a run is simulated from what its steps took, and this one has done too few",
             got=f"{len(accounting.steps)} steps in {path}",
             allowed="2 steps or more",
+        )
+    if lost := num_missing(path / "events.jsonl"):
+        raise ConfigError(
+            "a run is simulated from all of its events, and lines of this one are lost",
+            got=f"{lost} events are missing in {path / 'events.jsonl'}",
+            hint="`slipstream replay` says where",
         )
     return Run(
         path=path,

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import defaults
 from slipstream.observe.hardware import Hardware
+from slipstream.observe.recorder import num_missing
 from slipstream.observe.report.html import card, facts, folded, part, table, text
 from slipstream.observe.report.run import Run
 
@@ -38,7 +39,7 @@ def setup(run: Run, hardware: Hardware | None) -> str:
     whole = folded("The whole configuration", facts({name: shown(value) for name, value in flat(run.config).items()}))
     summary = run.summary
     outcome = {name: shown(value) for name, value in flat(msgspec.to_builtins(summary)).items()} if summary else {}
-    files = {name: what for name, what in FILES.items() if (run.path / name).exists()}
+    files = {name: what + lost(run, name) for name, what in FILES.items() if (run.path / name).exists()}
     pictures = [
         card("Configuration", note, table(head, rows, kind="config", stacks=True) + whole, size="wide")
         if run.config
@@ -48,6 +49,17 @@ def setup(run: Run, hardware: Hardware | None) -> str:
         folded("The machine", facts(hardware.lines())) if hardware else "",
     ]
     return part("setup", "What was run?", "Enough to repeat it: slipstream run config.toml.", pictures)
+
+
+def lost(run: Run, name: str) -> str:
+    """That lines of a file are gone, which were cut off or deleted before the run went on; nothing, where none are."""
+    num_lost, what = 0, "steps"
+    if name == "metrics.jsonl" and run.history.steps:
+        steps = {int(line["step"]) for line in run.history.steps}
+        num_lost = max(steps) + 1 - len(steps)
+    elif name == "events.jsonl":
+        num_lost, what = num_missing(run.path / name), "events"
+    return f". Incomplete: {num_lost:,} {what} are missing" if num_lost else ""
 
 
 def differing(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
