@@ -30,7 +30,7 @@ PAGES = [path for path in DOCUMENTS if any(block.language == "python" for block 
 def run_small(commands: list[str], checkout: Path, store: Path) -> None:
     """Run the commands in one shell; skip with the reasons where none of them can run here."""
     made = [small(command) for command in commands]
-    there = [text for text, _ in made if text is not None and (len(commands) > 1 or text not in ALONE)]
+    there = [text for text, _ in made if text is not None and text not in ALONE]
     if not there:
         pytest.skip("; ".join(dict.fromkeys(why or "it has a test of its own" for _, why in made)))
     text = "\n".join(there)
