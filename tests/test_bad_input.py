@@ -957,7 +957,11 @@ ABSURD = [
     ),
     wrong(
         "a microbatch",
-        {"groups_per_step": 65536, "model": {"hidden_size": 2**16}, "trainer": {"microbatch_tokens": 2**31 - 1}},
+        {
+            "groups_per_step": 65536,
+            "model": {"hidden_size": 1024, "intermediate_size": 4096},
+            "trainer": {"microbatch_tokens": 2**31 - 1},
+        },
         "a microbatch",
         "GB",
         "trainer.microbatch_tokens",
@@ -994,7 +998,7 @@ ABSURD = [
     refused("run r.toml", "'r.toml' is not valid TOML", "too deep", prepare=text("r.toml", f"a = {nested(5000)}\n")),
     refused("run r.toml", "'r.toml' is not valid TOML", "digits", prepare=text("r.toml", f"steps = {'9' * 5000}\n")),
     refused("run r.toml", "'steps'", "allowed: <= ", prepare=text("r.toml", f"steps = {'9' * 4000}\n")),
-    refused("run r.toml", "'r.toml' is too long", "bytes", prepare=text("r.toml", "#" * 5_000_000)),
+    refused("run r.toml", "'r.toml' cannot be read", "bytes", prepare=text("r.toml", "#" * 5_000_000)),
     wrong("deep JSON", {}, "line 1 is not JSON", "too deep", prepare=rows(nested(100_000))),
     wrong("deep column", {}, "record 1 holds", "nested more than 64 deep", prepare=of_row(tag=json.loads(nested(80)))),
     wrong("long integer", {}, "line 1 is not JSON", "digits", prepare=rows('{"prompt": ' + "9" * 5000 + "}")),
@@ -1119,6 +1123,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = FlatAdamW(policy, flat, OptimizerConfig(), total_updates=2)
     snapshot = msgspec.to_builtins(schedule_for(config).snapshot())
     extra = {"schedule": snapshot, "num_events": 0}
+    (shelf / "run").mkdir()
     save_checkpoint(shelf / "run" / "checkpoints" / "step_1", flat, optimizer, step=1, extra=extra)
     for name in ("ledger.jsonl", "events.jsonl", "metrics.jsonl", "rollouts.jsonl"):
         (shelf / "run" / name).touch()

@@ -310,7 +310,7 @@ def launch_command(argv: Sequence[str]) -> int:
     if options.remote is not None:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
     not_ours = [name for name in ("recipe", "preset", "out", "resume") if getattr(options, name) is not None]
-    not_ours += [name for name in options.overrides if name != "max_restarts"]
+    not_ours += [name for name in as_overrides(options.overrides) if name != "max_restarts"]
     if not_ours:
         raise ConfigError(
             "a group takes its configuration from the controller",

@@ -147,7 +147,7 @@ class Run:
     def connect(self, name: str, incarnation: int = 1) -> Played:
         store = attend(str(self.address), timeout_s=TIMEOUT_S)
         spec = read_spec(store, self.keys, timeout_s=TIMEOUT_S)
-        book = StoreAddresses(spec.channels, store, self.keys, deadline_s=TIMEOUT_S)
+        book = StoreAddresses(spec.channels, store, self.keys.of_start(spec.start), deadline_s=TIMEOUT_S)
         ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
         self.opened.callback(ports.close)
         return Played(name, incarnation, ports)

@@ -157,6 +157,22 @@ def test_a_peer_without_the_key_is_refused_counted_and_harmless(
     assert b.inputs["in"].stats.received == 1
 
 
+def test_refusals_that_nobody_reads_hold_up_no_channel_and_no_end(
+    books: Callable[..., Books], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor in a long step looks at no connection; ZeroMQ's thread must not wait for it to do so."""
+    monkeypatch.setattr(links, "_RECONNECT_MS", 1)
+    run = books()
+    b = run.connect("b")
+    stranger = run.connect("a", keys=RunKeys.new())
+    refused = b.inputs["in"].stats
+    until(lambda: refused.refused_peers >= 1500, [b], timeout_s=120)  # with two events each, more than ZeroMQ keeps by itself
+    stranger.close()
+    a = run.connect("a", incarnation=2)
+    a.outputs["out"].put(item(1))
+    assert take(b, 1, a) == [1]
+
+
 def test_a_listener_without_the_key_gets_nothing(books: Callable[..., Books]) -> None:
     run = books()
     impostor, a = run.connect("b", keys=None), run.connect("a")

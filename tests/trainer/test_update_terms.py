@@ -108,9 +108,8 @@ def test_kl_in_the_loss_is_reduced_as_the_loss(name):
 @pytest.mark.parametrize("kind", ["own", "head"])
 def test_a_critic_whose_gradient_alone_overflows_changes_no_weight_of_either(kind):
     """Values, advantages and the policy's loss are finite: only the critic's gradient is not."""
-    config = run_config(
-        loss={"name": "ppo", "advantages": "gae"}, critic={"model": kind, "coef": 1e37, "head_init": "reward"}
-    )
+    config = run_config(loss={"name": "ppo", "advantages": "gae"}, critic={"model": kind, "head_init": "reward"})
+    config = config.model_copy(update={"critic": config.critic.model_copy(update={"coef": 1e37})})  # unchecked
     model, flat = tiny_policy()
     optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
     critic = Critic(config, model)

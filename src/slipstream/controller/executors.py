@@ -410,14 +410,14 @@ class Executors:
 
     def _end_children(self) -> None:
         deadline_s = self._clock.now_s() + LET_GO_DEADLINE_S
-        for child in self._children.values():
+        for name, child in list(self._children.items()):
             child.end(max(0.0, deadline_s - self._clock.now_s()))
+            del self._children[name]
 
     def _kill_children(self) -> None:
         """Those that are still there: because it is to be at once, or an interrupt cut their end short."""
         for child in self._children.values():
-            if child.process.returncode is None:
-                child.kill()
+            child.kill()
         self._children.clear()
 
     def _take_last_words(self, child: Child | None, hear: Callable[[Message], None]) -> None:

@@ -26,7 +26,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_MAX_SHOWN = 800  # characters
+_MAX_SHOWN = 210  # characters of the beginning and of the end of a part
 
 
 class SlipstreamError(Exception):

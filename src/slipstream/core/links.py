@@ -37,6 +37,8 @@ _HANDSHAKE_MS = 10_000
 _REOPEN_S = 5.0  # ZeroMQ restores a connection by itself, except where the other side was no ZeroMQ: that it gives up
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_MAX_EVENTS = 100_000
+"""Of a socket that are not read yet, 15 MB; with more of them ZeroMQ's thread waits, and all channels with it."""
 
 _monitor_numbers = itertools.count()
 
@@ -427,8 +429,7 @@ class ZmqLink:
         if self._closed_because is None:
             self._closed_because = why
             self.is_connected = False
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+            _end_monitor(self._socket, self._monitor)
             self._socket.close()
             self._kept.clear()
 
@@ -489,8 +490,7 @@ class Listener:
         self.socket.send_multipart([peer, frame], zmq.NOBLOCK)  # a ROUTER drops what it cannot route
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
+        _end_monitor(self.socket, self.monitor)
         self.socket.close()
 
 
@@ -517,4 +517,17 @@ def _socket(kind: int, addresses: Sequence[str]) -> zmq.Socket[bytes]:
 def _monitor_of(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     """Where a socket's events come out, at an address that no other has had: pyzmq's own is named after the socket's
     file descriptor, and the system gives that away again before ZeroMQ has given up the address of a closed one."""
-    return socket.get_monitor_socket(events, f"inproc://slipstream.monitor-{next(_monitor_numbers)}")
+    address = f"inproc://slipstream.monitor-{next(_monitor_numbers)}"
+    socket.monitor(address, events)
+    monitor = socket.context.socket(zmq.PAIR)
+    monitor.set(zmq.RCVHWM, _MAX_EVENTS)
+    monitor.connect(address)
+    return monitor
+
+
+def _end_monitor(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Read what is left first: ZeroMQ's thread may be waiting for room, and `socket` could not be told to end."""
+    while is_readable(monitor):
+        recv_monitor_message(monitor, zmq.NOBLOCK)
+    socket.disable_monitor()
+    monitor.close(linger=0)
