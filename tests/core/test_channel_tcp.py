@@ -166,7 +166,7 @@ def test_refusals_that_nobody_reads_hold_up_no_channel_and_no_end(
     b = run.connect("b")
     stranger = run.connect("a", keys=RunKeys.new())
     refused = b.inputs["in"].stats
-    until(lambda: refused.refused_peers >= 1500, [b], timeout_s=120)  # with two events each, more than ZeroMQ keeps by itself
+    until(lambda: refused.refused_peers >= 1500, [b], timeout_s=120)  # of two events each: ZeroMQ alone keeps 2,000
     stranger.close()
     a = run.connect("a", incarnation=2)
     a.outputs["out"].put(item(1))

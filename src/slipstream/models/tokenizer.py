@@ -70,6 +70,10 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):  # tokenizer_class may name any class of the library
         raise TypeError(f"tokenizer_class makes a {type(tokenizer).__name__}")
+    template = tokenizer.chat_template  # saved as it was read, and nobody looks at it before it is used
+    templates = template.values() if isinstance(template, dict) else () if template is None else (template,)
+    if not all(isinstance(one, str) for one in templates):
+        raise TypeError(f"chat_template is no text, and no table of texts: {clip(template, 60)}")
     return tokenizer
 
 
