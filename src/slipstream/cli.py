@@ -581,7 +581,8 @@ def _on_one_screen() -> Iterator[None]:
         lines = told.getvalue().splitlines()
         if len(lines) > _SCREEN:
             lines[_SCREEN - 4 : -3] = ["│ ..."]
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        if lines and sys.stderr is not None:
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
 def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:

@@ -38,9 +38,6 @@ class Socket:
     def set(self, *_: Any) -> None:
         """Options are ZeroMQ's."""
 
-    def get_monitor_socket(self, *_: Any) -> Monitor:
-        return self.monitor
-
     def connect(self, _: str) -> None:
         self.connection_is_made()
 
@@ -138,6 +135,7 @@ class Ends:
         self.network = Network(self.rng)
         self.made: list[Socket] = []
         monkeypatch.setattr(links, "_socket", self._socket)
+        monkeypatch.setattr(links, "_monitor_of", lambda socket, _: socket.monitor)
         monkeypatch.setattr(
             links, "recv_monitor_message", lambda monitor, _: {"event": monitor.socket.events.popleft()}
         )
