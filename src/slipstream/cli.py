@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from slipstream.core.recipes import (
     check_model_path,
     check_path,
     defaults,
+    field_paths,
     list_recipes,
     load_recipe,
     merge,
@@ -96,7 +98,7 @@ def _exit_code(work: Callable[[], int]) -> int:
 
 def run_command(argv: Sequence[str]) -> int:
     """Train a model by a recipe; any field of the configuration is a flag."""
-    options = _parse("run", _run_options(_recipe_defaults(argv)), argv, run_command)
+    options = _parse("run", _run_options(_recipe_defaults(argv), argv), argv, run_command)
     return _train(_run_config(options), options)
 
 
@@ -115,7 +117,7 @@ def _train(config: RunConfig | str, options: Any, **more: Any) -> int:
 
 def eval_command(argv: Sequence[str]) -> int:
     """Measure a model's held-out accuracy: greedy, sampled at temperature 1, and pass@k."""
-    options = _parse("eval", _eval_options(_recipe_defaults(argv)), argv, eval_command)
+    options = _parse("eval", _eval_options(_recipe_defaults(argv), argv), argv, eval_command)
     model, config = _eval_config(options)
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
         raise ConfigError(
@@ -236,7 +238,7 @@ def plan_command(argv: Sequence[str]) -> int:
 
 def simulate_command(argv: Sequence[str]) -> int:
     """What a finished run would have been with other dials: step time, who waits, staleness, from its own files."""
-    options = _parse("simulate", _simulate_options(_shown_of_run(argv)), argv, simulate_command)
+    options = _parse("simulate", _simulate_options(_shown_of_run(argv), argv), argv, simulate_command)
     if options.run is None:
         raise ConfigError("a run is needed", allowed="the folder of a finished run", hint="`slipstream run` makes one")
     from slipstream.plan.what_if import what_if
@@ -292,7 +294,7 @@ def doctor_command(argv: Sequence[str]) -> int:
 
 def launch_command(argv: Sequence[str]) -> int:
     """Run on several machines: be the controller, be a group that joins it, or write the job files for both."""
-    options = _parse("launch", _launch_options(_recipe_defaults(argv)), argv, launch_command)
+    options = _parse("launch", _launch_options(_recipe_defaults(argv), argv), argv, launch_command)
     files = [name for name in ("slurm", "kubernetes") if getattr(options, name) is not None]
     if len(files) + (options.group is not None) != 1:
         raise ConfigError("launch does one thing", allowed="--group NAME, --slurm DIR or --kubernetes DIR")
@@ -467,7 +469,8 @@ def override_flags(model: type[BaseModel], shown: Mapping[str, Any], only: Colle
         if name == "recipe":  # every command takes it as an argument of its own
             continue
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            inside = None if only is None else {field.removeprefix(f"{name}.") for field in only if f"{name}." in field}
+            start = f"{name}."
+            inside = None if only is None else {field.removeprefix(start) for field in only if field.startswith(start)}
             if inside is None or inside:
                 section = override_flags(kind, value if isinstance(value, Mapping) else {}, inside)
                 keys[name] = annotated[section, tyro.conf.arg(help=info.description)]
@@ -498,10 +501,11 @@ def _hint(value: Any) -> str:
     return "" if value is None else f"(default: {value})"
 
 
-def _run_options(shown: Mapping[str, Any]) -> Any:
+def _run_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -> Any:
     return _options(
         "RunOptions",
         shown,
+        argv,
         ("recipe", "Name of a shipped recipe (`slipstream recipes`), or the path of a .toml file.", str, True),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
@@ -509,10 +513,11 @@ def _run_options(shown: Mapping[str, Any]) -> Any:
     )
 
 
-def _launch_options(shown: Mapping[str, Any]) -> Any:
+def _launch_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -> Any:
     return _options(
         "LaunchOptions",
         shown,
+        argv,
         ("recipe", "Recipe of the run: for the controller and for job files.", str, True),
         (
             "group",
@@ -550,7 +555,7 @@ def _launch_options(shown: Mapping[str, Any]) -> Any:
     )
 
 
-def _simulate_options(shown: Mapping[str, Any]) -> Any:
+def _simulate_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -> Any:
     from slipstream.plan.dials import DIALS
 
     flag: Any = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print JSON.")]
@@ -558,6 +563,7 @@ def _simulate_options(shown: Mapping[str, Any]) -> Any:
     return _options(
         "SimulateOptions",
         shown,
+        argv,
         ("run", "Folder of a finished run.", Path, True),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("generators", "The same as --generator.replicas.", int, False),
@@ -592,10 +598,11 @@ def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:
     return defaults() if folder is None else merge(defaults(), _saved_config(folder))
 
 
-def _eval_options(shown: Mapping[str, Any]) -> Any:
+def _eval_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -> Any:
     return _options(
         "EvalOptions",
         shown,
+        argv,
         ("model", "Folder of a run, or of a Hugging Face checkpoint (then --recipe says on what).", Path, True),
         ("recipe", "Recipe whose prompts and rewards to use. Default: the run's own configuration.", str, False),
         ("num_prompts", "Held-out prompts to answer. Default: eval.num_prompts.", int, False),
@@ -607,13 +614,15 @@ def _eval_options(shown: Mapping[str, Any]) -> Any:
 def _options(
     name: str,
     shown: Mapping[str, Any],
+    argv: Sequence[str] | None,
     *own: tuple[str, str, Any, bool],
     only: Collection[str] | None = None,
     more: Sequence[tuple[str, Any, Any]] = (),
 ) -> Any:
     """A dataclass of the command's own flags (name, help, type, is positional), all optional, plus all overrides.
 
-    `more` has flags with defaults (name, annotation, default); `only` these fields can be overridden.
+    `more` has flags with defaults (name, annotation, default); `only` these fields can be overridden. For `argv` it may
+    have the flags in it alone.
     """
     fields: list[Any] = []
     annotated: Any = Annotated  # the types are built at run time
@@ -622,8 +631,23 @@ def _options(
         annotation = annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=field.upper())]
         fields.append((field, positional[annotation] if is_positional else annotation, None))
     fields += more
+    given = _given(argv, {field for field, *_ in fields})
+    if given is not None:
+        only = given if only is None else given & set(only)
     flags = annotated[override_flags(RunConfig, shown, only), tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
+
+
+def _given(argv: Sequence[str] | None, own: Collection[str]) -> set[str] | None:
+    """The fields of a run that `argv` has flags for: a parser of all of them takes a quarter of a second to make.
+
+    None where it takes all: for help, and to say what is near a flag that does not exist.
+    """
+    if argv is None:
+        return None
+    flags = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    fields = {re.sub(r"(^|\.)no_", r"\1", flag) for flag in flags - set(own)}
+    return fields if fields <= set(field_paths(RunConfig)) and "-h" not in argv else None
 
 
 @_on_one_screen()
