@@ -519,7 +519,7 @@ def _monitor_of(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     file descriptor, and the system gives that away again before ZeroMQ has given up the address of a closed one."""
     address = f"inproc://slipstream.monitor-{next(_monitor_numbers)}"
     socket.monitor(address, events)
-    monitor = socket.context.socket(zmq.PAIR)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     monitor.set(zmq.RCVHWM, _MAX_EVENTS)
     monitor.connect(address)
     return monitor
