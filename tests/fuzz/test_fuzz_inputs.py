@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,10 +91,12 @@ def test_what_a_refusal_leaves_behind_is_a_fault(tmp_path: Path) -> None:
 
 
 def test_children_are_seen() -> None:
-    reader, writer = os.pipe()
-    child = subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.DEVNULL)
-    assert children()[child.pid].split() == ["cat"]
-    os.close(reader)
-    os.close(writer)
-    child.wait()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"x\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"x\n"  # it has become what it is
+        assert children()[child.pid].split() == ["cat"]
+        child.stdin.close()
     assert child.pid not in children()
