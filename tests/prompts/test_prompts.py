@@ -321,6 +321,16 @@ def test_missing_datasets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, mo
         build_prompts(run_config(dataset="nobody/nothing-here", num_eval=1), tokenizer)
 
 
+def test_a_folder_that_is_none_of_a_dataset_is_not_searched_for_minutes(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "MAX_ENTRIES", 10)
+    for index in range(11):
+        (tmp_path / f"{index}.txt").touch()
+    with pytest.raises(ConfigError, match="too many files"):
+        build_prompts(run_config(dataset=str(tmp_path), num_eval=1), tokenizer)
+
+
 def test_json_types() -> None:
     assert to_json_types({1: (np.int64(2), {"b", "a"})}, where="x") == {"1": [2, ["a", "b"]]}
     with pytest.raises(ConfigError, match="not JSON"):

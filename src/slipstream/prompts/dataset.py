@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from slipstream.prompts.template import Template
 
 MAX_LINE_BYTES = 16 * 2**20
 """Of a line of JSONL: what is longer was not meant to be one, and would lie in memory several times and in messages."""
+MAX_ENTRIES = 10_000
+"""Of a folder that is searched for files of data; the library that does it follows every path, for minutes."""
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
@@ -114,6 +117,15 @@ def _folder(path: Path, name: str | None, split: str) -> Iterable[Mapping[str, A
         if isinstance(loaded, datasets.Dataset):
             return loaded  # type: ignore[no-any-return]
         return _split(loaded, split, source=str(path))
+    found = 0
+    for _, folders, files in os.walk(path):
+        found += len(folders) + len(files)
+        if found > MAX_ENTRIES:
+            raise ConfigError(
+                f"the folder '{path}' has too many files to be searched for data",
+                got=f"more than {MAX_ENTRIES:,} files and folders",
+                hint="name the folder of the dataset itself, or one file of it",
+            )
     return _load(str(path), name, split)
 
 
