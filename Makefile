@@ -22,9 +22,12 @@ venv: .venv/dev ## create .venv with everything for development
 quickstart: .venv/run ## install, then train the quickstart recipe
 	$(BIN)/slipstream run quickstart $(ARGS)
 
-# Three files at a time, on two cores as well: for a third of its time a test waits.
+# Several files at a time, on two cores as well: for a third of its time a test waits. Whole runs come by themselves: they
+# look at what their processes leave behind, and have none of others beside.
+WHOLE := tests/integration tests/browser
 test: .venv/dev ## run the tests: no download, no GPU
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(WHOLE:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(WHOLE) $(ARGS)
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, more whole runs, three quarters of an hour
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
