@@ -21,10 +21,11 @@ from slipstream.evals.sampling import sample_completions
 from slipstream.evals.scoring import score_by
 from slipstream.prompts import build_prompts
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.measure import measure
+from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.measure import Auxiliary, measure
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.policy import WholePolicy
-from slipstream.trainer.step import Auxiliary, microbatch_logprobs, train_on_batch
+from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.token_sample import TokenSample
 
 TRAIN_STREAM = 0

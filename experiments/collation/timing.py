@@ -18,8 +18,8 @@ from slipstream.core.sections import ModelConfig, OptimizerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.logprobs import microbatch_logprobs
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.step import microbatch_logprobs
 
 VOCAB_SIZE = 64
 PROMPT_TOKENS = 8

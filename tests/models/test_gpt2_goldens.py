@@ -27,8 +27,8 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.logprobs import microbatch_logprobs
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.step import microbatch_logprobs
 
 PADDING = 50259  # of the recorded queries
 TOKENS = [23073, 11, 339, 561]  # "usually, he would"

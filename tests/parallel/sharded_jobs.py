@@ -35,10 +35,10 @@ from slipstream.models.sharded import (
 from slipstream.models.shards import Box, load_shard, local_parts, whole_tensors
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic, ValueFunction
+from slipstream.trainer.logprobs import microbatch_logprobs
 from slipstream.trainer.optim import FlatAdamW, Optimizer
 from slipstream.trainer.sharded_critic import ShardedCritic
 from slipstream.trainer.sharded_optim import ShardedAdamW
-from slipstream.trainer.step import microbatch_logprobs
 
 Boxes = list[tuple[Box, np.ndarray]]
 _GROUPS: dict[tuple[int, int], tuple[RankGroup, RankGroup]] = {}

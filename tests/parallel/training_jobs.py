@@ -25,11 +25,12 @@ from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.types import Group
 from slipstream.models.shards import Box
 from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.policy import Policy, WholePolicy
 from slipstream.trainer.scores import head_of
 from slipstream.trainer.sharded_checkpoint import module_shards
 from slipstream.trainer.sharded_policy import ShardedPolicy
-from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import supervised_updates
 
 Boxes = list[tuple[Box, np.ndarray]]

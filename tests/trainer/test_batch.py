@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_data import columns, make_rollout, run_config, sharing_prompts
+from training_data import columns, make_rollout, prepared, run_config, sharing_prompts
 
 from slipstream.batching import collate as batching
 from slipstream.core.errors import StalenessError
 from slipstream.core.types import Group
-from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.scores import has_signal, is_truncated, scored_group, selected
 
 REWARDS = [[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]
@@ -45,7 +44,7 @@ def advantages_of(batch, groups):
 
 def scalar_advantages(groups, measure=None, **changes):
     """[group][sample]: the one advantage that all tokens of a completion have."""
-    batch = prepare_batch(groups, config=run_config(**changes), step=0, measure=measure)
+    batch = prepared(groups, config=run_config(**changes), step=0, measure=measure)
     found = advantages_of(batch, groups)
     assert all(np.ptp(values) == 0 for values in found.values())
     return [
@@ -89,7 +88,7 @@ def test_the_greedy_completion_is_the_baseline_and_is_never_trained():
     groups = groups_of([[1.0, 2.0, 6.0, 2.5], [0.0, 0.0, 3.0, 3.0]])  # the last sample is the greedy one
     config = run_config(loss={"advantages": "greedy_baseline"})
     assert config.samples_per_group == 4
-    batch = prepare_batch(groups, config=config, step=0)
+    batch = prepared(groups, config=config, step=0)
     assert set(batch.sequences) == {(o, s) for o in range(2) for s in range(3)}
     found = advantages_of(batch, groups)
     assert [found[0, s][0] for s in range(3)] == [-1.5, -0.5, 3.5]
@@ -104,7 +103,7 @@ def test_a_stale_greedy_completion_is_outside_the_bound_too():
     stale = make_rollout(0, 3, np.random.default_rng(0), reward=0.0, version=1)
     group = msgspec.structs.replace(group, rollouts=(*group.rollouts, stale))
     with pytest.raises(StalenessError):
-        prepare_batch([group], config=run_config(loss={"advantages": "greedy_baseline"}), step=4)
+        prepared([group], config=run_config(loss={"advantages": "greedy_baseline"}), step=4)
 
 
 def parts_of(group, *parts):
@@ -207,10 +206,10 @@ def test_a_pair_of_equals_prefers_nothing():
     loss = {"name": "online_dpo", "select": "best_and_worst", "skip_no_signal": False}
     groups = groups_of([[1.0, 1.0, 1.0], [0.0, 2.0, 1.0]])
     measured = columns(reference_logprobs=0.5)
-    batch = prepare_batch(groups, config=run_config(loss=loss), step=0, measure=measured)
+    batch = prepared(groups, config=run_config(loss=loss), step=0, measure=measured)
     assert batch.keys == {0: (), 1: ((1, 1), (1, 0))}
     assert [sequence.key for sequence in batch.of(groups)] == [(1, 1), (1, 0)]
-    ties = prepare_batch(groups[:1], config=run_config(loss=loss), step=0, measure=measured)
+    ties = prepared(groups[:1], config=run_config(loss=loss), step=0, measure=measured)
     assert ties.of(groups[:1]) == []
     assert ties.metrics["reward_mean"] == 1.0
 
@@ -218,7 +217,7 @@ def test_a_pair_of_equals_prefers_nothing():
 def test_selection_sees_the_truncation_penalty_and_leaves_the_advantages_those_of_the_whole_group():
     groups = groups_of([[1.0, 2.0, 6.0]], finish={(0, 2): "length"})
     loss = {"advantages": "group_mean", "select": "best_and_worst", "truncated": "penalty", "truncation_reward": -3.0}
-    batch = prepare_batch(groups, config=run_config(loss=loss), step=0)
+    batch = prepared(groups, config=run_config(loss=loss), step=0)
     assert batch.keys[0] == ((0, 1), (0, 2))
     found = advantages_of(batch, groups)
     assert (found[0, 1][0], found[0, 2][0]) == (2.0, -3.0)
@@ -239,7 +238,7 @@ def test_the_end_of_a_completion_of_fixed_length_is_its_truncate_token():
     assert truncated(truncate_token=7, truncate_after=2)
     assert truncated(truncate_token=8)
     # training still covers what comes after it
-    batch = prepare_batch(
+    batch = prepared(
         [Group(ordinal=0, rollouts=(rollout, make_rollout(0, 1, np.random.default_rng(1))))],
         config=run_config(rewards={"truncate_token": 7}, loss={"truncated": "mask"}),
         step=0,
@@ -260,7 +259,7 @@ def test_pairs_are_whole_and_adjacent_in_every_microbatch(rewards, capacity, dat
     if data.draw(st.booleans(), label="shared prompts"):
         groups = sharing_prompts(groups)
     loss = {"name": "online_dpo", "select": "best_and_worst", "truncated": "mask"}
-    batch = prepare_batch(groups, config=run_config(loss=loss), step=0)
+    batch = prepared(groups, config=run_config(loss=loss), step=0)
     microbatches = batching.collate(batch.of(groups), capacity, atom_size=2)
     found = []
     for microbatch in microbatches:
@@ -288,7 +287,7 @@ def test_kl_in_the_reward_of_whole_completions(estimator, truncated):
     measure = columns(reference_logprobs=0.5)
     kl = {"coef": 0.3, "estimator": estimator}
     loss = {"advantages": "group_mean", "truncated": truncated, "select": "best_and_worst"}
-    batch = prepare_batch(groups, config=run_config(loss=loss, kl=kl), step=0, measure=measure)
+    batch = prepared(groups, config=run_config(loss=loss, kl=kl), step=0, measure=measure)
 
     totals = {}
     for group in groups:
@@ -319,7 +318,7 @@ def test_the_present_coefficient_counts_not_the_configured_one():
     config = run_config(loss={"advantages": "reward"}, kl={"coef": 0.3, "target": 6.0})
     found = []
     for coef in (0.3, 0.6):
-        batch = prepare_batch(groups, config=config, step=0, measure=columns(reference_logprobs=0.5), kl_coef=coef)
+        batch = prepared(groups, config=config, step=0, measure=columns(reference_logprobs=0.5), kl_coef=coef)
         found.append({key: values[0] for key, values in advantages_of(batch, groups).items()})
         assert batch.metrics["kl_coef"] == coef
     for (ordinal, sample), once in found[0].items():
@@ -336,7 +335,7 @@ def test_without_a_penalty_in_the_reward_only_what_is_trained_is_measured():
 
     groups = groups_of(REWARDS, finish={(1, 2): "length"})
     loss = {"name": "online_dpo", "select": "best_and_worst", "truncated": "mask"}
-    batch = prepare_batch(groups, config=run_config(loss=loss), step=0, measure=measure)
+    batch = prepared(groups, config=run_config(loss=loss), step=0, measure=measure)
     assert sorted(seen) == [(0, 0), (0, 2), (1, 1)]
     assert batch.metrics["kl_penalty"] == 0.0
 
@@ -344,7 +343,7 @@ def test_without_a_penalty_in_the_reward_only_what_is_trained_is_measured():
 def test_a_batch_without_a_token_to_measure_reports_no_kl():
     groups = groups_of(REWARDS, finish={(o, s): "length" for o in range(2) for s in range(3)})
     config = run_config(loss={"truncated": "mask"}, kl={"coef": 0.1, "place": "loss", "estimator": "k3"})
-    batch = prepare_batch(groups, config=config, step=0, measure=columns(reference_logprobs=0.1))
+    batch = prepared(groups, config=config, step=0, measure=columns(reference_logprobs=0.1))
     assert "kl_reference_sum" not in batch.metrics
 
 
@@ -402,7 +401,7 @@ def test_gae_against_a_padded_loop(coef, whiten_rewards, given):
     critic = {"gamma": 0.9, "lam": 0.8, "whiten_rewards": whiten_rewards}
     config = run_config(loss={"name": "ppo", "advantages": "gae"}, critic=critic, kl={"coef": coef})
     spreads = {"values": 1.0} | ({"reference_logprobs": 0.4} if coef else {})
-    batch = prepare_batch(groups, config=config, step=0, measure=columns(**spreads))
+    batch = prepared(groups, config=config, step=0, measure=columns(**spreads))
     kl = None
     if coef:
         kl = {
@@ -420,7 +419,7 @@ def test_token_rewards_are_whitened_over_each_minibatch_with_the_advantages():
     groups = groups_of(REWARDS)
     loss = {"name": "ppo", "advantages": "gae", "whiten_advantages": "minibatch"}
     config = run_config(loss=loss, critic={"gamma": 0.9, "lam": 0.8, "whiten_rewards": True})
-    batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0))
+    batch = prepared(groups, config=config, step=0, measure=columns(values=1.0))
     measured = {key: s.values[s.mask].astype(np.float64) for key, s in batch.sequences.items()}
     for group in groups:
         raw = padded_gae([group], scores_of([group]), measured=measured, gamma=0.9, lam=0.8, whiten_rewards=True)
@@ -436,7 +435,7 @@ def test_a_completion_cut_at_the_limit_has_no_step_after_its_last_token():
     groups = groups_of(REWARDS, finish={(0, 1): "length"})
     critic = {"gamma": 0.9, "lam": 0.8, "score_place": "after_last"}
     config = run_config(loss={"name": "ppo", "advantages": "gae"}, critic=critic)
-    batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0))
+    batch = prepared(groups, config=config, step=0, measure=columns(values=1.0))
     measured = {key: s.values[s.mask].astype(np.float64) for key, s in batch.sequences.items()}
     discounts = {key: 1.0 if key == (0, 1) else 0.9 * 0.8 for key in measured}
     expected = padded_gae(groups, scores_of(groups), measured=measured, gamma=0.9, lam=0.8, discount_of=discounts)
@@ -448,7 +447,7 @@ def test_the_penalty_in_the_loss_is_not_in_the_reward():
     found = []
     for kl in ({"coef": 0.0}, {"coef": 0.5, "place": "loss", "estimator": "k3"}):
         config = run_config(loss={"name": "ppo", "advantages": "gae"}, kl=kl)
-        batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0, reference_logprobs=0.5))
+        batch = prepared(groups, config=config, step=0, measure=columns(values=1.0, reference_logprobs=0.5))
         found.append(advantages_of(batch, groups))
     for key, advantages in found[0].items():
         np.testing.assert_array_equal(advantages, found[1][key])
@@ -457,7 +456,7 @@ def test_the_penalty_in_the_loss_is_not_in_the_reward():
 def test_masked_completions_take_no_part_in_gae_or_whitening():
     groups = groups_of(REWARDS, finish={(0, 0): "length"})
     loss = {"name": "ppo", "advantages": "gae", "truncated": "mask", "whiten_advantages": "batch"}
-    batch = prepare_batch(groups, config=run_config(loss=loss), step=0, measure=columns(values=1.0))
+    batch = prepared(groups, config=run_config(loss=loss), step=0, measure=columns(values=1.0))
     assert batch.sequences[0, 0].num_targets == 0
     trained = np.concatenate(list(advantages_of(batch, groups).values()))
     assert trained.mean() == pytest.approx(0, abs=1e-6)
@@ -471,7 +470,7 @@ def test_vtrace_at_staleness_0_is_gae_and_truncates_beyond():
 
     def shaped(spread, **critic):
         config = run_config(loss={"name": "aipo", "advantages": "gae"}, critic={"lam": 0.9, "gamma": 0.95, **critic})
-        batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0, proximal_logprobs=spread))
+        batch = prepared(groups, config=config, step=0, measure=columns(values=1.0, proximal_logprobs=spread))
         return batch.of(groups)
 
     for plain, corrected in zip(shaped(0.0), shaped(0.0, vtrace=True), strict=True):
@@ -500,11 +499,11 @@ def test_whitening_over_the_batch_and_over_each_minibatch(estimator):
     groups = groups_of([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0], [5.0, 5.0, 1.0], [9.0, 0.0, 0.0]])
     measure = columns(values=1.0) if estimator == "gae" else None
 
-    def prepared(whiten):
+    def with_whitening(whiten):
         loss = {"name": "ppo", "advantages": estimator, "whiten_advantages": whiten}
-        return prepare_batch(groups, config=run_config(loss=loss), step=0, measure=measure)
+        return prepared(groups, config=run_config(loss=loss), step=0, measure=measure)
 
-    plain, batch, minibatch = prepared("no"), prepared("batch"), prepared("minibatch")
+    plain, batch, minibatch = with_whitening("no"), with_whitening("batch"), with_whitening("minibatch")
     for parts, whitened in (([groups], batch), ([groups[0::2], groups[1::2]], minibatch)):
         for part in parts:
             raw, found = advantages_of(plain, part), advantages_of(whitened, part)
@@ -530,7 +529,7 @@ def test_whitening_in_parts_of_the_minibatch_as_on_ranks(unbiased):
     loss["whiten_unbiased"] = unbiased
     sizes = {"groups_per_step": 16, "completions_per_group": 2}
     config = run_config(**sizes, loss=loss, critic={"gamma": 0.9, "lam": 0.8, "whiten_rewards": True})
-    batch = prepare_batch(groups, config=config, step=0, measure=columns(values=1.0))
+    batch = prepared(groups, config=config, step=0, measure=columns(values=1.0))
     measured = {key: s.values[s.mask].astype(np.float64) for key, s in batch.sequences.items()}
     expected = {}
     for part in (groups[:8], groups[8:]):
@@ -547,7 +546,7 @@ def test_whitening_in_parts_of_the_minibatch_as_on_ranks(unbiased):
     for sequence in batch.of(dealt):
         assert np.array_equal(sequence.advantages, in_order[sequence.key])
     whole = run_config(**sizes, loss=loss | {"whiten_parts": 1}, critic={"whiten_rewards": True})
-    together = prepare_batch(groups, config=whole, step=0, measure=columns(values=1.0)).of(groups)
+    together = prepared(groups, config=whole, step=0, measure=columns(values=1.0)).of(groups)
     assert abs(together[0].advantages - in_order[0, 0]).max() > 0.01
 
 

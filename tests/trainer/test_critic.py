@@ -21,9 +21,10 @@ from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.metric_names import SAME, published_names
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 UNCLIPPED = {"lr": 1e-3, "max_grad_norm": 1e9}
 POLICY_LOSSES = sorted(name for name, loss in LOSSES.items() if loss.kind == "policy")

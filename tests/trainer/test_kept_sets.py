@@ -15,6 +15,7 @@ from training_data import (
     Recording,
     hugging_face_twin,
     make_groups,
+    prepared,
     run_config,
     sharing_prompts,
     tiny_policy,
@@ -25,10 +26,11 @@ from slipstream.core import wire
 from slipstream.core.errors import ShapeError
 from slipstream.core.types import Completion, Group, Rollout, Segment
 from slipstream.models.initialise import new_model
-from slipstream.trainer.batch import prepare_batch, train_sequence, without_targets
-from slipstream.trainer.measure import measure
+from slipstream.trainer.batch import train_sequence, without_targets
+from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.measure import Auxiliary, measure
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.step import Auxiliary, microbatch_logprobs, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 TEMPERATURE = 0.8
 
@@ -94,7 +96,7 @@ def test_logprobs_and_gradients_equal_a_loop_over_tokens_in_float64(
     capacity: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packing, shared prompts, given segments between sampled ones, and a head in chunks."""
-    monkeypatch.setattr("slipstream.trainer.step.MAX_LOGITS", at_once)
+    monkeypatch.setattr("slipstream.trainer.logprobs.MAX_LOGITS", at_once)
     groups = kept_groups(seed=5, given=True)
     completions = completions_of(groups)
     model, _ = tiny_policy()
@@ -224,7 +226,7 @@ def test_sets_that_cannot_be_right_are_refused() -> None:
 
 def test_a_batch_of_kept_sets_is_prepared_whole() -> None:
     groups = kept_groups(given=True)
-    batch = prepare_batch(groups, config=run_config(), step=0)
+    batch = prepared(groups, config=run_config(), step=0)
     for key, completion in completions_of(groups).items():
         sequence = batch.sequences[key]
         assert sequence.kept_counts is not None

@@ -11,9 +11,10 @@ from slipstream.core.errors import ShapeError
 from slipstream.models.initialise import new_model
 from slipstream.trainer.batch import train_sequence, without_targets
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.measure import measure, with_columns
+from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.measure import Auxiliary, measure, needed_columns, with_columns
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.step import Auxiliary, microbatch_logprobs, needed_columns, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 SHORT = {"max_new_tokens": 16}
 

@@ -9,19 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_threads import on_ranks, results
-from training_data import TINY, columns, make_groups, make_rollout, run_config, sharing_prompts, tiny_policy
+from training_data import TINY, columns, make_groups, make_rollout, prepared, run_config, sharing_prompts, tiny_policy
 
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError, StalenessError
 from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.types import Group
 from slipstream.models.initialise import new_model
-from slipstream.trainer.batch import prepare_batch
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.scores import head_of
-from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "train_s"}
 """Metrics that are others where other sequences meet in a microbatch."""
@@ -113,14 +113,14 @@ def batches(draw):
     return config, groups, draw(st.sampled_from([2, 3]))
 
 
-def prepared(config, groups, **ranks):
+def prepared_step_4(config, groups, **ranks):
     """The batch of step 4, with all columns that its config needs."""
     names = {"proximal_logprobs": 0.2}
     if config.kl.coef or config.loss.name == "online_dpo":
         names["reference_logprobs"] = 0.5
     if config.has_critic:
         names["values"] = 1.0
-    return prepare_batch(groups, config=config, step=4, measure=columns(**names), **ranks)
+    return prepared(groups, config=config, step=4, measure=columns(**names), **ranks)
 
 
 def minibatches_of(batch, config, ordinals):
@@ -140,12 +140,12 @@ def by_key(sequences):
 def test_a_batch_over_ranks_is_the_batch_of_one(case):
     config, groups, world = case
     ordinals = [group.ordinal for group in groups]
-    one = prepared(config, groups)
+    one = prepared_step_4(config, groups)
     expected = [by_key(part) for part in minibatches_of(one, config, ordinals)]
     shares, heads = dealt(groups, config, world), heads_of(groups, config)
 
     def job(ranks):
-        batch = prepared(config, shares[ranks.rank], heads=heads, ranks=ranks)
+        batch = prepared_step_4(config, shares[ranks.rank], heads=heads, ranks=ranks)
         return batch, [by_key(part) for part in minibatches_of(batch, config, ordinals)]
 
     by_rank = results(on_ranks(world, job))
@@ -174,7 +174,7 @@ def test_a_step_takes_few_meetings_of_the_ranks():
         shares, heads = dealt(groups, config, 2), heads_of(groups, config)
 
         def job(ranks, config=config, shares=shares, heads=heads):
-            prepared(config, shares[ranks.rank], heads=heads, ranks=ranks)
+            prepared_step_4(config, shares[ranks.rank], heads=heads, ranks=ranks)
             return ranks.num_meetings
 
         assert max(results(on_ranks(2, job))) <= 12
@@ -325,6 +325,6 @@ def test_a_token_outside_the_bound_stops_all_ranks(version):
 
     def job(ranks):
         with pytest.raises(StalenessError, match=rf"staleness {'-1..0' if version == 4 else '0..2'} steps"):
-            prepare_batch(shares[ranks.rank], config=config, step=3, heads=heads, ranks=ranks)
+            prepared(shares[ranks.rank], config=config, step=3, heads=heads, ranks=ranks)
 
     results(on_ranks(3, job))

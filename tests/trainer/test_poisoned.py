@@ -20,9 +20,10 @@ from slipstream.observe.recorder import read_rollouts
 from slipstream.observe.tokens import read_tokens
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.executor import Trainer
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.scores import has_signal, scored_group, selected
-from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 
 def with_logprobs(rollout, value):

@@ -16,8 +16,9 @@ from slipstream.batching import collate as batching
 from slipstream.models.hf import logical_tensors
 from slipstream.models.initialise import new_model
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 TEMPERATURE, BETA, LAM, CLIP, COEF, EPS = 0.7, 0.3, 0.95, 0.2, 0.1, 1e-5
 OPTIMIZER = {"lr": 3e-3, "eps": EPS, "adam": "tensorflow", "schedule": "linear", "max_grad_norm": math.inf}

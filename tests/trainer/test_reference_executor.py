@@ -35,9 +35,10 @@ from slipstream.models.build import build_policy
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.reference_executor import ReferencePolicy, reference_logprobs
-from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 OWN = {"coef": 0.1, "executor": "own"}
 

@@ -18,8 +18,9 @@ from slipstream.core.errors import NonFiniteError
 from slipstream.core.types import StepDone, TrainStep
 from slipstream.trainer import executor, step
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import supervised_updates
 
 

@@ -8,6 +8,7 @@ from training_data import (
     hugging_face_twin,
     make_groups,
     make_rollout,
+    prepared,
     run_config,
     sharing_prompts,
     tiny_policy,
@@ -17,10 +18,11 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError, StalenessError
 from slipstream.core.types import Group
-from slipstream.trainer.batch import prepare_batch
+from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.scores import rollout_advantages, scored_group
-from slipstream.trainer.step import Auxiliary, microbatch_logprobs, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 
 def setup(config, seed=0):
@@ -46,7 +48,7 @@ def test_gradient_equals_a_plain_loop_over_sequences_in_float64():
     )
     model, _, optimizer = setup(config)
     twin = hugging_face_twin(model)
-    batch = prepare_batch(groups, config=config, step=0)
+    batch = prepared(groups, config=config, step=0)
     train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching)
     # The optimizer clips in place; undo it by comparing directions, and norms through the metric below.
     ours = optimizer.grad / optimizer.grad.norm()
@@ -87,7 +89,7 @@ def test_shared_prompts_equal_every_sequence_alone_in_float64(capacity):
     config = run_config()
     model, _, optimizer = setup(config)
     twin = hugging_face_twin(model)
-    batch = prepare_batch(groups, config=config, step=0)
+    batch = prepared(groups, config=config, step=0)
     microbatches = batching.collate(batch.of(groups), capacity)
     num_rows = sum(microbatch.num_tokens for microbatch in microbatches)
     assert num_rows < sum(sequence.num_inputs for sequence in batch.sequences.values())
@@ -216,7 +218,7 @@ def test_truncated_completions_keep_mask_and_penalty():
 
     def prepared(**loss):
         config = run_config(loss={"advantages": "group_mean", **loss})
-        batch = prepare_batch([group], config=config, step=0)
+        batch = prepared([group], config=config, step=0)
         return (
             batch.sequences[0, 0],
             list(rollout_advantages([scored_group(group, config)], config).values()),
@@ -302,9 +304,9 @@ def test_a_large_head_in_chunks_equals_the_whole(monkeypatch):
     config = run_config()
     results = []
     for limit in (1 << 26, 4 * VOCAB_SIZE):
-        monkeypatch.setattr("slipstream.trainer.step.MAX_LOGITS", limit)
+        monkeypatch.setattr("slipstream.trainer.logprobs.MAX_LOGITS", limit)
         model, _, optimizer = setup(config)
-        batch = prepare_batch(groups, config=config, step=0)
+        batch = prepared(groups, config=config, step=0)
         (microbatch,) = batching.collate(batch.of(groups), 10_000)
         optimizer.zero_grad()
         logprobs, entropies = microbatch_logprobs(model, microbatch, temperature=1.0)

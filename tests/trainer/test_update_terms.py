@@ -9,17 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from training_data import TINY, VOCAB_SIZE, hugging_face_twin, make_groups, run_config, tiny_policy
+from training_data import TINY, VOCAB_SIZE, hugging_face_twin, make_groups, prepared, run_config, tiny_policy
 
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.types import Group, VersionSpan
 from slipstream.models.initialise import new_model
-from slipstream.trainer.batch import prepare_batch, train_sequence
+from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.scores import key_of, rollout_advantages, scored_group, selected
-from slipstream.trainer.step import Auxiliary, train_on_batch
+from slipstream.trainer.step import train_on_batch
 
 TEMPERATURE = 0.8
 MAX_NEW_TOKENS = 16
@@ -181,7 +182,7 @@ def test_a_critics_rewards_pay_the_present_coefficient(kl_coef):
 
         return {"reference_logprobs": filled(-3.0), "values": filled(0.0)}
 
-    batch = prepare_batch(groups, config=config, step=0, measure=measured, kl_coef=kl_coef)
+    batch = prepared(groups, config=config, step=0, measure=measured, kl_coef=kl_coef)
     for group in groups:
         for rollout in group.rollouts:
             completion = rollout.completion

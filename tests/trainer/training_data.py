@@ -16,6 +16,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.batch import PreparedBatch, prepare_batch, select_batch
 
 VOCAB_SIZE = 19
 TINY = ModelConfig(
@@ -174,3 +175,13 @@ class Recording:
         microbatches = batching.collate(*args, **kwargs)
         self.packed.append(microbatches)
         return microbatches
+
+
+def prepared(
+    groups: Any, *, config: RunConfig, step: int, measure: Any = None, kl_coef: float | None = None, **ranked: Any
+) -> PreparedBatch:
+    """Return the batch of `groups`, with what `measure` gives for its sequences; `ranked` are `heads` and `ranks`."""
+    selection = select_batch(groups, config=config, step=step, **ranked)
+    ranked.pop("heads", None)
+    columns = {} if measure is None else measure(selection.to_measure)
+    return prepare_batch(selection, columns, config=config, kl_coef=kl_coef, **ranked)

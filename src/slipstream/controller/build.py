@@ -38,8 +38,8 @@ from slipstream.rewards.executor import Rewards
 from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
+from slipstream.trainer.measure import needed_columns
 from slipstream.trainer.reference_executor import ReferencePolicy
-from slipstream.trainer.step import needed_columns
 
 
 def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection[str] = ()) -> None:

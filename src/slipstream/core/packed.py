@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import torch
 
 from slipstream.core.errors import ShapeError
 
@@ -99,6 +100,12 @@ class PackedMicrobatch:
         sets = np.full(is_kept.shape, -1, dtype=np.int64)
         sets[is_kept] = self.kept_tokens
         return sets
+
+    def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the columns of the targets [M] on `device`, by name; optional ones that are absent are left out."""
+        names = ("behaviour_logprobs", "advantages", "segment_ids", *OPTIONAL_COLUMNS)
+        columns = {name: vars(self)[name] for name in names}
+        return {name: torch.from_numpy(column).to(device) for name, column in columns.items() if column is not None}
 
     @property
     def num_tokens(self) -> int:

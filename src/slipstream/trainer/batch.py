@@ -7,8 +7,9 @@ of its own sequences only; where sums over all of them are needed, ranks add up 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from slipstream.core.staleness import check_bound, staleness_of, token_versions
 from slipstream.core.types import Completion, Group, RolloutHead
 from slipstream.trainer.measure import Columns, Key, with_columns
 from slipstream.trainer.scores import (
+    ScoredGroup,
     effective_reward,
     head_of,
     key_of,
@@ -33,9 +35,6 @@ from slipstream.trainer.scores import (
     split_baseline,
 )
 from slipstream.trainer.shaping import Shaping, targets_of
-
-Measure = Callable[[Sequence[TrainSequence]], Mapping[str, Columns]]
-"""Sequences -> the columns that the loss and the critic need, by name (`core.packed.OPTIONAL_COLUMNS`)."""
 
 
 def train_sequence(completion: Completion) -> TrainSequence:
@@ -109,6 +108,61 @@ def without_targets(sequence: TrainSequence) -> TrainSequence:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """The rollouts that a step trains on, chosen by their heads, before anything is measured on them.
+
+    `trainable` are the heads of all that may be trained on. `keys` are those that `loss.select` takes, by ordinal, on
+    any rank; `masked` those that are truncated and so have no token to train on. `measured` are those that columns are
+    needed for, on any rank; `sequences` are this rank's own among `measured` and `masked`. `lags` counts sampled tokens
+    by staleness.
+    """
+
+    groups: list[ScoredGroup]
+    trainable: list[RolloutHead]
+    keys: dict[int, tuple[Key, ...]]
+    masked: frozenset[Key]
+    measured: list[Key]
+    sequences: dict[Key, TrainSequence]
+    lags: np.ndarray
+
+    @property
+    def to_measure(self) -> list[TrainSequence]:
+        """This rank's sequences that columns are needed for."""
+        return [self.sequences[key] for key in self.measured if key in self.sequences]
+
+
+def select_batch(
+    groups: Sequence[Group],
+    *,
+    config: RunConfig,
+    step: int,
+    heads: Sequence[RolloutHead] | None = None,
+    ranks: RankGroup = RankGroup.alone(),
+) -> Selection:
+    """Select what step `step` trains on. StalenessError, on every rank alike, if a token is outside the bound.
+
+    `groups` are this rank's rollouts, `heads` those of all `ranks` in canonical order (None: `groups` are all there
+    are); all ranks call it. A KL penalty in the reward is measured on all rollouts, since those that are not selected,
+    or masked as truncated, are in their group's baseline.
+    """
+    own = {(rollout.ordinal, rollout.sample): rollout.completion for group in groups for rollout in group.rollouts}
+    if heads is None:
+        heads = [head_of(rollout, config) for group in groups for rollout in group.rollouts]
+    scored = scored_groups(heads)
+    # ReMax's greedy completions are consumed too: the bound holds for all that decides an update.
+    lags = _lags(own.values(), config, step=step, ranks=ranks)
+    trainable = [head for group in scored for head in split_baseline(group, config)[0]]
+    keys = {group.ordinal: tuple(key_of(head) for head in selected(group, config)) for group in scored}
+    is_chosen = {key for chosen in keys.values() for key in chosen}
+    masked = frozenset(key_of(head) for head in trainable if config.loss.truncated == "mask" and head.is_truncated)
+    measures_all = penalises_reward(config)
+    measured = [key_of(head) for head in trainable if measures_all or key_of(head) in is_chosen - masked]
+    needed = {*measured, *(masked & is_chosen)}
+    sequences = {key: train_sequence(completion) for key, completion in own.items() if key in needed}
+    return Selection(scored, trainable, keys, masked, measured, sequences, lags)
+
+
+@dataclass(frozen=True)
 class PreparedBatch:
     """The training sequences of a batch, and what is known of it before any update.
 
@@ -121,7 +175,7 @@ class PreparedBatch:
     metrics: dict[str, float]
 
     def of(self, groups: Sequence[Numbered]) -> list[TrainSequence]:
-        """This rank's sequences of `groups`, in their order: its part of a minibatch. All ranks call it."""
+        """Return this rank's sequences of `groups`, in their order: its part of a minibatch. All ranks call it."""
         keys = [key for group in groups for key in self.keys[group.ordinal]]
         sequences = [self.sequences[key] for key in keys if key in self.sequences]
         is_shaped = self.shaping.config.loss.whiten_advantages != "minibatch"
@@ -129,58 +183,40 @@ class PreparedBatch:
 
 
 def prepare_batch(
-    groups: Sequence[Group],
+    selection: Selection,
+    columns: Mapping[str, Columns] = MappingProxyType({}),
     *,
     config: RunConfig,
-    step: int,
-    measure: Measure | None = None,
     kl_coef: float | None = None,
-    heads: Sequence[RolloutHead] | None = None,
     ranks: RankGroup = RankGroup.alone(),
 ) -> PreparedBatch:
-    """Selection, loss masks, advantages and staleness of a batch. StalenessError if a token is outside the bound.
+    """Give the selected sequences their columns and advantages. All ranks call it.
 
-    `groups` are this rank's rollouts, `heads` those of all `ranks` in canonical order (None: `groups` are all there
-    are); all ranks call it. `measure` reads the columns that the loss and the critic need (None: they need none), and
-    `kl_coef` is the present coefficient, by default the configured one. A KL penalty in the reward is that of the
-    sampled tokens, behaviour policy against reference: it is measured on all rollouts, since those that are not
-    selected, or masked as truncated, are in their group's baseline.
+    `columns` are those that the loss and the critic need, by name, for `selection.to_measure`; `kl_coef` is the present
+    coefficient, by default the configured one. A KL penalty in the reward is that of the sampled tokens, behaviour
+    policy against reference.
     """
     kl_coef = config.kl.coef if kl_coef is None else kl_coef
-    own = {(rollout.ordinal, rollout.sample): rollout.completion for group in groups for rollout in group.rollouts}
-    if heads is None:
-        heads = [head_of(rollout, config) for group in groups for rollout in group.rollouts]
-    scored = scored_groups(heads)
-    # ReMax's greedy completions are consumed too: the bound holds for all that decides an update.
-    lags = _lags(own.values(), config, step=step, ranks=ranks)
-    trainable = [head for group in scored for head in split_baseline(group, config)[0]]
-    chosen = {group.ordinal: tuple(key_of(head) for head in selected(group, config)) for group in scored}
-    is_chosen = {key for keys in chosen.values() for key in keys}
-    masked = {key_of(head) for head in trainable if config.loss.truncated == "mask" and head.is_truncated}
-    measures_all = penalises_reward(config)
-    measured = [key_of(head) for head in trainable if measures_all or key_of(head) in is_chosen - masked]
-    sequences = {key: train_sequence(own[key]) for key in measured if key in own}
-    columns = {} if measure is None else measure(list(sequences.values()))
-    sequences = {
-        key: with_columns(sequence, **{name: values[key] for name, values in columns.items()})
-        for key, sequence in sequences.items()
+    measured = {
+        sequence.key: with_columns(sequence, **{name: values[sequence.key] for name, values in columns.items()})
+        for sequence in selection.to_measure
     }
     kl: dict[Key, float] = {}
     if "reference_logprobs" in columns:
-        of_all = _of_all_ranks(_reference_kl(sequences, config), ranks)
-        kl = {key: of_all[key] for key in measured}
-    penalties = {key: kl_coef * total for key, total in kl.items()} if measures_all and kl else None
-    num_sampled = {key_of(head): head.num_sampled for head in trainable}
+        of_all = _of_all_ranks(_reference_kl(measured, config), ranks)
+        kl = {key: of_all[key] for key in selection.measured}
+    penalties = {key: kl_coef * total for key, total in kl.items()} if penalises_reward(config) and kl else None
+    num_sampled = {key_of(head): head.num_sampled for head in selection.trainable}
     shaping = Shaping(
         config=config,
-        scores={key_of(head): effective_reward(head, config) for head in trainable},
-        has_slot={key_of(head): head.is_stopped for head in trainable},
-        num_targets=num_sampled | dict.fromkeys(masked, 0),
-        advantages=None if config.has_critic else rollout_advantages(scored, config, penalties),
+        scores={key_of(head): effective_reward(head, config) for head in selection.trainable},
+        has_slot={key_of(head): head.is_stopped for head in selection.trainable},
+        num_targets=num_sampled | dict.fromkeys(selection.masked, 0),
+        advantages=None if config.has_critic else rollout_advantages(selection.groups, config, penalties),
         kl_coef=kl_coef,
         ranks=ranks,
     )
-    metrics = _reward_metrics(trainable, config) | _staleness_metrics(lags)
+    metrics = _reward_metrics(selection.trainable, config) | _staleness_metrics(selection.lags)
     if kl:
         metrics |= {
             "kl_reference": sum(kl.values()) / max(sum(num_sampled[key] for key in kl), 1),
@@ -188,18 +224,12 @@ def prepare_batch(
             "kl_coef": kl_coef,
             "kl_penalty": float(np.mean(list(penalties.values()))) if penalties else 0.0,
         }
-    keys = [key for group in scored for key in chosen[group.ordinal]]
-    trained = [
-        without_targets(train_sequence(own[key])) if key in masked else sequences[key] for key in keys if key in own
-    ]
-    shaped = shaping.apply(trained, keys)
+    keys = [key for group in selection.groups for key in selection.keys[group.ordinal] if key in selection.sequences]
+    trained = [without_targets(selection.sequences[key]) if key in selection.masked else measured[key] for key in keys]
+    shaped = shaping.apply(trained, [key for chosen in selection.keys.values() for key in chosen])
     names = {"advantage": "advantages"} | ({"value_before": "values"} if "values" in columns else {})
-    return PreparedBatch(
-        {sequence.key: sequence for sequence in shaped},
-        chosen,
-        shaping,
-        metrics | _token_metrics(shaped, names, ranks),
-    )
+    metrics |= _token_metrics(shaped, names, ranks)
+    return PreparedBatch({sequence.key: sequence for sequence in shaped}, selection.keys, shaping, metrics)
 
 
 def _token_metrics(sequences: Sequence[TrainSequence], names: Mapping[str, str], ranks: RankGroup) -> dict[str, float]:

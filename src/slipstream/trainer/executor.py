@@ -57,11 +57,12 @@ from slipstream.observe.timeline import TRAINED
 from slipstream.observe.tokens import TOKENS_FILE, TokenLine, TokenRecorder, token_line
 from slipstream.trainer.critic import ValueFunction
 from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.measure import Auxiliary, brings_reference, needed_columns
 from slipstream.trainer.policy import Policy, WholePolicy
 from slipstream.trainer.reference import follows_warm_start, reference_path
 from slipstream.trainer.refused import write_report
 from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
-from slipstream.trainer.step import Auxiliary, brings_reference, needed_columns, train_on_batch
+from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
 from slipstream.trainer.token_sample import TokenSample
 

@@ -1,4 +1,4 @@
-"""What is measured on a batch before its first update: logprobs under frozen policies, and the critic's values.
+"""Columns measured on a batch before its first update: logprobs under frozen policies, and the critic's values.
 
 One float32 per token that is trained on, by (ordinal, sample); nothing here is differentiated.
 """
@@ -6,32 +6,130 @@ One float32 per token that is trained on, by (ordinal, sample); nothing here is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.algorithms.losses import loss_named
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
+from slipstream.core.executor import Spans
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Rollout
+from slipstream.core.types import Group, Rollout
+from slipstream.models.packed import at_targets
+from slipstream.models.transformer import Transformer
+from slipstream.trainer.critic import ValueFunction
+from slipstream.trainer.logprobs import microbatch_logprobs
 
 Key = tuple[int, int]  # (ordinal, sample)
 Columns = dict[Key, np.ndarray]
+Read = Callable[[PackedMicrobatch], Tensor]
+"""A microbatch -> one number per target, float32 [M]."""
+
+MEASURED_IN = {
+    "behaviour_logprobs": "proximal",
+    "reference_logprobs": "reference",
+    "proximal_logprobs": "proximal",
+    "values": "values",
+}
+"""The state of the timeline in which each column is measured."""
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """The trainer's models besides the policy: the frozen `reference` and the `critic`, where the config has them.
+
+    `kl_coef` is the present coefficient of an adaptive KL penalty; None takes `kl.coef`.
+    """
+
+    reference: Transformer | None = None
+    critic: ValueFunction | None = None
+    kl_coef: float | None = None
+
+
+def needed_columns(config: RunConfig) -> tuple[str, ...]:
+    """Return the columns to measure on a batch before its first update, for its loss, its penalty and its critic."""
+    requires = loss_named(config.loss.name, config.loss.params).requires
+    is_needed = {
+        "behaviour_logprobs": config.rereads_behaviour,
+        "reference_logprobs": "reference_logprobs" in requires or config.kl.coef > 0,
+        "proximal_logprobs": "proximal_logprobs" in requires or (config.has_critic and config.critic.vtrace),
+        "values": config.has_critic,
+    }
+    return tuple(name for name, needed in is_needed.items() if needed)
+
+
+def brings_reference(config: RunConfig) -> bool:
+    """Whether rollouts come with the reference's logprobs, measured by an executor of its own."""
+    return config.kl.executor == "own" and "reference_logprobs" in needed_columns(config)
+
+
+def measured_columns(
+    model: Transformer,
+    auxiliary: Auxiliary,
+    groups: Sequence[Group],
+    sequences: Sequence[TrainSequence],
+    *,
+    config: RunConfig,
+    batching: Batching,
+    ranks: RankGroup,
+    spans: Spans,
+    step: int,
+) -> dict[str, Columns]:
+    """Return the columns that the config needs of `sequences`, rollouts of `groups`, under the present weights.
+
+    Those of a reference with an executor of its own are what the rollouts have brought. All `ranks` call it, each with
+    its own sequences.
+    """
+    readers: dict[str, Read] = {
+        "behaviour_logprobs": partial(_logprobs, model, config),  # at staleness 0, the only case, it sampled
+        "reference_logprobs": partial(_logprobs, auxiliary.reference, config),
+        "proximal_logprobs": partial(_logprobs, model, config),
+        "values": partial(_values, model, auxiliary.critic),
+    }
+    columns: dict[str, Columns] = {}
+    for name in needed_columns(config):
+        if name == "reference_logprobs" and brings_reference(config):
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            columns[name] = brought(rollouts, sequences)
+            continue
+        with spans.span(MEASURED_IN[name], step=step):
+            columns[name] = measure(
+                readers[name],
+                sequences,
+                microbatch_tokens=config.trainer.microbatch_tokens,
+                batching=batching,
+                ranks=ranks,
+            )
+    return columns
+
+
+def _logprobs(model: Transformer | None, config: RunConfig, microbatch: PackedMicrobatch) -> Tensor:
+    assert model is not None, "the config needs a reference policy, and none was built"
+    return microbatch_logprobs(model, microbatch, temperature=config.logprob_temperature)[0]
+
+
+def _values(model: Transformer, critic: ValueFunction | None, microbatch: PackedMicrobatch) -> Tensor:
+    assert critic is not None, "the config needs a critic, and none was built"
+    states = at_targets(model, microbatch) if critic.is_head else torch.empty(0)
+    return critic.values(microbatch, states)
 
 
 @torch.no_grad()
 def measure(
-    read: Callable[[PackedMicrobatch], Tensor],
+    read: Read,
     sequences: Sequence[TrainSequence],
     *,
     microbatch_tokens: int,
     batching: Batching,
     ranks: RankGroup = RankGroup.alone(),
 ) -> Columns:
-    """What `read` gives for the targets of each sequence, float32 [num_targets]; none for a sequence without targets.
+    """Return what `read` gives for the targets of each sequence, float32 [num_targets]: [0] where it has none.
 
     `read` maps a microbatch to [M], one number per target. `sequences` are this rank's own; all `ranks` call it.
     Identity: equals reading every sequence alone.

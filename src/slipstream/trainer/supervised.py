@@ -16,9 +16,9 @@ from slipstream.core.packed import Batching, TrainSequence
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.logprobs import MAX_LOGITS, microbatch_logprobs
 from slipstream.trainer.measure import in_step
 from slipstream.trainer.optim import Optimizer, named
-from slipstream.trainer.step import MAX_LOGITS, microbatch_logprobs
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS; int32
 

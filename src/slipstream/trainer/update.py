@@ -1,0 +1,266 @@
+"""One optimizer update: packed microbatches into gradients of policy and critic, gradients into weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.algorithms.kl import KL_ESTIMATORS
+from slipstream.algorithms.losses import LossInputs, loss_named
+from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import NonFiniteError
+from slipstream.core.executor import Spans
+from slipstream.core.packed import PackedMicrobatch
+from slipstream.core.rank_group import RankGroup
+from slipstream.models.packed import at_targets
+from slipstream.models.transformer import Transformer
+from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.measure import Auxiliary, filled
+from slipstream.trainer.optim import Optimizer
+from slipstream.trainer.refused import Finding, findings, located
+from slipstream.trainer.token_sample import TokenSample
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of one update over all ranks: its targets and sequences, and the most microbatches that a rank has."""
+
+    num_tokens: int
+    num_sequences: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update `index` of a step: this rank's `microbatches`, and the counts over all ranks."""
+
+    index: int
+    microbatches: Sequence[PackedMicrobatch]
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class Made:
+    """An update that was made: the loss over all ranks, gradient norms before clipping, this rank's metrics."""
+
+    update: Update
+    loss: float
+    grad_norm: float
+    critic_grad_norm: float | None
+    lr: float
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One microbatch that went forward and backward: its part of both losses, and what in it is not finite."""
+
+    loss: float
+    value_loss: float
+    metrics: Metrics
+    findings: Sequence[Finding]
+
+
+class Updater:
+    """Make the updates of step `step`: of the policy `model`, and of the critic in `auxiliary`.
+
+    `tokens` takes what it wants of each microbatch; `spans` hears what the time goes to.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: Optimizer,
+        auxiliary: Auxiliary,
+        *,
+        config: RunConfig,
+        step: int,
+        ranks: RankGroup,
+        spans: Spans,
+        tokens: TokenSample | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._critic = model, optimizer, auxiliary.critic
+        self._optimizers = [optimizer] if self._critic is None else [optimizer, self._critic.optimizer]
+        self._config, self._step, self._ranks, self._spans, self._tokens = config, step, ranks, spans, tokens
+        self._loss = loss_named(config.loss.name, config.loss.params)
+        kl_coef = config.kl.coef if auxiliary.kl_coef is None else auxiliary.kl_coef
+        self._kl_in_loss = kl_coef if config.kl.place == "loss" else 0.0
+        self._has_changed_weights = False
+
+    @property
+    def atom_size(self) -> int:
+        """The sequences that must share a microbatch: the two of a pair, for losses of pairs."""
+        return 2 if self._loss.atom == "pair" else 1
+
+    def make(self, update: Update) -> Made | None:
+        """Make one update; None where no rank has anything to train on. All ranks call it.
+
+        The first update also measures how far the policy is from the one that sampled. NonFiniteError, on all ranks
+        alike and with nothing changed, for a loss or gradient that is not finite.
+        """
+        for optimizer in self._optimizers:  # an update with nothing to train on has its place in the schedule, too
+            optimizer.planned = self._step * self._config.updates_per_step + update.index
+        if not update.totals.num_microbatches:
+            return None
+        lr, critic_norm = self._optimizer.lr, None
+        try:
+            with self._spans.span("forward_backward", step=self._step):
+                loss, metrics = self._accumulate(update)
+            with self._spans.span("optimizer", step=self._step):
+                if self._critic is not None:
+                    self._critic.optimizer.finite_grad_norm()  # before either of them changes weights
+                norm = self._optimizer.step()
+        except NonFiniteError as error:  # on all ranks alike
+            raise located(
+                error,
+                step=self._step,
+                update=update.index,
+                num_minibatches=self._config.trainer.minibatches,
+                lr=lr,
+                own=[key for microbatch in update.microbatches for key in microbatch.keys],
+                ranks=self._ranks,
+            ) from error
+        if self._critic is not None:
+            with self._spans.span("optimizer", step=self._step):
+                critic_norm = self._critic.optimizer.step()
+        self._has_changed_weights = True
+        return Made(update, loss, norm, critic_norm, lr, metrics)
+
+    def _accumulate(self, update: Update) -> tuple[float, Metrics]:
+        """Leave the update's gradients in the optimizers; return the policy's loss over all ranks, this rank's metrics.
+
+        Every rank reads as many microbatches, some of them empty.
+        """
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        total, value_total = 0.0, 0.0
+        metrics: Metrics = {}
+        found: list[Finding] = []
+        microbatches = filled(update.microbatches, update.totals.num_microbatches)
+        for index, microbatch in enumerate(microbatches):
+            with self._spans.span("forward_backward", step=self._step):
+                for optimizer in self._optimizers:
+                    optimizer.before_backward(is_last=index == len(microbatches) - 1)
+                read = self._forward_backward(microbatch, update.totals)
+                total, value_total = total + read.loss, value_total + read.value_loss
+                metrics = merge_metrics(metrics, read.metrics)
+                found += read.findings
+                self._spans.did(microbatch.num_tokens)
+        sums = self._ranks.sum(torch.tensor([total, value_total], dtype=torch.float64))
+        for name, value in zip(("loss", "value loss"), sums.tolist(), strict=True):
+            if not math.isfinite(value):  # on one rank, and so in the sum that all have
+                raise NonFiniteError(
+                    f"the {name} is not finite; weights were not changed",
+                    got=f"{name} {value} at update {self._optimizer.num_updates}",
+                    hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+                    report={"findings": [msgspec.to_builtins(one) for one in found]},
+                )
+        return float(sums[0]), metrics
+
+    def _forward_backward(self, microbatch: PackedMicrobatch, totals: Totals) -> _Read:
+        """Add the gradients of one microbatch."""
+        critic = self._critic
+        states = at_targets(self._model, microbatch)
+        columns = microbatch.tensors(states.device)
+        logprobs, entropies = microbatch_logprobs(
+            self._model, microbatch, temperature=self._config.logprob_temperature, states=states
+        )
+        inputs = self._inputs(columns, logprobs, totals)
+        policy_loss, metrics = self._policy_loss(inputs, logprobs, entropies, totals)
+        is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
+        if not is_joint:  # the activations of one model at a time
+            torch.autograd.backward(policy_loss)
+        value = 0.0
+        if critic is not None:
+            value_loss, value_metrics = self._value_loss(
+                inputs, columns, critic.values(microbatch, states), num_tokens=totals.num_tokens
+            )
+            torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
+            metrics |= value_metrics
+            value = float(value_loss.detach())
+        loss = float(policy_loss.detach())
+        metrics["entropy"] = masked_mean(entropies.detach(), inputs.mask)
+        if self._tokens is not None:
+            self._tokens.take(microbatch, logprobs)
+        if not self._has_changed_weights:
+            metrics |= _difference_per_lag(microbatch, inputs, step=self._step)
+        is_finite = math.isfinite(loss) and math.isfinite(value)
+        return _Read(loss, value, metrics, () if is_finite else findings(microbatch, inputs, entropy=entropies))
+
+    def _policy_loss(
+        self, inputs: LossInputs, logprobs: Tensor, entropies: Tensor, totals: Totals
+    ) -> tuple[Tensor, Metrics]:
+        """Return the configured loss with its entropy bonus and KL penalty, and the loss's metrics."""
+        loss, metrics = self._loss(inputs)
+        if entropy_coef := self._config.loss.entropy_coef:
+            loss = loss - entropy_coef * self._reduced(entropies, inputs, totals)
+        if self._kl_in_loss:
+            kl = KL_ESTIMATORS[self._config.kl.estimator](logprobs, inputs.need("reference_logprobs"))
+            loss = loss + self._kl_in_loss * self._reduced(kl, inputs, totals)
+        return loss, metrics
+
+    def _reduced(self, values: Tensor, inputs: LossInputs, totals: Totals) -> Tensor:
+        """Reduce token `values` [T] as the loss reduces its own: under `loss.reduction`, or summed over each completion
+        and averaged over completions beside a loss of whole completions or pairs, whose logprobs are such sums."""
+        if self._loss.unit == "token":
+            return inputs.average(values)
+        return sum_over_units(values, inputs.mask, num_units=totals.num_sequences)
+
+    def _value_loss(
+        self, inputs: LossInputs, columns: dict[str, Tensor], values: Tensor, *, num_tokens: int
+    ) -> tuple[Tensor, Metrics]:
+        """Return the critic's loss times `critic.coef`, and the metric of the loss without it."""
+        assert columns.keys() >= {"values", "returns"}, "a batch for a critic carries values and returns"
+        loss, metrics = loss_named("value", {"clip": self._config.critic.clip})(
+            LossInputs(
+                policy_logprobs=None,
+                advantages=None,
+                mask=inputs.mask,
+                segment_ids=inputs.segment_ids,
+                num_units=num_tokens,
+                values=values,
+                anchor_values=columns["values"],
+                returns=columns["returns"],
+            )
+        )
+        total = loss.detach().double() * num_tokens
+        return self._config.critic.coef * loss, metrics | {"value_loss": Mean(total, inputs.mask.sum())}
+
+    def _inputs(self, columns: dict[str, Tensor], logprobs: Tensor, totals: Totals) -> LossInputs:
+        """Return what the loss is computed from, for one microbatch."""
+        by_token = self._loss.unit == "token" and self._config.loss.reduction == "token"
+        return LossInputs(
+            policy_logprobs=logprobs,
+            behaviour_logprobs=columns["behaviour_logprobs"],
+            reference_logprobs=columns.get("reference_logprobs"),
+            proximal_logprobs=columns.get("proximal_logprobs"),
+            advantages=columns["advantages"],
+            mask=torch.ones(len(logprobs), dtype=torch.bool, device=logprobs.device),
+            segment_ids=columns["segment_ids"],
+            num_units=totals.num_tokens if by_token else totals.num_sequences // self.atom_size,
+            reduction=self._config.loss.reduction,
+            max_tokens=self._config.generator.max_new_tokens,
+        )
+
+
+def _difference_per_lag(microbatch: PackedMicrobatch, inputs: LossInputs, *, step: int) -> Metrics:
+    """Return |policy - behaviour| of completions sampled wholly under one version, by that version's lag in steps."""
+    if not microbatch.num_targets:
+        return {}
+    starts = np.flatnonzero(np.diff(microbatch.segment_ids, prepend=-1))
+    oldest = np.minimum.reduceat(microbatch.versions, starts)[microbatch.segment_ids]
+    newest = np.maximum.reduceat(microbatch.versions, starts)[microbatch.segment_ids]
+    difference = (inputs.need("policy_logprobs").detach() - inputs.need("behaviour_logprobs")).abs()
+    parts: Metrics = {}
+    for version in np.unique(oldest[oldest == newest]):
+        chosen = torch.from_numpy((oldest == version) & (newest == version)).to(difference.device)
+        parts[f"logprob_diff_mean/lag_{step - version}"] = masked_mean(difference, chosen)
+        parts[f"logprob_diff_max/lag_{step - version}"] = masked_max(difference, chosen)
+    return parts
