@@ -16,12 +16,13 @@ from slipstream.batching import collate
 from slipstream.core.config import OptimizerConfig, WarmStartConfig
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.types import StepDone, TrainStep
-from slipstream.trainer import executor, step
+from slipstream.trainer import executor
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import supervised_updates
+from slipstream.trainer.update import Updater
 
 
 class Remembering(FlatAdamW):
@@ -95,15 +96,15 @@ def test_a_later_update_that_is_refused_leaves_what_the_one_before_it_made(at, m
     """Two minibatches, two epochs: the rollout is sound until update `at` of the four reads it."""
     config = run_config(max_staleness=9, trainer={"minibatches": 2, "epochs": 2})
     calls = []
-    accumulate = step._Update.accumulate
+    make = Updater.make
 
-    def spoiled(self, microbatches, totals, *, measured_step):
+    def spoiled(self, update):
         if len(calls) == at:
-            microbatches[0].behaviour_logprobs[-1] = math.nan
+            update.microbatches[0].behaviour_logprobs[-1] = math.nan
         calls.append(1)
-        return accumulate(self, microbatches, totals, measured_step=measured_step)
+        return make(self, update)
 
-    monkeypatch.setattr(step._Update, "accumulate", spoiled)
+    monkeypatch.setattr(Updater, "make", spoiled)
     error, after, now = refused(make_groups(version=7), config)
     assert len(after) == 1 + at
     assert not torch.equal(after[0][0], after[-1][0])

@@ -216,7 +216,7 @@ def test_truncated_completions_keep_mask_and_penalty():
     whole = make_rollout(0, 1, rng, reward=0.0)
     group = Group(ordinal=0, rollouts=(cut, whole))
 
-    def prepared(**loss):
+    def shaped(**loss):
         config = run_config(loss={"advantages": "group_mean", **loss})
         batch = prepared([group], config=config, step=0)
         return (
@@ -225,17 +225,17 @@ def test_truncated_completions_keep_mask_and_penalty():
             batch.metrics,
         )
 
-    kept, advantages, metrics = prepared(truncated="keep")
+    kept, advantages, metrics = shaped(truncated="keep")
     assert kept.num_targets == cut.completion.num_tokens
     assert advantages == [0.5, -0.5]
     assert metrics["truncated_frac"] == 0.5
-    masked, advantages, _ = prepared(truncated="mask")
+    masked, advantages, _ = shaped(truncated="mask")
     assert masked.num_targets == 0
     assert advantages == [0.5, -0.5]
-    _, advantages, metrics = prepared(truncated="penalty", truncation_reward=-1.0)
+    _, advantages, metrics = shaped(truncated="penalty", truncation_reward=-1.0)
     assert advantages == [-0.5, 0.5]
     assert metrics["reward_mean"] == 0.5
-    _, advantages, _ = prepared(truncated="subtract", truncation_reward=-3.0)
+    _, advantages, _ = shaped(truncated="subtract", truncation_reward=-3.0)
     assert advantages == [-1.0, 1.0]
 
 
