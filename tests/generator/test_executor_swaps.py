@@ -14,7 +14,7 @@ from ports import Port
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
-from slipstream.core.executor import Context, Swap
+from slipstream.core.executor import Context
 from slipstream.core.types import (
     Admit,
     Completion,
@@ -25,6 +25,7 @@ from slipstream.core.types import (
     VersionSpan,
     Waiting,
 )
+from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
 from slipstream.generator.fake import ScriptedGenerator

@@ -8,19 +8,16 @@ torchrun.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from slipstream.core.clock import Clock
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Checkpoint, Holding, Message, Stop
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+from slipstream.core.types import Checkpoint, Message, Stop
+from slipstream.core.weights import WeightsPublisher, WeightsSubscriber
 
 
 class Sender(Protocol):
@@ -88,148 +85,6 @@ class NoSpans:
     def counter(self, name: str, **values: float) -> None: ...
 
     def set_idle_state(self, state: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Swap:
-    """A committed version: seconds of staging while decoding went on, seconds decoding stood still, probe error."""
-
-    version: int
-    transfer_s: float
-    pause_s: float
-    probe_error: float
-
-
-class WeightsPublisher(Protocol):
-    """The trainer's end of a WEIGHTS channel, one on each rank. All ranks call `open` and `publish` together.
-
-    Rank 0 has the channel: it decides and tells the others. What it learns between two versions it passes on to the
-    trainer's `relay` port; the other ranks hand such messages to `take`.
-    """
-
-    def open(
-        self, flat: torch.Tensor | None, packer: WeightsPacker | None = None, holding: Holding | None = None
-    ) -> None:
-        """The live weights, from now on; they are only read inside `publish`.
-
-        `packer` writes them at the generators' precision; None: a slot holds the bytes of `flat` [num_params].
-        `holding` says what lies where in these, `packer.holding` in what it writes; None: generators take them whole.
-        """
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Of one version, on all ranks together."""
-        ...
-
-    def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
-        """Copy the weights to a staging slot and offer them; False when every slot is still being read.
-
-        The same answer on every rank; the probe is rank 0's.
-        """
-        ...
-
-    def poll(self) -> bool:
-        """Take releases; offer the newest skipped version when a slot came free. True when anything happened."""
-        ...
-
-    def take(self, message: Message) -> None:
-        """What rank 0 has relayed (`WeightsLinked`)."""
-        ...
-
-    def add_reader(self, replica: int) -> None:
-        """A replica that joined or came back: it takes part from the next version on."""
-        ...
-
-    def drop_reader(self, replica: int) -> None:
-        """Forget a dead replica: its slots come free, its link is closed."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class WeightsSubscriber(Protocol):
-    """A generator's end of a WEIGHTS channel."""
-
-    def open(
-        self,
-        parameters: FlatWeights,
-        probe: Callable[[np.ndarray], np.ndarray],
-        tolerance: float,
-        *,
-        is_threaded: bool,
-        probes_prepared: bool = False,
-        spans: Spans | None = None,
-    ) -> None:
-        """Commits go to `parameters`; `probe` recomputes the probe text's logprobs with them, `tolerance` in nats.
-
-        `probes_prepared`: with the weights prepared last, so that staging checks them; else with the live ones.
-        `spans` hears of staging that `poll` does itself.
-        """
-        ...
-
-    def poll(self) -> bool:
-        """Take offers and start staging the newest. True when anything happened."""
-        ...
-
-    @property
-    def is_staging(self) -> bool:
-        """A version is on its way, and decoding goes on meanwhile where there is something to decode."""
-        ...
-
-    @property
-    def pending_version(self) -> int | None:
-        """A newer version that lies staged and verified, ready to commit."""
-        ...
-
-    def commit(self) -> Swap | None:
-        """Switch to the pending version between two decode steps; None when none is pending.
-
-        Raises WeightSyncError, leaving the old version in place, when the probe disagrees.
-        """
-        ...
-
-    def wait_fds(self) -> list[int]: ...
-
-    def close(self) -> None: ...
-
-
-class WeightsPacker(Protocol):
-    """Turns the trainer's live weights into the bytes that generators read (`models.quantized.Packer`)."""
-
-    num_bytes: int
-    holding: Holding | None
-    """What lies where in the bytes."""
-
-    def pack(self, out: torch.Tensor) -> Iterator[slice]:
-        """Write the weights as they are now to `out` uint8 [num_bytes].
-
-        Yields the ranges of bytes that are final, ascending and without gaps, for a checksum on the way.
-        """
-        ...
-
-
-class FlatWeights(Protocol):
-    """Weights in one tensor that can be exchanged (`models.served.ServedWeights`, `models.flat.FlatParameters`)."""
-
-    flat: torch.Tensor
-    """The live version. A tensor like it holds the next; the two change places."""
-
-    @property
-    def holding(self) -> Holding | None:
-        """What lies where in `flat`; None: a version is all of the trainer's bytes as they are."""
-        ...
-
-    def prepare(self, flat: torch.Tensor) -> None:
-        """`flat` holds a whole, verified version that `rebind` may be called with next.
-
-        Whatever can be done before the exchange is done here, beside decoding: this may be another thread's call.
-        """
-        ...
-
-    def rebind(self, flat: torch.Tensor) -> None:
-        """Compute with the weights in `flat` from here on; with the previous tensor, that is undone."""
-        ...
 
 
 @dataclass

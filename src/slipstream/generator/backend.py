@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from slipstream.core.executor import FlatWeights
+from slipstream.core.weights import FlatWeights
 from slipstream.generator.requests import GenerationEngine, StateSpans
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import OptimizerConfig, RunConfig
-from slipstream.core.executor import WeightsPublisher
+from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model

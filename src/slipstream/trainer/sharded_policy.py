@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from slipstream.core.config import OptimizerConfig, RunConfig
-from slipstream.core.executor import WeightsPublisher
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_tokenizer
 from slipstream.models.export import export_sharded
 from slipstream.models.quantized import Packer, WeightLayout

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.executor import WeightsPacker
+from slipstream.core.weights import WeightsPacker
 from slipstream.weight_sync.plan import Copies
 
 BLOCK_BYTES = 1 << 18  # small enough that what was copied is hashed from the cache next to the core

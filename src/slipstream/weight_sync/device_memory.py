@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.executor import WeightsPacker
+from slipstream.core.weights import WeightsPacker
 from slipstream.weight_sync.copying import BLOCK_BYTES, Checksums, checksum_of, num_blocks
 from slipstream.weight_sync.plan import Copies
 
