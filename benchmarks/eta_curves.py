@@ -505,7 +505,7 @@ def show(name: str, job: Job, curve: Curve, disturbed: float) -> None:
 
 def picture(measured: Measured) -> str:
     """Both panels for every model, as one SVG file."""
-    from slipstream.plan.figures import eta_figure
+    from eta_figure import eta_figure
 
     return eta_figure(measured)
 

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 
-from slipstream.controller.model_check import Explored, Instance, explore, instances
+from exploration import Explored, Instance, explore, instances
 
 
 def main() -> int:

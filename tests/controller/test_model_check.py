@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.exploration import Explored, Instance, explore, instances
 from slipstream.controller.machine import SchedulingPolicy
-from slipstream.controller.model_check import Explored, Instance, explore, instances
 from slipstream.controller.schedule import Schedule
 
 FAULTS = {"drops": 1, "losses": 1, "restores": 1}

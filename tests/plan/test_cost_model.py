@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from theory import Side, Theory
 
 from slipstream.core.errors import ConfigError
 from slipstream.plan.architectures import ARCHITECTURES
@@ -28,7 +29,6 @@ from slipstream.plan.layouts import (
     Workload,
 )
 from slipstream.plan.lengths import Lengths, lengths_with_tail
-from slipstream.plan.theory import Side, Theory
 
 LLAMA_8B, LLAMA_70B = ARCHITECTURES["llama-3.1-8b"], ARCHITECTURES["llama-3.1-70b"]
 LLAMA_405B, QWEN_4B = ARCHITECTURES["llama-3.1-405b"], ARCHITECTURES["qwen3-4b"]

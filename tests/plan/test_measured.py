@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from measured_kit import BATCHES, measured, quickstart_shape
 
+from benchmarks.eta_figure import eta_figure
 from slipstream.core.errors import ConfigError
-from slipstream.plan.figures import eta_figure
 from slipstream.plan.measured import Point, read_measured, rises, write_measured
 
 SVG = "{http://www.w3.org/2000/svg}"

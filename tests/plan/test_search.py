@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_costs import TableCosts
+from theory import Side, Theory
 
 from slipstream.plan.colocated import FREES, best_synchronous
 from slipstream.plan.layouts import (
@@ -20,7 +21,6 @@ from slipstream.plan.layouts import (
     TrainerLayout,
 )
 from slipstream.plan.search import Search, Space, executors, signature_of
-from slipstream.plan.theory import Side, Theory
 
 SPACE = Space(
     devices=(1, 2, 3, 4, 6),

@@ -8,9 +8,9 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from theory import Eta, Side, Theory
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.theory import Eta, Side, Theory
 
 positive = st.floats(0.01, 100.0)
 SLACK = (1.0, 1.001, 1.2, 3.0)

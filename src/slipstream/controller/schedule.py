@@ -54,7 +54,7 @@ P - 1 undropped groups. They make at most m - 1 steps, and version m, which alon
 *Nothing finished is discarded.* Only places below `steps` P are admitted, so at most `steps` P undropped groups ever
 are, and a run that is done has trained them all, each once: a group leaves `ready` for one step only.
 
-`tests/controller/test_schedule.py` drives this with random interleavings, and `controller/model_check.py` goes through
+`tests/controller/test_schedule.py` drives this with random interleavings, and `benchmarks/exploration.py` goes through
 all interleavings of small instances.
 """
 
