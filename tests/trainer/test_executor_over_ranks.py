@@ -223,8 +223,8 @@ def test_a_run_over_ranks_is_that_of_one(monkeypatch, tmp_path, loss, world, ten
         for (version, logprobs), (as_one, expected) in zip(offers.offered, publisher.offered, strict=True):
             assert version == as_one
             np.testing.assert_allclose(logprobs, expected, atol=1e-3)
-    num_duplicates = [trainer.rollouts.num_duplicates for trainer, _, _ in by_rank]
-    assert sum(num_duplicates) == one.rollouts.num_duplicates == 5 * NUM_STEPS
+    num_duplicates = [trainer.inbox.rollouts.num_duplicates for trainer, _, _ in by_rank]
+    assert sum(num_duplicates) == one.inbox.rollouts.num_duplicates == 5 * NUM_STEPS
     assert all(count == 0 for count in num_duplicates[1::tensor_parallel] if tensor_parallel > 1)
     # one file, with the lines of all ranks in the order of one
     assert sorted(path.name for path in (tmp_path / "ranks").glob("rollouts*")) == ["rollouts.jsonl"]

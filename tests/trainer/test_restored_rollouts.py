@@ -144,11 +144,11 @@ def test_groups_are_back_before_there_is_a_version_to_sample_from(monkeypatch, t
         (
             (rollout.sample, rollout.reward)
             for trainer, _, _ in found
-            for rollout in trainer.rollouts.group(scored[1].ordinal)
+            for rollout in trainer.inbox.rollouts.group(scored[1].ordinal)
         )
     )
     assert back == [(rollout.sample, rollout.reward) for rollout in scored[1].rollouts]
-    rest = sum(len(trainer.rollouts.group(scored[2].ordinal)) for trainer, _, _ in found)
+    rest = sum(len(trainer.inbox.rollouts.group(scored[2].ordinal)) for trainer, _, _ in found)
     assert rest == len(scored[2].rollouts) - 1, "what there is of it is a duplicate when it is sampled again"
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,32 +14,22 @@ import torch
 
 from slipstream.algorithms.kl import AdaptiveKL
 from slipstream.algorithms.logprobs import probe_logprobs
-from slipstream.core import wire
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import disk_errors, sync_files
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.executor import Context, Executor
-from slipstream.core.packed import Batching, GroupCollector, NewCollector
+from slipstream.core.packed import Batching, NewCollector
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.ranks import data_parallel_rank
-from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rollouts
-from slipstream.core.staleness import last_step
 from slipstream.core.types import (
-    Arrived,
     Checkpoint,
     CheckpointSaved,
-    Counters,
     Export,
     Exported,
     Group,
-    GroupScored,
     Message,
     Progress,
     Published,
     Ready,
-    Rollout,
-    RolloutHead,
-    Shares,
     Skip,
     StepDone,
     Stop,
@@ -49,19 +38,16 @@ from slipstream.core.types import (
     WarmStart,
     WeightsLinked,
 )
-from slipstream.core.vetting import Limits, is_of_run, vetted
-from slipstream.models.tokenizer import TokenTexts
+from slipstream.core.vetting import Limits
 from slipstream.models.transformer import Transformer
-from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
 from slipstream.observe.timeline import TRAINED
-from slipstream.observe.tokens import TOKENS_FILE, TokenLine, TokenRecorder, token_line
 from slipstream.trainer.critic import ValueFunction
-from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.inbox import Inbox
 from slipstream.trainer.measure import Auxiliary, brings_reference, needed_columns
 from slipstream.trainer.policy import Policy, WholePolicy
+from slipstream.trainer.records import Records
 from slipstream.trainer.reference import follows_warm_start, reference_path
 from slipstream.trainer.refused import write_report
-from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
 from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
 from slipstream.trainer.token_sample import TokenSample
@@ -114,35 +100,41 @@ class Trainer(Executor):
         self.data_ranks, self.tensor_ranks = self.ranks.split(
             config.trainer.tensor_parallel, timeout_s=config.deadline_s
         )
-        self.dealt = dealt_by(config)
-        self.rollouts: GroupCollector[Rollout] = self.new_buffer(expects=self._is_dealt_here)
-        self.restored_heads: list[RolloutHead] = []
-        self.heads: GroupCollector[RolloutHead] = self.new_buffer()
         self.policy = new_policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
         self._ends.callback(self.policy.close)
         self.version = 0
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
         self.policy.offer_to(self.publisher)
-        self.limits = Limits.of(
+        limits = Limits.of(
             config,
             vocab_size=self.policy.model.config.vocab_size,
             max_positions=self.policy.model.config.max_positions,
             brings_reference=brings_reference(config),
         )
-        self.num_refused = 0
+        self.inbox = Inbox(
+            config,
+            context,
+            limits,
+            new_buffer=self.new_buffer,
+            data_ranks=self.data_ranks,
+            tensor_ranks=self.tensor_ranks,
+        )
         generator = np.random.default_rng(config.seed)
         model = self.policy.model.config
         num_tokens = min(PROBE_TOKENS, model.max_positions)
         self.probe_tokens = generator.integers(0, model.vocab_size, num_tokens, dtype=np.int32)
-        if self.ranks.is_leader:
-            self.recorder = self._ends.enter_context(closing(RolloutRecorder(context.run_dir / "rollouts.jsonl")))
-            every, max_bytes = config.observe.tokens_every, config.observe.tokens_mb * 1_000_000
-            self.token_recorder: TokenRecorder | None = None
-            if every:
-                recorder = TokenRecorder(context.run_dir / TOKENS_FILE, every=every, max_bytes=max_bytes)
-                self.token_recorder = self._ends.enter_context(closing(recorder))
-        self.token_texts = TokenTexts(self.policy.tokenizer)
+        self.records = self._ends.enter_context(
+            closing(
+                Records(
+                    config,
+                    context.run_dir,
+                    self.policy.tokenizer,
+                    is_leader=self.ranks.is_leader,
+                    ranks=self.data_ranks,
+                )
+            )
+        )
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None
         self.critic: ValueFunction | None = None
@@ -152,10 +144,6 @@ class Trainer(Executor):
         context.spans.set_idle_state("wait_generation")
         if self.resume is not None or not config.warm_start.steps:
             self._be_ready()
-
-    def _is_dealt_here(self, ordinal: int, sample: int) -> bool:
-        ranks = self.data_ranks
-        return data_parallel_rank(ordinal, sample, ranks.world, by=self.dealt) == ranks.rank
 
     @property
     def is_finished(self) -> bool:
@@ -167,7 +155,8 @@ class Trainer(Executor):
             self._warm_up()
             return True
         with self.context.spans.span("receive"):
-            has_news = self._receive()
+            has_news = self.publisher.poll()
+            has_news |= self.inbox.receive(self.version)
         self._report_saved()
         while (message := self.context.inputs["commands"].get_nowait()) is not None:
             has_news = True
@@ -231,41 +220,7 @@ class Trainer(Executor):
         self.version = restored.step
         self.kl = replace(self.kl, coef=restored.extra.get("kl_coef", self.kl.coef))
         if self.tensor_ranks.is_leader:
-            self._restore_rollouts(path, restored.extra)
-
-    def _restore_rollouts(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Take what waited for its step when the checkpoint was made: each rank its own, dealt as they are dealt now.
-
-        Rank 0 tells of groups that are whole before there is a version to sample from, so nobody samples them again.
-        """
-        notes: list[str] = []
-        owed = extra.get("schedule", {}).get("readmit", ())
-        heads = []
-        dropped = extra.get("schedule", {}).get("dropped", ())
-        for rollout in saved_rollouts(path, cut=extra.get("cut", ""), owed=owed, step=self.version, notes=notes):
-            if self._is_dealt_here(rollout.ordinal, rollout.sample) and self._may_still_be_trained(rollout, dropped):
-                heads += self._taken(rollout)
-        for note in notes:
-            log.warning("%s", note)
-        if self.data_ranks.world > 1:
-            parts = self.data_ranks.gather(wire.encode(Arrived(heads=tuple(heads))))
-            heads = [head for part in parts for head in _heads_in(part)]
-        if self.ranks.is_leader:
-            self.restored_heads = heads
-
-    def _may_still_be_trained(self, rollout: Rollout, dropped: Sequence[int]) -> bool:
-        """Whether the bound holds for it in any step that could train it, by the drops that the cut knows.
-
-        It does for all that was admitted before the cut. What came into the buffer between the cut and its saving may
-        have started thanks to a drop that the resumed run need not repeat.
-        """
-        config = self.config
-        if config.staleness_bound is None:
-            return True
-        last = last_step(
-            rollout.ordinal, dropped, groups_per_step=config.groups_per_step, reorder_window=config.reorder_window
-        )
-        return last - rollout.completion.min_version <= config.staleness_bound
+            self.inbox.restore(path, restored.extra, version=self.version)
 
     def _build_auxiliary(self) -> None:
         """The reference and the critic, from the policy at version 0 where the config names nothing else."""
@@ -286,78 +241,17 @@ class Trainer(Executor):
         self.context.outputs["events"].put(
             Ready(executor=self.context.name, num_params=self.policy.num_params, version=self.version)
         )
-        self._count_in(self.restored_heads)
+        self.inbox.announce_restored()
         self._publish()
-
-    # The loop
-
-    def _receive(self) -> bool:
-        """Take what has arrived: rollouts on the ranks that are dealt some, their heads on rank 0."""
-        has_news = self.publisher.poll()
-        heads: list[RolloutHead] = []
-        if self.tensor_ranks.is_leader:
-            while (message := self.context.inputs["rollouts"].get_nowait()) is not None:
-                has_news = True
-                assert isinstance(message, Rollout)
-                if not is_of_run(message, samples_per_group=self.config.samples_per_group):
-                    self._refuse(message)
-                    continue
-                heads += self._taken(message)
-        if not self.ranks.is_leader:
-            if heads:
-                self.context.outputs["arrived"].put(Arrived(heads=tuple(heads)))
-            return has_news
-        if self.data_ranks.world > 1:
-            while (message := self.context.inputs["arrived"].get_nowait()) is not None:
-                has_news = True
-                assert isinstance(message, Arrived)
-                heads += message.heads
-        self._count_in(heads)
-        return has_news
-
-    def _taken(self, rollout: Rollout) -> list[RolloutHead]:
-        """Keep `rollout` until its step; its head, unless it is a duplicate."""
-        rollout = vetted(rollout, self.limits, newest_version=self.version)
-        return [head_of(rollout, self.config)] if self.rollouts.add(rollout) else []
-
-    def _count_in(self, heads: Iterable[RolloutHead]) -> None:
-        """Tell the controller of groups that are whole with `heads`, which lie on some rank."""
-        for head in heads:
-            if self.heads.add(head) and self.heads.is_complete(head.ordinal):
-                self._tell(self._scored(ScoredGroup(head.ordinal, self.heads.group(head.ordinal))))
-
-    def _refuse(self, rollout: Rollout) -> None:
-        """One that names no place of any group: whose it was meant to be cannot be told, so it is only counted."""
-        self.num_refused += 1
-        log.warning("a rollout of no group was dropped: ordinal %d, sample %d", rollout.ordinal, rollout.sample)
-        values = {"refused_rollouts": float(self.num_refused)}
-        self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
-
-    def _scored(self, group: ScoredGroup) -> GroupScored:
-        rewards = [effective_reward(head, self.config) for head in group.heads]
-        failures = [head.failure for head in group.heads if head.failure is not None]
-        sampled = [head for head in group.heads if head.num_sampled]  # poisoned ones have no version
-        return GroupScored(
-            ordinal=group.ordinal,
-            has_signal=has_signal(group, self.config),
-            mean_reward=sum(rewards) / len(rewards),
-            num_failed=len(failures),
-            min_version=min((head.min_version for head in sampled), default=0),
-            max_version=max((head.max_version for head in sampled), default=0),
-            num_poisoned=len(group.heads) - len(sampled),
-            failure=next(iter(failures), None),
-        )
 
     def _relayed(self, message: Message) -> Message:
         """The command as all ranks get it: a step with the heads of its rollouts."""
         if not self.ranks.is_leader:
             return message
         if isinstance(message, TrainStep):
-            groups = self.heads.take(message.ordinals)
-            heads = tuple(head for members in groups.values() for head in members)
-            message = msgspec.structs.replace(message, heads=heads)
+            message = msgspec.structs.replace(message, heads=self.inbox.relayed_heads(message.ordinals))
         elif isinstance(message, Skip):
-            self.heads.take(message.ordinals)
+            self.inbox.relayed_heads(message.ordinals)
         if self.ranks.world > 1:
             self.context.outputs["relay"].put(message)
         return message
@@ -371,7 +265,7 @@ class Trainer(Executor):
             case Skip():
                 if self.tensor_ranks.is_leader:
                     with self.context.spans.span("record"):
-                        self._record(self._own_groups(message.ordinals), step=None)
+                        self.records.write(self.inbox.own_groups(message.ordinals), step=None)
             case Waiting():
                 self.context.spans.set_idle_state(f"wait_{message.reason}")
             case Checkpoint():
@@ -388,25 +282,10 @@ class Trainer(Executor):
             case _:
                 raise TypeError(f"a trainer does not take {type(message).__name__}")
 
-    def _own_groups(self, ordinals: Sequence[int]) -> list[Group]:
-        """What this data-parallel rank was dealt of these groups. It has it all: rank 0 knows of it from here."""
-        shares = self.rollouts.take(ordinals)
-        return [Group(ordinal=ordinal, rollouts=members) for ordinal, members in shares.items() if members]
-
-    def _shares(self, ordinals: Sequence[int]) -> list[Group]:
-        """What this rank trains of these groups: tensor-parallel peers get it from the first of them."""
-        groups = self._own_groups(ordinals) if self.tensor_ranks.is_leader else []
-        if self.tensor_ranks.world == 1:
-            return groups
-        payload = wire.encode(Shares(groups=tuple(groups))) if self.tensor_ranks.is_leader else b""
-        shares = wire.decode(self.tensor_ranks.broadcast(payload), (Shares,))
-        assert isinstance(shares, Shares)
-        return list(shares.groups)
-
     def _train(self, command: TrainStep) -> None:
         sample = TokenSample(self.config.observe.tokens_every)
         with self.context.spans.span("collate", step=command.step):  # but for what the step says of itself
-            groups = self._shares(command.ordinals)
+            groups = self.inbox.shares(command.ordinals)
             metrics = self._trained(groups, command, sample)
         self.context.spans.instant(TRAINED, step=command.step)
         if self.config.kl.target is not None and "kl_reference_sum" in metrics:
@@ -418,9 +297,9 @@ class Trainer(Executor):
             self._publish()
         if self.tensor_ranks.is_leader:
             with self.context.spans.span("record"):
-                self._record(groups, step=command.step)
+                self.records.write(groups, step=command.step)
                 if any(map(sample.wants, command.ordinals)):
-                    self._record_tokens(groups, sample, step=command.step)
+                    self.records.write_tokens(groups, sample, step=command.step)
 
     def _trained(self, groups: Sequence[Group], command: TrainStep, sample: TokenSample) -> dict[str, float]:
         """The metrics of the step. A step that is refused leaves a report in the run's folder, for a bug report."""
@@ -450,30 +329,6 @@ class Trainer(Executor):
                 report=error.report,
             ) from error
 
-    def _record(self, groups: Sequence[Group], *, step: int | None) -> None:
-        """Rank 0 writes the lines of all data-parallel ranks, in the order in which one rank would."""
-        lines = [rollout_line(rollout) for group in groups for rollout in group.rollouts]
-        if self.data_ranks.world > 1:
-            parts = self.data_ranks.gather(msgspec.msgpack.encode(lines))
-            lines = [line for part in parts for line in msgspec.msgpack.decode(part, type=list[RolloutLine])]
-        if self.ranks.is_leader:
-            self.recorder.record(lines, step=step)
-
-    def _record_tokens(self, groups: Sequence[Group], sample: TokenSample, *, step: int) -> None:
-        """Rank 0 writes what all data-parallel ranks have of the sampled groups; what was emptied has no tokens."""
-        lines = [
-            token_line(one.completion, sample.trained.get((one.ordinal, one.sample)), step=step, texts=self.token_texts)
-            for group in groups
-            if sample.wants(group.ordinal)
-            for one in group.rollouts
-            if one.completion.num_tokens
-        ]
-        if self.data_ranks.world > 1:
-            parts = self.data_ranks.gather(msgspec.msgpack.encode(lines))
-            lines = [line for part in parts for line in msgspec.msgpack.decode(part, type=list[TokenLine])]
-        if self.ranks.is_leader and self.token_recorder is not None:
-            self.token_recorder.record(lines)
-
     def _export(self, path: Path) -> None:
         """On the disk when it is told of: a run that is done has its model, whatever happens then."""
         with disk_errors(path):
@@ -492,18 +347,11 @@ class Trainer(Executor):
             "kl_coef": self.kl.coef,
         }
         with self.context.spans.span("checkpoint"):
-            if self.ranks.is_leader:
-                self.recorder.sync()
+            self.records.sync()
             if self.tensor_ranks.is_leader:
-                self._save_rollouts(command)
+                self.inbox.save(command)
             self.policy.save(Path(command.path), step=self.version, extra=extra, critic=self.critic)
         self._report_saved()
-
-    def _save_rollouts(self, command: Checkpoint) -> None:
-        rollouts = [rollout for ordinal in command.schedule["readmit"] for rollout in self.rollouts.group(ordinal)]
-        if rollouts:
-            path = rollouts_dir(Path(command.path)) / f"{self.context.name}{SUFFIX}"
-            save_messages(path, rollouts, cut=command.cut)
 
     def _report_saved(self, *, wait: bool = False) -> None:
         """Tell of a checkpoint once it is whole: a step counts as kept from then on."""
@@ -529,9 +377,3 @@ class Trainer(Executor):
                     skipped=not is_offered,
                 )
             )
-
-
-def _heads_in(payload: bytes) -> Sequence[RolloutHead]:
-    message = wire.decode(payload, (Arrived,))
-    assert isinstance(message, Arrived)
-    return message.heads

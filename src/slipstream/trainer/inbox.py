@@ -1,0 +1,200 @@
+"""The rollouts that wait at the trainer for their step, and what the controller is told of their groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.core import wire
+from slipstream.core.config import RunConfig
+from slipstream.core.executor import Context
+from slipstream.core.packed import GroupCollector, NewCollector
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.ranks import data_parallel_rank
+from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rollouts
+from slipstream.core.staleness import last_step
+from slipstream.core.types import (
+    Arrived,
+    Checkpoint,
+    Counters,
+    Group,
+    GroupScored,
+    Rollout,
+    RolloutHead,
+    Shares,
+)
+from slipstream.core.vetting import Limits, is_of_run, vetted
+from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
+
+log = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Keep the rollouts that this rank is dealt; on rank 0 also the heads of all ranks' rollouts.
+
+    Rank 0 knows from the heads when a group is whole, and tells the controller (`GroupScored`). Only the first of
+    tensor-parallel peers receives rollouts; the others get a step's from it (`shares`).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        context: Context,
+        limits: Limits,
+        *,
+        new_buffer: NewCollector,
+        data_ranks: RankGroup,
+        tensor_ranks: RankGroup,
+    ) -> None:
+        self._config, self._context, self._limits = config, context, limits
+        self._ranks, self._data_ranks, self._tensor_ranks = context.group, data_ranks, tensor_ranks
+        self._dealt = dealt_by(config)
+        self.rollouts: GroupCollector[Rollout] = new_buffer(expects=self._is_dealt_here)
+        self.heads: GroupCollector[RolloutHead] = new_buffer()
+        self._restored: list[RolloutHead] = []
+        self._num_refused = 0
+
+    def _is_dealt_here(self, ordinal: int, sample: int) -> bool:
+        ranks = self._data_ranks
+        return data_parallel_rank(ordinal, sample, ranks.world, by=self._dealt) == ranks.rank
+
+    # Arrivals
+
+    def receive(self, newest_version: int) -> bool:
+        """Take what has arrived: rollouts on the ranks that are dealt some, their heads on rank 0. True for any."""
+        has_news = False
+        heads: list[RolloutHead] = []
+        if self._tensor_ranks.is_leader:
+            while (message := self._context.inputs["rollouts"].get_nowait()) is not None:
+                has_news = True
+                assert isinstance(message, Rollout)
+                if is_of_run(message, samples_per_group=self._config.samples_per_group):
+                    heads += self._taken(message, newest_version)
+                else:
+                    self._refuse(message)
+        if not self._ranks.is_leader:
+            if heads:
+                self._context.outputs["arrived"].put(Arrived(heads=tuple(heads)))
+            return has_news
+        if self._data_ranks.world > 1:
+            while (message := self._context.inputs["arrived"].get_nowait()) is not None:
+                has_news = True
+                assert isinstance(message, Arrived)
+                heads += message.heads
+        self._count_in(heads)
+        return has_news
+
+    def _taken(self, rollout: Rollout, newest_version: int) -> list[RolloutHead]:
+        """Keep `rollout` until its step; return its head, unless it is a duplicate."""
+        rollout = vetted(rollout, self._limits, newest_version=newest_version)
+        return [head_of(rollout, self._config)] if self.rollouts.add(rollout) else []
+
+    def _count_in(self, heads: Iterable[RolloutHead]) -> None:
+        """Tell the controller of groups that are whole with `heads`, which lie on some rank."""
+        for head in heads:
+            if self.heads.add(head) and self.heads.is_complete(head.ordinal):
+                group = ScoredGroup(head.ordinal, self.heads.group(head.ordinal))
+                self._context.outputs["events"].put(group_scored(group, self._config))
+
+    def _refuse(self, rollout: Rollout) -> None:
+        """Count a rollout that names no place of any group: the group that it was meant for cannot be told."""
+        self._num_refused += 1
+        log.warning("a rollout of no group was dropped: ordinal %d, sample %d", rollout.ordinal, rollout.sample)
+        values = {"refused_rollouts": float(self._num_refused)}
+        self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))
+
+    # What a command names
+
+    def relayed_heads(self, ordinals: Sequence[int]) -> tuple[RolloutHead, ...]:
+        """Give up the heads of these groups, in canonical order. Rank 0 alone has them."""
+        groups = self.heads.take(ordinals)
+        return tuple(head for members in groups.values() for head in members)
+
+    def own_groups(self, ordinals: Sequence[int]) -> list[Group]:
+        """Give up what this data-parallel rank was dealt of these groups, all of which has arrived."""
+        shares = self.rollouts.take(ordinals)
+        return [Group(ordinal=ordinal, rollouts=members) for ordinal, members in shares.items() if members]
+
+    def shares(self, ordinals: Sequence[int]) -> list[Group]:
+        """Return what this rank trains of these groups. Tensor-parallel peers call it together."""
+        groups = self.own_groups(ordinals) if self._tensor_ranks.is_leader else []
+        if self._tensor_ranks.world == 1:
+            return groups
+        payload = wire.encode(Shares(groups=tuple(groups))) if self._tensor_ranks.is_leader else b""
+        shares = wire.decode(self._tensor_ranks.broadcast(payload), (Shares,))
+        assert isinstance(shares, Shares)
+        return list(shares.groups)
+
+    # Checkpoints
+
+    def save(self, command: Checkpoint) -> None:
+        """Write the rollouts of groups that a resumed run would sample again, beside the checkpoint."""
+        rollouts = [rollout for ordinal in command.schedule["readmit"] for rollout in self.rollouts.group(ordinal)]
+        if rollouts:
+            path = rollouts_dir(Path(command.path)) / f"{self._context.name}{SUFFIX}"
+            save_messages(path, rollouts, cut=command.cut)
+
+    def restore(self, path: Path, extra: Mapping[str, Any], *, version: int) -> None:
+        """Take what waited for its step when the checkpoint was made: each rank its own, dealt as they are dealt now.
+
+        All data-parallel ranks call it. Rank 0 tells of whole groups in `announce_restored`.
+        """
+        schedule = extra.get("schedule", {})
+        owed, dropped = schedule.get("readmit", ()), schedule.get("dropped", ())
+        notes: list[str] = []
+        heads: list[RolloutHead] = []
+        for rollout in saved_rollouts(path, cut=extra.get("cut", ""), owed=owed, step=version, notes=notes):
+            if self._is_dealt_here(rollout.ordinal, rollout.sample) and self._may_still_be_trained(rollout, dropped):
+                heads += self._taken(rollout, version)
+        for note in notes:
+            log.warning("%s", note)
+        if self._data_ranks.world > 1:
+            parts = self._data_ranks.gather(wire.encode(Arrived(heads=tuple(heads))))
+            heads = [head for part in parts for head in _heads_in(part)]
+        if self._ranks.is_leader:
+            self._restored = heads
+
+    def announce_restored(self) -> None:
+        """Tell of restored groups that are whole, before there is a version to sample from: none is sampled again."""
+        self._count_in(self._restored)
+        self._restored = []
+
+    def _may_still_be_trained(self, rollout: Rollout, dropped: Sequence[int]) -> bool:
+        """Whether the bound holds for it in any step that could train it, by the drops that the cut knows.
+
+        It does for all that was admitted before the cut. What came into the buffer between the cut and its saving may
+        have started thanks to a drop that the resumed run need not repeat.
+        """
+        config = self._config
+        if config.staleness_bound is None:
+            return True
+        last = last_step(
+            rollout.ordinal, dropped, groups_per_step=config.groups_per_step, reorder_window=config.reorder_window
+        )
+        return last - rollout.completion.min_version <= config.staleness_bound
+
+
+def group_scored(group: ScoredGroup, config: RunConfig) -> GroupScored:
+    """Return what the controller is told of a group whose rollouts are all scored."""
+    rewards = [effective_reward(head, config) for head in group.heads]
+    failures = [head.failure for head in group.heads if head.failure is not None]
+    sampled = [head for head in group.heads if head.num_sampled]  # poisoned ones have no version
+    return GroupScored(
+        ordinal=group.ordinal,
+        has_signal=has_signal(group, config),
+        mean_reward=sum(rewards) / len(rewards),
+        num_failed=len(failures),
+        min_version=min((head.min_version for head in sampled), default=0),
+        max_version=max((head.max_version for head in sampled), default=0),
+        num_poisoned=len(group.heads) - len(sampled),
+        failure=next(iter(failures), None),
+    )
+
+
+def _heads_in(payload: bytes) -> Sequence[RolloutHead]:
+    message = wire.decode(payload, (Arrived,))
+    assert isinstance(message, Arrived)
+    return message.heads

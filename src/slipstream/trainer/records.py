@@ -1,0 +1,71 @@
+"""The lines that the trainer writes of its rollouts: `rollouts.jsonl`, and `tokens.jsonl` for a sample of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.config import RunConfig
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.types import Group
+from slipstream.models.tokenizer import TokenTexts
+from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
+from slipstream.observe.tokens import TOKENS_FILE, TokenLine, TokenRecorder, token_line
+from slipstream.trainer.token_sample import TokenSample
+
+Line = TypeVar("Line", RolloutLine, TokenLine)
+
+
+class Records:
+    """Write the lines of all data-parallel ranks on rank 0, in the order in which one rank would. All ranks call it."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase, *, is_leader: bool, ranks: RankGroup
+    ) -> None:
+        self._ranks, self._texts, self._ends = ranks, TokenTexts(tokenizer), ExitStack()
+        self._rollouts: RolloutRecorder | None = None
+        self._tokens: TokenRecorder | None = None
+        if is_leader:
+            self._rollouts = self._ends.enter_context(closing(RolloutRecorder(run_dir / "rollouts.jsonl")))
+            every, max_bytes = config.observe.tokens_every, config.observe.tokens_mb * 1_000_000
+            if every:
+                recorder = TokenRecorder(run_dir / TOKENS_FILE, every=every, max_bytes=max_bytes)
+                self._tokens = self._ends.enter_context(closing(recorder))
+
+    def write(self, groups: Sequence[Group], *, step: int | None) -> None:
+        """Write the rollouts of whole groups: `step` has trained on them, or (None) they were dropped."""
+        lines = self._gathered([rollout_line(rollout) for group in groups for rollout in group.rollouts], RolloutLine)
+        if self._rollouts is not None:
+            self._rollouts.record(lines, step=step)
+
+    def write_tokens(self, groups: Sequence[Group], sample: TokenSample, *, step: int) -> None:
+        """Write the tokens of the groups that `sample` wants; a rollout that was emptied has none."""
+        own = [
+            token_line(one.completion, sample.trained.get((one.ordinal, one.sample)), step=step, texts=self._texts)
+            for group in groups
+            if sample.wants(group.ordinal)
+            for one in group.rollouts
+            if one.completion.num_tokens
+        ]
+        lines = self._gathered(own, TokenLine)
+        if self._tokens is not None:
+            self._tokens.record(lines)
+
+    def _gathered(self, lines: list[Line], kind: type[Line]) -> list[Line]:
+        if self._ranks.world == 1:
+            return lines
+        parts = self._ranks.gather(msgspec.msgpack.encode(lines))
+        return [line for part in parts for line in msgspec.msgpack.decode(part, type=list[kind])]  # type: ignore[valid-type]
+
+    def sync(self) -> None:
+        """Return once every line of rollouts is on the disk."""
+        if self._rollouts is not None:
+            self._rollouts.sync()
+
+    def close(self) -> None:
+        self._ends.close()
