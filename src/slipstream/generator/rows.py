@@ -1,0 +1,125 @@
+"""The rows of an engine: what it remembers of each completion that is being decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from slipstream.core.types import FinishReason, VersionSpan
+from slipstream.generator.kept import KeptRecorder
+from slipstream.generator.requests import Finished, Request, Resume, extended_spans
+
+
+@dataclass(eq=False)
+class Live:
+    """The part of a row's state that no step touches. `kv_version` is that of its oldest key."""
+
+    request: Request
+    version_spans: list[VersionSpan]
+    started_s: float
+    kv_version: int
+    kept: KeptRecorder | None
+
+
+@dataclass(eq=False)
+class Rows:
+    """The state of every row. Numpy arrays, so that a step costs few small operations."""
+
+    is_live: np.ndarray  # bool [rows]
+    num_new: np.ndarray  # int64 [rows]: tokens sampled so far
+    max_new: np.ndarray  # int64 [rows]
+    ends_s: np.ndarray  # float64 [rows]: when its time is over
+    starts: np.ndarray  # int64 [rows]: counts up with every start; the largest is the youngest
+    tokens: np.ndarray  # int32 [rows, max_len]
+    logprobs: np.ndarray  # float32 [rows, max_len]
+    live: list[Live | None] = field(default_factory=list)
+    num_starts: int = 0
+
+    @classmethod
+    def empty(cls, num_rows: int, max_len: int) -> Rows:
+        return cls(
+            is_live=np.zeros(num_rows, dtype=bool),
+            num_new=np.zeros(num_rows, dtype=np.int64),
+            max_new=np.ones(num_rows, dtype=np.int64),
+            ends_s=np.full(num_rows, np.inf),
+            starts=np.zeros(num_rows, dtype=np.int64),
+            tokens=np.zeros((num_rows, max_len), dtype=np.int32),
+            logprobs=np.zeros((num_rows, max_len), dtype=np.float32),
+            live=[None] * num_rows,
+        )
+
+    @property
+    def num_live(self) -> int:
+        return int(np.count_nonzero(self.is_live))
+
+    @property
+    def live_rows(self) -> list[int]:
+        """The indices of live rows, ascending."""
+        rows: list[int] = np.flatnonzero(self.is_live).tolist()
+        return rows
+
+    def live_at(self, row: int) -> Live:
+        live = self.live[row]
+        assert live is not None, f"row {row} is not live"
+        return live
+
+    def start(self, row: int, request: Request, *, version: int, now_s: float) -> None:
+        """Let `row` go on with `request`, whose keys are made, under the weights of `version`."""
+        resume = request.resume
+        num_new, spans, started_s = 0, [], now_s
+        if resume is not None:
+            num_new, spans, started_s = len(resume.tokens), list(resume.version_spans), resume.started_s
+            self.tokens[row, :num_new] = resume.tokens
+            self.logprobs[row, :num_new] = resume.logprobs
+        spans = extended_spans(spans, start=num_new, version=version)
+        kept = KeptRecorder(resume.kept if resume is not None else None) if request.keep_sets else None
+        self.live[row] = Live(request, spans, started_s, version, kept)
+        self.is_live[row] = True
+        self.num_new[row] = num_new
+        self.max_new[row] = request.max_new_tokens
+        self.ends_s[row] = np.inf if request.time_limit_s is None else started_s + request.time_limit_s
+        self.starts[row] = self.num_starts
+        self.num_starts += 1
+
+    def resumable(self, row: int) -> Request:
+        """Return the request that continues the completion in `row`, here or elsewhere."""
+        live, num_new = self.live_at(row), int(self.num_new[row])
+        resume = Resume(
+            tokens=self.tokens[row, :num_new].copy(),
+            logprobs=self.logprobs[row, :num_new].copy(),
+            version_spans=tuple(span for span in live.version_spans if span.start < num_new),
+            started_s=live.started_s,
+            kept=None if live.kept is None else live.kept.taken(),
+        )
+        return live.request.resumed_with(resume)
+
+    def finished(self, row: int, reason: FinishReason, now_s: float) -> Finished:
+        """Return the completion in `row`, which has ended for `reason`."""
+        live, num_new = self.live_at(row), self.num_new[row]
+        return Finished(
+            request=live.request,
+            tokens=self.tokens[row, :num_new].copy(),
+            logprobs=self.logprobs[row, :num_new].copy(),
+            version_spans=tuple(live.version_spans),
+            finish_reason=reason,
+            started_s=live.started_s,
+            finished_s=now_s,
+            kept=None if live.kept is None else live.kept.taken(),
+        )
+
+    def close(self, rows: list[int]) -> None:
+        """Free these rows."""
+        self.is_live[rows] = False
+        for row in rows:
+            self.live[row] = None
+
+    def move(self, sources: list[int], destinations: list[int]) -> None:
+        """Move what is in `sources` to `destinations`, which are free."""
+        for each in fields(self):
+            values = getattr(self, each.name)
+            if isinstance(values, np.ndarray):
+                values[destinations] = values[sources]
+        for source, destination in zip(sources, destinations, strict=True):
+            self.live[destination], self.live[source] = self.live[source], None
+        self.is_live[sources] = False

@@ -1,0 +1,136 @@
+"""The requests that wait for a row: their order, and which chunk of which prompt is prefilled next."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.generator.prefixes import PrefixTable, StoredPrefix
+from slipstream.generator.requests import Request
+from slipstream.generator.runner import Chunk
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A request and the prefix it needs. `was_live`: it left its row unfinished in this engine."""
+
+    request: Request
+    context: np.ndarray  # int32: the tokens to prefill, all known ones but the last
+    last_token: int
+    key: bytes
+    was_live: bool
+
+    @property
+    def is_again(self) -> bool:
+        """Whether its keys and values have been made before, here or elsewhere."""
+        return self.was_live or self.request.is_again or self.request.resume is not None
+
+
+class WaitingLine:
+    """Waiting requests in their order: those that were live here, then resumed ones, then new ones.
+
+    No more of them are looked at than `num_rows`. While `is_paused`, only those that were live may start.
+    """
+
+    def __init__(self, prefixes: PrefixTable, num_rows: int) -> None:
+        self._prefixes, self._num_rows = prefixes, num_rows
+        self._line: deque[Waiting] = deque()
+        self.num_left = 0
+        """Requests in the line that were live here."""
+        self.is_paused = False
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._line)
+
+    def add(self, requests: Sequence[Request], *, was_live: bool) -> None:
+        """Queue `requests` in this order, behind those of their kind."""
+        resumed: list[Waiting] = []
+        for request in requests:
+            known = request.prompt_tokens.astype(np.int32)
+            if request.resume is not None:
+                known = np.concatenate([known, request.resume.tokens.astype(np.int32)])
+            entry = Waiting(request, known[:-1], int(known[-1]), known[:-1].tobytes(), was_live)
+            self._prefixes.want(entry.key)
+            if request.resume is None and not was_live:
+                self._line.append(entry)
+            else:
+                resumed.append(entry)
+        ahead = 0 if was_live else self.num_left
+        self._line.rotate(-ahead)
+        self._line.extendleft(reversed(resumed))
+        self._line.rotate(ahead)
+        self.num_left += len(requests) if was_live else 0
+
+    def remove(self, started: Collection[Waiting]) -> None:
+        """Take these candidates, which are in rows now, out of the line."""
+        gone = {id(entry) for entry in started}
+        head = [self._line.popleft() for _ in range(min(len(self._line), self._num_rows))]
+        self._line.extendleft(entry for entry in reversed(head) if id(entry) not in gone)
+        self.num_left -= sum(entry.was_live for entry in started)
+
+    def take_left(self) -> list[Request]:
+        """Take those that were live here out of the line."""
+        left = [entry for entry in self._line if entry.was_live]
+        self._line = deque(entry for entry in self._line if not entry.was_live)
+        self.num_left = 0
+        for entry in left:
+            self._prefixes.unwant(entry.key)
+        self._prefixes.trim()
+        return [entry.request for entry in left]
+
+    def candidates(self) -> Iterator[Waiting]:
+        """Yield the requests that may start, in their order."""
+        for entry in itertools.islice(self._line, self._num_rows):
+            if self.is_paused and not entry.was_live:
+                return
+            yield entry
+
+    def ready(self) -> Iterator[Waiting]:
+        """Yield the candidates whose prompts are stored. They pass those whose prompts are being stored, since they
+        would idle otherwise, but none that has nothing stored: it may lack the memory that they would take."""
+        for entry in self.candidates():
+            if entry.key and entry.key not in self._prefixes:
+                return
+            if self._is_ready(entry):
+                yield entry
+
+    def choose_chunks(
+        self, num_wanted: int, *, budget_tokens: int, chunk_tokens: int, even_wanted: bool
+    ) -> tuple[list[Chunk], int]:
+        """Choose the next chunk of each prompt, oldest first, until `num_wanted` requests can start or the budget is
+        spent; count the tokens among them that are computed not for the first time.
+
+        The first in line always gets on by a chunk, so nobody waits for ever. A chunk too long ends the budget, and a
+        prompt whose turn has not come holds no memory, which rows may need. With `even_wanted`, prefixes that others
+        wait for may be forgotten for it.
+        """
+        chunks: list[Chunk] = []
+        prefixes: dict[bytes, StoredPrefix] = {}
+        num_ready = num_again = 0
+        for entry in self.candidates():
+            if num_ready == num_wanted or budget_tokens <= 0:
+                break
+            if entry.key and entry.key not in prefixes:
+                prefix = self._prefixes.get_or_open(entry.key, entry.context, prefixes, even_wanted=even_wanted)
+                if prefix is None:
+                    break
+                prefixes[entry.key] = prefix
+                if (chunk := prefix.next_chunk(chunk_tokens)) is not None:
+                    budget_tokens -= len(chunk.tokens)
+                    if budget_tokens >= 0 or not chunks:
+                        prefix.num_done += len(chunk.tokens)
+                        chunks.append(chunk)
+                        if entry.is_again or self._prefixes.was_forgotten(entry.key):
+                            num_again += len(chunk.tokens)
+            num_ready += self._is_ready(entry)
+        return chunks, num_again
+
+    def _is_ready(self, entry: Waiting) -> bool:
+        return not entry.key or self._prefixes[entry.key].is_complete
