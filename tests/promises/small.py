@@ -86,7 +86,7 @@ SCRIPTS = {
     "scripts/import_smollm2.py": "OUT",
     "scripts/learning_curve.py": "RUN",
     "scripts/losses_learn.py": "--small --losses gspo online_dpo --presets sync --seeds 0",
-    "scripts/plan_examples.py": "--check docs/planning.md README.md",
+    "scripts/plan_examples.py": "--check docs/planning.md",
     "scripts/screenshots.py": "RUN --at 0.5 --group 0 --sample 0",
     "scripts/value_head.py": "--small",
 }
