@@ -17,6 +17,11 @@ from slipstream.rewards.protocol import MAX_ERROR_CHARS, Job
 _MAX_ABANDONED = 8  # threads that never came back; a thread cannot be killed
 
 
+def own_names(function: Callable[..., Any]) -> list[str]:
+    """Names of the parts of a reward that is given from Python."""
+    return ["reward"]
+
+
 class CallableScorer:
     """Scores with `function` (TRL's keyword signature, sync or async) in a daemon thread, one job at a time.
 
