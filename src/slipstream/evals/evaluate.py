@@ -28,7 +28,7 @@ from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_completions, check_sizes
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
-from slipstream.rewards.inline import own_names
+from slipstream.rewards.inline import OWN_NAMES
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def evaluate(
     if reward is None:
         check_measure(config)
     else:
-        config = with_own_functions(config, own_names(reward))
+        config = with_own_functions(config, OWN_NAMES)
     if num_samples < 1:
         raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
     if reward is None and (config.rewards.terms or not config.rewards.models):

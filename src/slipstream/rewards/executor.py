@@ -14,7 +14,7 @@ from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollo
 from slipstream.core.vetting import POISONED, Limits, completion_fault, without_tokens
 from slipstream.rewards.checks import check_isolation, setup_of
 from slipstream.rewards.functions import combined_reward
-from slipstream.rewards.inline import CallableScorer, own_names
+from slipstream.rewards.inline import OWN_NAMES, CallableScorer
 from slipstream.rewards.pool import Scored, ScoringPool
 from slipstream.rewards.protocol import Job
 
@@ -78,7 +78,7 @@ class Rewards(Executor):
         """Start the workers and wait until they have imported what they need."""
         self._context = context
         if self._function is not None:
-            self._names, self._terms = own_names(self._function), [RewardTerm(function="reward")]
+            self._names, self._terms = list(OWN_NAMES), [RewardTerm(function="reward")]
             self._pool = CallableScorer(self._function, timeout_s=self._config.timeout_s, clock=context.clock)
         else:
             setup = setup_of(self._config, self._tasks)

@@ -14,12 +14,9 @@ from slipstream.rewards.functions import call_function
 from slipstream.rewards.pool import Scored
 from slipstream.rewards.protocol import MAX_ERROR_CHARS, Job
 
+OWN_NAMES = ("reward",)
+"""Of the parts of a reward that is given from Python."""
 _MAX_ABANDONED = 8  # threads that never came back; a thread cannot be killed
-
-
-def own_names(function: Callable[..., Any]) -> list[str]:
-    """Names of the parts of a reward that is given from Python."""
-    return ["reward"]
 
 
 class CallableScorer:

@@ -22,8 +22,9 @@ class RewardModels(Executor):
     """Scores what has arrived as one batch, at most `model_batch_size`, while others sample and train.
 
     Consumes `completions`: a `Rollout` that reward functions have scored, or a `Completion` where there are no
-    functions. Emits a `Rollout` on `scored`; for evaluation completions `EvalScored` on `events`. Waits for: either of them. Ends when: told to stop and nothing is left. Of several ranks each has all
-    of the models and scores what it is dealt; rank 0 passes the end on.
+    functions. Emits a `Rollout` on `scored`; for evaluation completions `EvalScored` on `events`. Waits for: either of
+    them. Ends when: told to stop and nothing is left. Of several ranks each has all of the models and scores what it is
+    dealt; rank 0 passes the end on.
     """
 
     inputs = ("completions",)

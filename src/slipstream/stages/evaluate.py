@@ -145,7 +145,10 @@ def _scores(
 
 
 def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_samples: int) -> dict[str, Any]:
-    """Mean score and pass@k, an answer passing from a score of 1 on; win rate and difference where there are references. Failed ones count nowhere else."""
+    """Mean score, pass@k (from a score of 1 on), win rate and difference where there are references.
+
+    Failed ones count nowhere else.
+    """
     sound = [rollout.reward for rollout in rollouts if rollout.failure is None]
     correct = [rollout.failure is None and rollout.reward >= RIGHT_FROM for rollout in rollouts]
     num_correct = [sum(correct[at : at + num_samples]) for at in range(0, len(correct), num_samples)]
