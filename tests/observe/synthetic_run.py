@@ -166,7 +166,9 @@ def make_run_dir(run_dir: Path, *, steps: int = 20) -> Path:
     accounting = {t.process: account_file(timeline_path(run_dir, t.process), 50.0, end_s) for t in (generator, trainer)}
     summary = make_summary(accounting=accounting, wall_s=end_s - 50.0, steps=steps)
     write_summary(summary, run_dir / "summary.json")
-    write_samples([Sample("abc>", "cba", "abc", HOSTILE, before_reward=0.0)], run_dir / "samples.json")
+    write_samples(
+        [Sample("abc>", "cba", "abc", HOSTILE, before_reward=0.0, before_is_right=False)], run_dir / "samples.json"
+    )
     return run_dir
 
 
