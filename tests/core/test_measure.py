@@ -163,7 +163,7 @@ def test_a_measure_goes_with_the_term_it_names(rewards: dict[str, Any], measure:
     "over", [{"rewards": {"terms": "task"}}, {"rewards": 3}, {"rewards": {"terms": []}, "eval": 3}]
 )
 def test_layers_that_make_no_sense_are_told_of_as_ever(over: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="rewards|eval"):
+    with pytest.raises(ConfigError, match=r"rewards|eval"):
         resolve("quickstart", over)
 
 
