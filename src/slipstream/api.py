@@ -27,10 +27,12 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.measure import with_own_functions
 from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
+from slipstream.rewards.inline import OWN_NAMES
 from slipstream.stages.chain import check_data, check_stages, run_stages
 from slipstream.stages.rl import FromPython, resume_rl, run_rl
 
@@ -115,6 +117,9 @@ def _run(
         config = resolve(config, overrides, preset)
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
+    if given.reward is not None:
+        is_measure_given = isinstance(own := (overrides or {}).get("eval"), Mapping) and "measure" in own
+        config = with_own_functions(config, OWN_NAMES, is_measure_given=is_measure_given)
     run_dir = _new_run_dir(config, out)
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
@@ -243,6 +248,8 @@ def _resume(run_dir: Path, given: FromPython) -> Result:
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
     config = resolve(config_path)
+    if given.reward is not None:
+        config = with_own_functions(config, OWN_NAMES)
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)

@@ -116,7 +116,7 @@ def _train(config: RunConfig | str, options: Any, **more: Any) -> int:
 
 
 def eval_command(argv: Sequence[str]) -> int:
-    """Measure a model's held-out accuracy: greedy, sampled at temperature 1, and pass@k."""
+    """Measure a model on held-out prompts, greedy and sampled: mean reward, and accuracy by `eval.measure`."""
     options = _parse("eval", _eval_options(_recipe_defaults(argv), argv), argv, eval_command)
     model, config = _eval_config(options)
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
@@ -131,12 +131,22 @@ def eval_command(argv: Sequence[str]) -> int:
     several = {f"pass@{k}": value for k, value in result.pass_at_k.items() if k > 1}
     if result.num_samples > 1:
         several["with signal"] = result.signal_frac  # groups that RL could learn from
-    table = Table("model", "prompts", "greedy", "sampled", *several)
-    shares = [result.accuracy, result.sampled_accuracy, *several.values()]
-    table.add_row(str(model), str(result.num_prompts), *(f"{value:.3f}" for value in shares))
+    table = Table(
+        "", "greedy", "sampled", title=f"{model}, {result.num_prompts} held-out prompts", title_justify="left"
+    )
+    rows = [("accuracy", result.accuracy, result.sampled_accuracy), ("reward", result.reward, result.sampled_reward)]
+    parts = result.reward_parts | result.sampled_reward_parts
+    if len(parts) > 1:
+        found = (result.reward_parts, result.sampled_reward_parts)
+        rows += [(f"  {name}", found[0].get(name), found[1].get(name)) for name in parts]
+    rows += [(name, None, value) for name, value in several.items()]
+    for name, *values in rows:
+        if values != [None, None]:
+            table.add_row(Text(name), *("" if value is None else f"{value:.3f}" for value in values))
     _console.print(table)
     if result.num_failed:
-        _console.print(f"{result.num_failed} answers could not be scored: they count as wrong", style="yellow")
+        told = "they count as wrong, with the reward rewards.failure_reward"
+        _console.print(f"{result.num_failed} answers could not be scored: {told}", style="yellow")
     if options.out is not None:
         write_answers(result, options.out)
         _console.print(f"answers: {options.out}", soft_wrap=True)

@@ -34,6 +34,29 @@ def made() -> Loop:
     return Loop(seed=1, steps=20, lost_at_s=6.0).run()
 
 
+def without_measure(made: Loop, folder: Path) -> Path:
+    """The same run as one whose reward names no measure: its evaluations have a mean reward, and no accuracy."""
+    for _, line in made.metrics:
+        if "eval_accuracy" in line:
+            line["eval_reward"] = line.pop("eval_accuracy") - 1.0
+    return made.write(folder)
+
+
+def test_the_headline_is_accuracy_where_there_is_a_measure_and_the_mean_reward_elsewhere(
+    page_of_made: Watch, visit: Visit, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    page = visit(page_of_made.url)
+    page.locator("#slider").press("End")
+    until(page, "document.querySelector('#headline div:nth-child(3) dd').textContent.endsWith('%')")
+    assert text(page, "#headline div:nth-child(3) .note") == "accuracy, was 30%"
+    with Watch(without_measure(Loop(seed=1, steps=20).run(), tmp_path_factory.mktemp("runs") / "made")) as other:
+        page = visit(other.url)
+        page.locator("#slider").press("End")
+        until(page, "document.querySelector('#headline div:nth-child(3) dd').textContent === '0.05'")
+        assert text(page, "#headline div:nth-child(3) .note") == "mean reward, was -0.7"
+        assert "accuracy" not in text(page, "body")
+
+
 @pytest.fixture(scope="module")
 def folder_of_made(made: Loop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.write(tmp_path_factory.mktemp("runs") / "made")

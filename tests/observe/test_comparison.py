@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from synthetic_run import add_evaluation, make_run_dir, make_summary
+from synthetic_run import add_evaluation, make_run_dir, make_summary, measure_rewards
 
 import slipstream
 from slipstream import cli
@@ -95,6 +95,22 @@ def test_runs_lie_over_each_other_on_three_clocks(make: Make, tmp_path: Path) ->
     assert (
         "RL until a smoothed reward of 0.770, which all reached: fast 12.4 s, slow 24.8 s (2.00 times as long)." in text
     )
+
+
+def test_held_out_rewards_stand_beside_each_other_with_a_measure_or_without(make: Make, tmp_path: Path) -> None:
+    bare, other, measured = make("bare"), make("other"), make("measured")
+    measure_rewards(bare, has_accuracy=False)
+    measure_rewards(other, has_accuracy=False)
+    root = body(write_comparison([bare, other], out=tmp_path / "page.html"))
+    assert "accuracy" not in "".join(root.itertext())
+    assert "step: 10\nbare: -0.438\nother: -0.438" in tips(card(root, "Held-out reward"))
+    measure_rewards(measured, has_accuracy=True)
+    root = body(write_comparison([bare, measured], out=tmp_path / "page.html"))
+    found = rows(card(root, "Outcomes"))
+    assert found["held-out accuracy after, greedy"] == ["-", "50.0%"]
+    assert found["held-out mean reward before, greedy"] == ["-0.75", "-0.75"]
+    assert found["held-out mean reward after, greedy"] == ["-0.125", "-0.125"]
+    assert "step: 10\nmeasured: 0.25" in tips(card(root, "Held-out accuracy"))
 
 
 def test_the_race_is_to_the_best_reward_of_the_weakest(make: Make, tmp_path: Path) -> None:

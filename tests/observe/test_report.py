@@ -16,7 +16,15 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from synthetic_run import HOSTILE, RATIO_EDGES, add_evaluation, make_group, make_run_dir, make_summary
+from synthetic_run import (
+    HOSTILE,
+    RATIO_EDGES,
+    add_evaluation,
+    make_group,
+    make_run_dir,
+    make_summary,
+    measure_rewards,
+)
 
 import slipstream
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -162,6 +170,37 @@ def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
         assert expected in page.words, expected
     assert ("title", "reward 0") in page.attributes  # why that answer is marked
     assert "contradicts" not in page.text
+
+
+def test_without_a_measure_the_page_speaks_of_the_mean_reward_and_of_no_accuracy(run_dir: Path) -> None:
+    measure_rewards(run_dir, has_accuracy=False)
+    path = write_report(run_dir)
+    page, root = read(path), body(path)
+    assert "-0.75 → -0.125 held-out mean reward, greedy" in page.words
+    assert (
+        "The held-out mean reward went from -0.75 to -0.125, format from -0.75 to -0.125, "
+        "brevity from -0.375 to -0.0625 (500 prompts, greedy) in 20 steps." in page.words
+    )
+    by_step = tips(card(root, "Reward"))
+    assert next(tip for tip in by_step if tip["at"] == "step: 10")["held-out mean reward, greedy"] == "-0.438"
+    parts = tips(card(root, "Reward by term"))
+    assert next(tip for tip in parts if tip["at"] == "step: 10")["brevity, held out"] == "-0.219"
+    assert "-0.75 abc" in page.words  # the answers are told by their reward, and no mark says what is right
+    shown = re.sub(r"eval\.(before|after)\.(sampled_)?accuracy -", "", page.words)  # fields of summary.json
+    for word in ("accuracy", "✓", "✗"):
+        assert word not in shown, shown[shown.index(word) - 80 :][:160]
+
+
+def test_with_a_measure_the_page_speaks_of_accuracy_and_of_the_mean_reward(run_dir: Path) -> None:
+    measure_rewards(run_dir, has_accuracy=True)
+    page = read(write_report(run_dir))
+    assert "25.0 → 50.0% held-out accuracy, greedy" in page.words
+    assert "Held-out accuracy went from 25.0% to 50.0%, the mean reward from -0.75 to -0.125, format" in page.words
+    assert "✗ abc" in page.words
+    assert "✓ cba" in page.words
+    found = tips(card(body(run_dir / "report.html"), "Reward and accuracy"))
+    at_10 = next(tip for tip in found if tip["at"] == "step: 10")
+    assert (at_10["held-out accuracy, greedy"], at_10["held-out mean reward, greedy"]) == ("0.25", "-0.438")
 
 
 def test_a_run_that_goes_on_one_that_was_killed_and_one_that_failed_say_so(run_dir: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import select
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from heard import Heard
 from ports import start
 
-from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
+from slipstream.core.config import RewardModelTerm, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.types import (
     Completion,
     Counters,
@@ -45,13 +46,14 @@ def completion(ordinal: int, text: str, *, purpose: Any = "train", answer: str =
     )  # fmt: skip
 
 
-def drive(executor: Rewards) -> None:
-    """Step as a host does, until the executor has finished."""
-    end_s = time.monotonic() + 30
-    while not executor.is_finished:
+def drive(executor: Rewards, is_over: Callable[[], bool] | None = None) -> None:
+    """Step as a host does, until `is_over`, or the executor has finished."""
+    end_s = time.monotonic() + 60
+    while not (executor.is_finished if is_over is None else is_over()):
         assert time.monotonic() < end_s
         if not executor.step():
-            select.select(executor.wait_fds(), [], [], executor.wait_s())
+            due_s = executor.wait_s()
+            select.select(executor.wait_fds(), [], [], 1.0 if due_s is None else min(due_s, 1.0))
 
 
 def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
@@ -84,18 +86,57 @@ def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
         executor.close()
     rollouts = {m.completion.ordinal: m for m in ports["rollouts"].messages if isinstance(m, Rollout)}
     assert [rollouts[i].reward for i in range(5)] == [2.5, -3.0, 2.5, -3.0, 2.5]
-    assert rollouts[0].reward_parts == {"exact_match": 1.0, config.terms[1].function: 0.5 / 0.5}
+    assert rollouts[0].reward_parts == {"exact_match": 1.0, "attack": 0.5 / 0.5}  # no path of the file
     assert "timed out" in (rollouts[1].failure or "")
     assert "not finite" in (rollouts[3].failure or "")
     assert rollouts[2].completion.text == texts[2]  # cut for the verifier only
     events = list(ports["events"].messages)
     assert isinstance(events[0], Ready)
     (scored,) = [e for e in events if isinstance(e, EvalScored)]
-    assert (scored.eval_id, scored.ordinal, scored.reward, scored.num_tokens) == (3, 9, 0.0, 3)
+    assert (scored.eval_id, scored.ordinal, scored.num_tokens) == (3, 9, 3)
+    assert (scored.reward, scored.reward_parts) == (0.5, {"exact_match": 0.0, "attack": 1.0})  # as it is trained on
     last = [e for e in events if isinstance(e, Counters)][-1]
     assert last.values["scored"] == 5
     assert last.values["failed"] == 2
     assert last.values["restarts"] == 1
+
+
+def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
+    def function(completions: Any, **_: Any) -> list[float]:
+        raise RuntimeError("no")
+
+    executor = Rewards(RewardsConfig(failure_reward=-2.0), {}, function=function)
+    ports = start(executor, tmp_path, name="rewards")
+    ports["completions"].put(completion(0, "ok", purpose="eval"))
+    try:
+        drive(executor, lambda: any(isinstance(m, EvalScored) for m in ports["events"].messages))
+    finally:
+        executor.close()
+    (scored,) = [m for m in ports["events"].messages if isinstance(m, EvalScored)]
+    assert (scored.reward, scored.reward_parts, scored.failure) == (-2.0, {}, "RuntimeError: no")
+
+
+def test_where_models_follow_they_score_evaluations_too(tmp_path: Path) -> None:
+    """Else nobody would know the reward of a held-out answer, and the function's part would pass for it."""
+    config = RewardsConfig(
+        terms=[RewardTerm(function="exact_match", weight=0.0)], models=[RewardModelTerm(path=str(tmp_path))]
+    )
+    executor = Rewards(config, {})
+    ports = start(executor, tmp_path, name="rewards")
+    ports["completions"].put(completion(0, "right", purpose="eval"))
+    try:
+        drive(executor, lambda: bool(ports["rollouts"].messages))
+        ports["commands"].put(Stop())
+        drive(executor)
+    finally:
+        executor.close()
+    (rollout,) = ports["rollouts"].messages
+    assert isinstance(rollout, Rollout)
+    assert (rollout.completion.purpose, rollout.reward_parts) == ("eval", {"exact_match": 1.0})
+    events = list(ports["events"].messages)
+    assert not any(isinstance(event, EvalScored) for event in events)
+    last = [event for event in events if isinstance(event, Counters)][-1]
+    assert (last.values["scored"], last.values["eval_scored"]) == (0, 1)
 
 
 def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:

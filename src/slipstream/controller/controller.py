@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.evaluations import GREEDY, SAMPLED, Evaluations, Request
@@ -37,6 +36,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import CheckpointError, SlipstreamError, clip
 from slipstream.core.files import decode_json
 from slipstream.core.interrupts import Interrupts
+from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, measured
 from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
     Admit,
@@ -444,12 +444,12 @@ class Controller:
         if evaluation.replica is not None:
             settled = Settled(eval_ids=(evaluation.eval_id,))
             self.executors.send(f"generator-{evaluation.replica}", settled)
-        accuracy = float(np.mean([score.reward >= 1 - 1e-6 for score in evaluation.scores]))
+        found = measured(evaluation.scores, self.config.eval.measure)
         is_greedy = evaluation.temperature == GREEDY
-        self.tally.evaluated(message.version, accuracy, evaluation.scores, is_greedy=is_greedy)
-        metrics = {"eval_accuracy" if is_greedy else "eval_sampled_accuracy": accuracy}
+        self.tally.evaluated(message.version, found, evaluation.scores, is_greedy=is_greedy)
+        metrics = found.metrics(GREEDY_PREFIX if is_greedy else SAMPLED_PREFIX)
         if is_greedy and self.config.has_critic:  # the TL;DR reproduction's name of it
-            metrics["objective/validation_score"] = float(np.mean([score.reward for score in evaluation.scores]))
+            metrics["objective/validation_score"] = found.reward
         self.metrics.write(
             step=message.version,
             version=message.version,

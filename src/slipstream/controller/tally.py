@@ -12,6 +12,7 @@ from typing import Any, get_args
 from slipstream.controller.evaluations import GREEDY, SAMPLED
 from slipstream.controller.ledger import counts
 from slipstream.core.config import RunConfig
+from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics
 from slipstream.core.types import (
     Counters,
     EvalScored,
@@ -28,10 +29,10 @@ from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
 
 @dataclass
 class Evaluated:
-    """Held-out accuracies of one version, and the answers for the samples shown."""
+    """What one version's answers to held-out prompts came to, and the greedy ones for the samples shown."""
 
-    accuracy: float | None = None
-    sampled_accuracy: float | None = None
+    greedy: Measured | None = None
+    sampled: Measured | None = None
     scores: list[EvalScored] = field(default_factory=list)
 
 
@@ -152,9 +153,10 @@ class Tally:
         if "staleness_updates_max" in line:
             self.steps_done = line["step"] + 1
             self._consume(line)
-        for name in ("accuracy", "sampled_accuracy"):
-            if f"eval_{name}" in line:
-                setattr(self.evaluations.setdefault(line["version"], Evaluated()), name, line[f"eval_{name}"])
+        if (greedy := in_metrics(line, GREEDY_PREFIX)) is not None:
+            self.evaluations.setdefault(line["version"], Evaluated()).greedy = greedy
+        if (sampled := in_metrics(line, SAMPLED_PREFIX)) is not None:
+            self.evaluations.setdefault(line["version"], Evaluated()).sampled = sampled
 
     def _consume(self, metrics: Mapping[str, Any]) -> None:
         self.padding_weight += metrics["tokens_read"]
@@ -163,19 +165,19 @@ class Tally:
         for name in [name for name in metrics if name.startswith("staleness_tokens/")]:
             self.staleness[int(name.rpartition("_")[2])] += int(metrics[name])
 
-    def evaluated(self, version: int, accuracy: float, scores: list[EvalScored], *, is_greedy: bool) -> None:
+    def evaluated(self, version: int, found: Measured, scores: list[EvalScored], *, is_greedy: bool) -> None:
         evaluation = self.evaluations.setdefault(version, Evaluated())
         if is_greedy:
-            evaluation.accuracy = accuracy
+            evaluation.greedy = found
             evaluation.scores = sorted(scores, key=lambda score: score.ordinal)
         else:
-            evaluation.sampled_accuracy = accuracy
+            evaluation.sampled = found
 
     def unevaluated(self, version: int) -> tuple[float, ...]:
         """Temperatures at which `version` is still to be evaluated, of the two at which the ends of a run are."""
         found = self.evaluations.get(version, Evaluated())
-        accuracies = {GREEDY: found.accuracy, SAMPLED: found.sampled_accuracy}
-        return tuple(temperature for temperature, accuracy in accuracies.items() if accuracy is None)
+        measured = {GREEDY: found.greedy, SAMPLED: found.sampled}
+        return tuple(temperature for temperature, one in measured.items() if one is None)
 
     # Asked by display and summary
 
@@ -200,7 +202,8 @@ class Tally:
         found = self.evaluations.get(version)
         if found is None:
             return None
-        return s.Evaluation(found.accuracy, found.sampled_accuracy, self.config.eval.num_prompts)
+        greedy, sampled = found.greedy or Measured(), found.sampled or Measured()
+        return s.Evaluation.of(greedy, sampled, self.config.eval.num_prompts)
 
     def summary(self, run_dir: Path) -> s.Summary:
         """`summary.json` of the run; accounting is read back from the timelines, so a killed process is in it too."""

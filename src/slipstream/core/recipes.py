@@ -2,7 +2,8 @@
 
 Layers, later over earlier: schema defaults < recipe < preset < explicit overrides. Sections merge field by field; lists
 and free-form tables (`params`) are replaced as a whole. A section that is given another `name` starts from that one's
-defaults: the `params` below were the other one's. Every mistake is a ConfigError that names the field's path.
+defaults: the `params` below were the other one's. Where the terms of the reward are replaced, an `eval.measure` below
+that named one of them goes with it. Every mistake is a ConfigError that names the field's path.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
+from slipstream.core.config import PRESETS, STAGES, RewardsConfig, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.files import read_whole
@@ -185,7 +186,28 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseMode
             merged[name] = merge(below, value, section)
         else:
             merged[name] = value
+    if model is RunConfig and _loses_measure(base, over, merged):
+        merged["eval"] = {name: value for name, value in merged["eval"].items() if name != "measure"}
     return merged
+
+
+def _loses_measure(base: Mapping[str, Any], over: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
+    """Whether `over` replaces the reward term that the measure of `base` names, and gives no measure itself."""
+
+    def inside(tables: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+        found = tables.get(section)
+        return found if isinstance(found, Mapping) else {}
+
+    def names(tables: Mapping[str, Any]) -> list[str]:
+        try:
+            return RewardsConfig.model_validate(inside(tables, "rewards")).part_names
+        except (ValidationError, ConfigError):  # told of by whoever reads the whole
+            return []
+
+    measure = inside(merged, "eval").get("measure")
+    if measure is None or "measure" in inside(over, "eval") or "rewards" not in over:
+        return False
+    return measure in names(base) and measure not in names(merged)
 
 
 def config_toml(config: RunConfig) -> str:

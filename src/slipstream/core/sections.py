@@ -6,6 +6,8 @@ What holds between sections is checked by `RunConfig` in `core/config.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -430,7 +432,7 @@ class RewardsConfig(Section):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        names = [*(term.function for term in self.terms), *(model.name for model in self.models)]
+        names = self.part_names
         repeated = next((model.name for model in self.models if names.count(model.name) > 1), None)
         if repeated is not None:
             raise ConfigError(
@@ -444,6 +446,29 @@ class RewardsConfig(Section):
     def weighted(self) -> list[RewardTerm | RewardModelTerm]:
         """All terms of the sum in the order of their parts: functions, then models."""
         return [*self.terms, *self.models]
+
+    @property
+    def part_names(self) -> list[str]:
+        """The names of their parts, each another one."""
+        return [*names_of([term.function for term in self.terms]), *(model.name for model in self.models)]
+
+
+def names_of(functions: Sequence[str]) -> list[str]:
+    """Return a short name for each of the reward functions: 'format_reward' for 'lib.rewards:format_reward'.
+
+    Functions of one name in several files or modules are told apart by these, 'a.py:reward' and 'b.py:reward'; what is
+    the same still is numbered from the second on.
+    """
+    names: list[str] = []
+    for function in functions:
+        location, _, name = function.rpartition(":")
+        is_shared = any(other.rpartition(":")[2] == name and other != function for other in functions)
+        name = f"{PurePath(location).name}:{name}" if location and is_shared else name
+        number = 1
+        while (numbered := name if number == 1 else f"{name}#{number}") in names:
+            number += 1
+        names.append(numbered)
+    return names
 
 
 Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "greedy_baseline", "gae", "reward"]
@@ -786,6 +811,11 @@ class EvalConfig(Section):
     every: NonNegative = Field(0, description="Steps between greedy evaluations during the run; 0 means only the ends.")
     num_prompts: Positive = Field(500, description="Held-out prompts per evaluation, at most prompts.num_eval.")
     num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
+    measure: str | None = Field(
+        None,
+        description="Name of the reward term that says whether an answer is right: where it is 1 or more. Accuracy is "
+        "the share of right answers; without a measure there is none, and the mean reward tells how good a policy is.",
+    )
 
 
 class ObserveConfig(Section):

@@ -181,8 +181,12 @@ CATALOGUE: Mapping[str, Mapping[str, Metric]] = {
         "wait_frac/<process>/<state>": Metric(SHARE, "of its time as last reported, in a state of waiting"),
     },
     "Evaluations, in lines of their own": {
-        "eval_accuracy": Metric(SHARE, "held-out prompts answered right, greedily"),
-        "eval_sampled_accuracy": Metric(SHARE, "the same sampled at temperature 1, at the ends of a run"),
+        "eval_reward": Metric("", "mean reward of the greedy answers to held-out prompts"),
+        "eval_reward_parts/<term>": Metric("", "mean of one term of it, unweighted, where it was given"),
+        "eval_accuracy": Metric(SHARE, "of these answers, those that `eval.measure` calls right; missing without one"),
+        "eval_sampled_reward": Metric("", "`eval_reward` of answers sampled at temperature 1, at the ends of a run"),
+        "eval_sampled_reward_parts/<term>": Metric("", "mean of one term of it"),
+        "eval_sampled_accuracy": Metric(SHARE, "of these answers, those that are right"),
     },
 }
 """Group -> name -> what it is, in the order of the documents."""

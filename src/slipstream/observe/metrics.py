@@ -8,7 +8,8 @@ Well-known names (display and report draw them; anything else is kept and listed
     staleness_mean, _max       of the tokens consumed, in steps
     generated_tokens_per_s     sampled tokens per second over the recent steps; trained_tokens_per_s likewise
     step_s                     seconds since the previous step was done
-    eval_accuracy              held-out, greedy, with the weights of `version`; eval_sampled_accuracy at temperature 1
+    eval_reward                held-out, greedy, with the weights of `version`; eval_sampled_reward at temperature 1
+    eval_accuracy              the share of right answers among them, where `eval.measure` says what is right
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import msgspec
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import SlipstreamError, clip
 from slipstream.core.files import decode_json
+from slipstream.core.measure import Measured
 from slipstream.observe.balance import Balance
 from slipstream.observe.health import AlarmSpan
 
@@ -24,11 +25,39 @@ ACCOUNTING_TOLERANCE_S = 1e-3
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """Held-out accuracy of one policy version: `accuracy` greedy, `sampled_accuracy` at temperature 1."""
+    """What one policy version's answers to held-out prompts came to: greedy ones, and `sampled_` at temperature 1.
+
+    `reward` is the mean of what would be trained on, `reward_parts` those of its terms. The accuracies are shares of
+    right answers, None where no term is named as the measure (`eval.measure`). Runs older than the rewards lack these.
+    """
 
     accuracy: float | None
     sampled_accuracy: float | None
     num_prompts: int
+    reward: float | None = None
+    sampled_reward: float | None = None
+    reward_parts: dict[str, float] = {}
+    sampled_reward_parts: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, greedy: Measured, sampled: Measured, num_prompts: int) -> Evaluation:
+        return cls(
+            accuracy=greedy.accuracy,
+            sampled_accuracy=sampled.accuracy,
+            num_prompts=num_prompts,
+            reward=greedy.reward,
+            sampled_reward=sampled.reward,
+            reward_parts=greedy.reward_parts,
+            sampled_reward_parts=sampled.reward_parts,
+        )
+
+    @property
+    def greedy(self) -> Measured:
+        return Measured(self.reward, self.reward_parts, self.accuracy)
+
+    @property
+    def sampled(self) -> Measured:
+        return Measured(self.sampled_reward, self.sampled_reward_parts, self.sampled_accuracy)
 
 
 class Evaluations(msgspec.Struct, frozen=True):

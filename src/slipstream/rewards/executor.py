@@ -9,11 +9,12 @@ from typing import Any, Protocol
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.executor import Context, Executor
+from slipstream.core.sections import names_of
 from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout, Stop
 from slipstream.core.vetting import POISONED, Limits, completion_fault, without_tokens
 from slipstream.rewards.checks import check_isolation, setup_of
-from slipstream.rewards.functions import combined_reward, term_names
-from slipstream.rewards.inline import CallableScorer
+from slipstream.rewards.functions import combined_reward
+from slipstream.rewards.inline import OWN_NAMES, CallableScorer
 from slipstream.rewards.pool import Scored, ScoringPool
 from slipstream.rewards.protocol import Job
 
@@ -44,7 +45,8 @@ class Rewards(Executor):
     """Scores completions; never hangs on one, and loses none.
 
     Consumes `completions`; emits a `Rollout` on `rollouts` for training, `EvalScored` on `events` for evaluation
-    (a failed one has reward `failure_reward`). Where reward models follow, rollouts have their parts and no sum yet.
+    (a failed one has reward `failure_reward`). Where reward models follow, rollouts have their parts and no sum yet,
+    and those for evaluation go to the models, too.
     Constructor arguments are models, or what `model_dump` made of them, apart from `function`: a Python callable with
     TRL's signature that replaces the configured terms and runs in this process. Stop: takes no more, finishes what it
     has.
@@ -76,11 +78,12 @@ class Rewards(Executor):
         """Start the workers and wait until they have imported what they need."""
         self._context = context
         if self._function is not None:
-            self._names, self._terms = ["reward"], [RewardTerm(function="reward")]
+            self._names, self._terms = list(OWN_NAMES), [RewardTerm(function="reward")]
             self._pool = CallableScorer(self._function, timeout_s=self._config.timeout_s, clock=context.clock)
         else:
             setup = setup_of(self._config, self._tasks)
-            self._names, self._terms = term_names(setup.terms), self._config.terms
+            self._names = names_of([term.function for term in self._config.terms])
+            self._terms = self._config.terms
             self._pool = ScoringPool(
                 setup,
                 num_workers=self._config.num_workers,
@@ -175,32 +178,20 @@ class Rewards(Executor):
                 reward = combined_reward(self._terms, scored.parts, violation_cap=self._config.violation_cap)
             except ValueError as error:
                 failure = str(error)
-        self._counts["failed"] += failure is not None
-        if completion.purpose == "eval":
-            self._counts["eval_scored"] += 1
-            self._context.outputs["events"].put(
-                EvalScored(
-                    eval_id=completion.eval_id,
-                    ordinal=completion.ordinal,
-                    reward=self._accuracy_reward(reward, scored, failure),
-                    completion_text=completion.text,
-                    prompt_text=completion.prompt.text,
-                    answer=completion.prompt.answer,
-                    num_tokens=completion.num_tokens,
-                    version=completion.min_version,
-                )
-            )
-            return
-        self._counts["scored"] += 1
-        self._unsent.append(
-            Rollout(
-                completion=completion,
-                reward=reward,
-                reward_parts=dict(zip(self._names, scored.parts, strict=True)) if failure is None else {},
-                failure=failure,
-                scored_s=self._context.clock.now_s(),
-            )
+        rollout = Rollout(
+            completion=completion,
+            reward=reward,
+            reward_parts=dict(zip(self._names, scored.parts, strict=True)) if failure is None else {},
+            failure=failure,
+            scored_s=self._context.clock.now_s(),
         )
+        is_evaluation = completion.purpose == "eval"
+        self._counts["failed"] += failure is not None
+        self._counts["eval_scored" if is_evaluation else "scored"] += 1
+        if is_evaluation and not self._config.models:
+            self._context.outputs["events"].put(EvalScored.of(rollout))
+        else:
+            self._unsent.append(rollout)
 
     def _send(self) -> bool:
         """Pass on what there is room for: one that waited in a `put` would seem dead, and could kill no worker in time.
@@ -212,11 +203,6 @@ class Rewards(Executor):
             self._context.outputs["rollouts"].put(self._unsent.popleft())
             has_sent = True
         return has_sent
-
-    def _accuracy_reward(self, reward: float, scored: Scored, failure: str | None) -> float:
-        """Of several terms, the first says whether an answer is right; the others shape the training reward."""
-        first = scored.parts[0] if failure is None else None
-        return reward if first is None else first
 
     def _report(self, *, is_last: bool) -> None:
         now_s = self._context.clock.now_s()

@@ -391,15 +391,6 @@ def make_term(function: str, params: Mapping[str, Any]) -> Term:
     return Term(f"{path}:{function.rpartition(':')[2]}", dict(params), source=path.read_text(encoding="utf-8"))
 
 
-def term_names(terms: Sequence[Term]) -> list[str]:
-    """Names of the parts of a reward: the functions, numbered from the second of the same name on."""
-    names: list[str] = []
-    for i, term in enumerate(terms):
-        same = sum(other.function == term.function for other in terms[:i])
-        names.append(term.function if not same else f"{term.function}#{same + 1}")
-    return names
-
-
 def combined_reward(
     terms: Sequence[RewardTerm | RewardModelTerm], parts: Sequence[float | None], *, violation_cap: float
 ) -> float:

@@ -14,6 +14,8 @@ from slipstream.rewards.functions import call_function
 from slipstream.rewards.pool import Scored
 from slipstream.rewards.protocol import MAX_ERROR_CHARS, Job
 
+OWN_NAMES = ("reward",)
+"""Of the parts of a reward that is given from Python."""
 _MAX_ABANDONED = 8  # threads that never came back; a thread cannot be killed
 
 

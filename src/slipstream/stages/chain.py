@@ -14,6 +14,7 @@ from slipstream.controller.placement import check_remote, num_cores
 from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.files import load_json
+from slipstream.core.measure import check_measure
 from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
 from slipstream.models.device import check_gpus
 from slipstream.models.preflight import check_policy
@@ -46,6 +47,8 @@ STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str,
 def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[str] = ()) -> None:
     """Raise ConfigError for what any stage would stumble over, before the first of them starts."""
     check_trackers(config.trackers)
+    if not has_own_reward:
+        check_measure(config)
     if "rl" in config.stages:
         check(config, has_own_reward=has_own_reward, remote=remote)
     else:

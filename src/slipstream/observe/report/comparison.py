@@ -127,6 +127,7 @@ def _dial(run: Run) -> str:
 def _learning(runs: Sequence[Compared]) -> str:
     pictures = [
         _clocks(runs, "Held-out accuracy", "eval_accuracy", "accuracy, greedy"),
+        _clocks(runs, "Held-out reward", "eval_reward", "mean reward, greedy"),
         _clocks(runs, "Reward", "reward", "reward of the batch"),
         cards(
             _overlay(

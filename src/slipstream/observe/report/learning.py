@@ -1,4 +1,4 @@
-"""Is it learning? Reward and accuracy against three clocks, and what usually explains them."""
+"""Is it learning? Rewards, and accuracy where there is a measure, by three clocks, and what usually explains them."""
 
 from __future__ import annotations
 
@@ -33,28 +33,37 @@ def learning(run: Run) -> str:
 
 def reward_series(run: Run, clock: Clock) -> list[Series]:
     history = run.history
+    names = {"eval_reward": "held-out mean reward, greedy", "eval_sampled_reward": "held-out mean reward, sampled"}
+    if has_accuracy(run):
+        of_accuracy = {
+            "eval_accuracy": "held-out accuracy, greedy",
+            "eval_sampled_accuracy": "held-out accuracy, sampled",
+        }
+        names = of_accuracy | {"eval_reward": names["eval_reward"]}
     found = [
         Series("reward of each batch", history.points("reward", clock), BLUE, smooth=history.window()),
-        Series("held-out accuracy, greedy", history.evaluated("eval_accuracy", clock), ORANGE, has_dots=True),
-        Series("held-out accuracy, sampled", history.evaluated("eval_sampled_accuracy", clock), GREEN, has_dots=True),
+        *(
+            Series(label, history.evaluated(name, clock), hue, has_dots=True)
+            for hue, (name, label) in zip((ORANGE, GREEN, PURPLE), names.items(), strict=False)
+        ),
     ]
     return [series for series in found if series.points]
 
 
+def has_accuracy(run: Run) -> bool:
+    """Whether a term of the reward was named as the measure of what is right."""
+    return bool(run.history.evaluated("eval_accuracy"))
+
+
 def _clocks(run: Run, smooth: str) -> str:
     if not run.history.steps and not run.history.evaluations:
-        return card("Reward and accuracy", "", empty("No step is done yet."), size="wide")
+        return card("Reward", "", empty("No step is done yet."), size="wide")
     note = (
         "The same lines by steps, by tokens trained on, and by time since the first prompt was handed out: "
         f"data and hours are what a step costs.{smooth}"
     )
-    return three_clocks(
-        "Reward and accuracy",
-        note,
-        [run],
-        lambda clock: reward_series(run, clock),
-        Axis("reward and accuracy", low=0.0),
-    )
+    what = "reward and accuracy" if has_accuracy(run) else "reward"
+    return three_clocks(what.capitalize(), note, [run], lambda clock: reward_series(run, clock), Axis(what, low=0.0))
 
 
 def three_clocks(
@@ -86,18 +95,20 @@ def _terms(run: Run) -> str:
     names = run.history.names(PARTS)
     if len(names) < 2:
         return ""
-    series = [
-        Series(name.removeprefix(PARTS), run.history.points(name), hue, smooth=run.history.window())
-        for hue, name in zip(count(), names, strict=False)
-    ]
+    series = []
+    for hue, name in zip(count(), names, strict=False):
+        term, held_out = name.removeprefix(PARTS), run.history.evaluated(f"eval_{name}")
+        series.append(Series(term, run.history.points(name), hue, smooth=run.history.window()))
+        if held_out:
+            series.append(Series(f"{term}, held out", held_out, hue, has_dots=True, is_dashed=True))
     note = "Terms of weight 0 are only measured: one that falls while the reward rises says what the reward cannot see."
-    return chart_card("Reward by term", note, series, Axis("mean of the batch"))
+    return chart_card("Reward by term", note, series, Axis("mean over answers"))
 
 
 def _signal(run: Run) -> str:
     points = [(x, 1.0 - share) for x, share in run.history.points("no_signal_frac")]
     series = [Series("groups with signal", points, BLUE, smooth=run.history.window())]
-    note = "Groups whose answers are all right or all wrong teach nothing. Near 0, harder or easier prompts are needed."
+    note = "Groups whose answers all have the same reward teach nothing. Near 0, harder or easier prompts are needed."
     axis = Axis("share of groups", low=0.0, high=1.0, is_share=True)
     return chart_card("Groups that can teach", note, series, axis, alarm_bands(run, ("no_signal",)))
 

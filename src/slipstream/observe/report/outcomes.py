@@ -27,8 +27,10 @@ class Outcome:
 def outcome_table(runs: Mapping[str, Run]) -> str:
     target = common_reward(list(runs.values()))
     lines = [
-        Outcome("held-out accuracy before, greedy", lambda run: run.accuracies[0], "{:.1%}".format),
-        Outcome("held-out accuracy after, greedy", lambda run: run.accuracies[1], "{:.1%}".format, max),
+        Outcome("held-out accuracy before, greedy", lambda run: run.held_out[0].accuracy, "{:.1%}".format),
+        Outcome("held-out accuracy after, greedy", lambda run: run.held_out[1].accuracy, "{:.1%}".format, max),
+        Outcome("held-out mean reward before, greedy", lambda run: run.held_out[0].reward, number),
+        Outcome("held-out mean reward after, greedy", lambda run: run.held_out[1].reward, number),
         Outcome("steps", lambda run: float(len(run.history.steps)), number),
         Outcome("whole run", lambda run: run.times.wall_s or None, span),
         Outcome("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, min),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import fmean, median
 
+from slipstream.core.measure import Measured
 from slipstream.observe.display import duration
 from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.health import AlarmSpan
@@ -71,9 +73,12 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     """(a number, what it is) of those to see first."""
     summary, history = run.summary, run.history
     found: list[tuple[str, str]] = []
-    before, after = run.accuracies
-    if after is not None:
-        found.append((f"{accuracy(before).removesuffix('%')} → {accuracy(after)}", "held-out accuracy, greedy"))
+    before, after = run.held_out
+    if after.accuracy is not None:
+        change = f"{percent(before.accuracy).removesuffix('%')} → {percent(after.accuracy)}"
+        found.append((change, "held-out accuracy, greedy"))
+    elif after.reward is not None:
+        found.append((f"{mean(before.reward)} → {mean(after.reward)}", "held-out mean reward, greedy"))
     elif history.steps:
         rewards = [value for _, value in history.points("reward")]
         found.append(
@@ -100,8 +105,12 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     return found
 
 
-def accuracy(found: float | None) -> str:
-    return "?" if found is None else f"{found:.1%}"
+def percent(accuracy: float | None) -> str:
+    return "?" if accuracy is None else f"{accuracy:.1%}"
+
+
+def mean(reward: float | None) -> str:
+    return "?" if reward is None else number(reward)
 
 
 def sentences(run: Run) -> list[str]:
@@ -118,11 +127,8 @@ def sentences(run: Run) -> list[str]:
 
 def _learned(run: Run) -> str:
     summary = run.summary
-    before, after = run.accuracies
-    if summary is not None and summary.eval.after is not None and after is not None:
-        start = f"from {accuracy(before)} " if before is not None else ""
-        how = f"({summary.eval.after.num_prompts} prompts, greedy) in {summary.steps} steps"
-        return f"Held-out accuracy went {start}to {accuracy(after)} {how}."
+    if summary is not None and summary.eval.after is not None and (told := _held_out(*run.held_out)):
+        return f"{told} ({summary.eval.after.num_prompts} prompts, greedy) in {summary.steps} steps."
     rewards = [value for _, value in run.history.points("reward")]
     if not rewards:
         return "No step was trained."
@@ -131,6 +137,26 @@ def _learned(run: Run) -> str:
     return (
         f"The reward went from {first:.3f} to {last:.3f} (means of the first and last tenth of {len(rewards)} steps)."
     )
+
+
+def _held_out(before: Measured, after: Measured) -> str:
+    """How the held-out numbers changed: accuracy, mean reward, its parts where it has several, of those there are."""
+
+    def change(first: float | None, last: float, words: Callable[[float], str]) -> str:
+        return f"to {words(last)}" if first is None else f"from {words(first)} to {words(last)}"
+
+    told = []
+    if after.accuracy is not None:
+        told.append(f"held-out accuracy went {change(before.accuracy, after.accuracy, percent)}")
+    if after.reward is not None:
+        name = "the mean reward" if told else "the held-out mean reward went"
+        told.append(f"{name} {change(before.reward, after.reward, mean)}")
+    if len(after.reward_parts) > 1:
+        told += [
+            f"{name} {change(before.reward_parts.get(name), last, mean)}" for name, last in after.reward_parts.items()
+        ]
+    sentence = ", ".join(told)
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _aged(run: Run) -> str:

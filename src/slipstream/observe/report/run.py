@@ -15,6 +15,7 @@ import msgspec
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
+from slipstream.core.measure import Measured
 from slipstream.core.recipes import read_toml
 from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.evaluation import EVALUATION_FILE
@@ -25,7 +26,7 @@ from slipstream.observe.recorder import Outcome, RolloutLine
 from slipstream.observe.report.times import Times, read_times
 from slipstream.observe.samples import Sample, read_samples
 from slipstream.observe.states import side_of
-from slipstream.observe.summary import Summary, read_summary
+from slipstream.observe.summary import Evaluations, Summary, read_summary
 from slipstream.observe.svg import Axis, Point, Series
 
 Clock = Literal["step", "tokens", "time"]
@@ -172,12 +173,11 @@ class Run:
         return max(self.staleness, default=None)
 
     @property
-    def accuracies(self) -> tuple[float | None, float | None]:
-        """Held out, greedy: of version 0 and of the last one."""
-        if self.summary is None:
-            return None, None
-        before, after = self.summary.eval.before, self.summary.eval.after
-        return before.accuracy if before else None, after.accuracy if after else None
+    def held_out(self) -> tuple[Measured, Measured]:
+        """What greedy answers to held-out prompts came to: of version 0 and of the last one."""
+        found = Evaluations() if self.summary is None else self.summary.eval
+        before, after = (Measured() if one is None else one.greedy for one in (found.before, found.after))
+        return before, after
 
     def idle(self, side: str) -> float | None:
         """Share of their time in the loop that the processes of a side waited, the mean over them."""

@@ -6,7 +6,8 @@ import { metricName, number } from './format.js';
 const WIDTH = 300;
 const HEIGHT = 92;
 const CHARTS = [
-  ['Reward', ['reward', 'eval_accuracy'], ['of the batch', 'held-out accuracy']],
+  ['Reward', ['reward', 'eval_reward'], ['of the batch', 'held-out']],
+  ['Held-out accuracy', ['eval_accuracy'], ['greedy']],
   ['Staleness, in steps', ['staleness_mean', 'staleness_max'], ['mean', 'most']],
   ['Tokens per second', ['generated_tokens_per_s', 'trained_tokens_per_s'], ['generated', 'trained']],
   ['|logprob of trainer − of generator|', ['logprob_diff_mean'], ['mean, nats']],
@@ -16,7 +17,7 @@ const CHARTS = [
   ['Groups without signal', ['no_signal_frac'], ['share']],
   ['Gradient norm', ['grad_norm'], ['before clipping']],
 ];
-const SPARSE = new Set(['eval_accuracy', 'eval_sampled_accuracy']); // measured now and then: with dots
+const isSparse = (name) => name.startsWith('eval_'); // measured now and then: with dots
 
 /** The last point at or before `step`; null before the first. */
 export function valueAt(points, step) {
@@ -95,6 +96,10 @@ export class Curves {
     return curve ? valueAt(curve.points, step) : null;
   }
 
+  has(name) {
+    return this.known?.has(name) ?? false;
+  }
+
   first(name) {
     return this.curves[name]?.points[0]?.[1] ?? null;
   }
@@ -144,7 +149,7 @@ class Chart {
         }
         const line = points.map((point) => `${x(point[0])},${y(point[1])}`).join('L');
         parts.push(svg('path', { class: `line series-${index}`, d: `M${line}`, 'vector-effect': 'non-scaling-stroke' }));
-        if (SPARSE.has(this.series[index].name)) {
+        if (isSparse(this.series[index].name)) {
           // A line of no length with round ends is a dot that stays round when the picture is stretched.
           const dots = points.map((point) => `M${x(point[0])},${y(point[1])}h0`).join('');
           parts.push(svg('path', { class: `dots-of series-${index}`, d: dots, 'vector-effect': 'non-scaling-stroke' }));
@@ -161,7 +166,7 @@ class Chart {
   show(curves, step) {
     this.series.forEach((one, index) => {
       // What is measured of a version lies at its number: one more than the step that made it.
-      const at = SPARSE.has(one.name) ? step + 1 : step;
+      const at = isSparse(one.name) ? step + 1 : step;
       say(this.values[index], number(valueAt(curves[one.name]?.points ?? [], at)));
     });
     const x = (Math.max(0, step) / this.right) * WIDTH;

@@ -291,11 +291,14 @@ function headline(version) {
   const step = version - 1;
   const { dials } = state.info ?? {};
   const at = (name) => curves.value(name, step);
-  const [held, first] = [curves.value('eval_accuracy', version), curves.first('eval_accuracy')];
+  const [measure, name, words] = curves.has('eval_accuracy')
+    ? ['eval_accuracy', 'accuracy', percent]
+    : ['eval_reward', 'mean reward', number];
+  const [held, first] = [curves.value(measure, version), curves.first(measure)];
   const tiles = [
     ['step', `${version}`, dials ? `of ${dials.steps.toLocaleString('en')}` : ''],
     ['reward', number(at('reward')), 'mean of the batch'],
-    ['held-out', held === null ? '–' : percent(held), first === null ? 'accuracy' : `accuracy, was ${percent(first)}`],
+    ['held-out', held === null ? '–' : words(held), first === null ? name : `${name}, was ${words(first)}`],
     ['staleness', number(at('staleness_mean')), dials ? `mean; bound ${dials.max_staleness}` : 'mean'],
     ['generated', number(at('generated_tokens_per_s')), 'tokens per second'],
     ['trained', number(at('trained_tokens_per_s')), 'tokens per second'],
