@@ -99,7 +99,8 @@ def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
 
 
 def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
-    executor = Rewards(RewardsConfig(), {}, function=lambda completions, **kw: [float(len(completions[0]))])
+    functions = {"reward": lambda completions, **kw: [float(len(completions[0]))]}
+    executor = Rewards(RewardsConfig(terms=[RewardTerm(function="python:reward")]), {}, functions=functions)
     ports = start(executor, tmp_path, name="rewards")
     for i in range(20):
         ports["completions"].put(completion(i, "x" * i))
@@ -143,7 +144,8 @@ def test_while_a_worker_scores_the_process_is_not_idle(tmp_path: Path) -> None:
         return [1.0] * len(completions)
 
     heard = Heard()
-    executor = Rewards(RewardsConfig(timeout_s=60.0), {}, function=function)
+    config = RewardsConfig(terms=[RewardTerm(function="python:reward")], timeout_s=60.0)
+    executor = Rewards(config, {}, functions={"reward": function})
     ports = start(executor, tmp_path, name="rewards", spans=heard)
     try:
         assert heard.idle == "wait_completions"

@@ -51,6 +51,7 @@ from slipstream.core.types import (
     Leaving,
     Left,
     Message,
+    Noted,
     Partial,
     Progress,
     Prompt,
@@ -293,6 +294,8 @@ class Controller:
             case Counters():
                 self.tally.counted(message, self.clock.now_s())
                 self.observer.counted(message)
+            case Noted():
+                self.observer.note(f"{message.executor}: {message.text}")
             case Progress():
                 self.observer.progress(message)
             case CheckpointSaved():
