@@ -53,8 +53,6 @@ def dry_call(
         entries = _scored(scorers, [prompts[0], prompts[-1]], terms, group_size)
     finally:
         scorers.close()
-    for entry in entries:
-        _check(entry, scorers.names)
     has_all_terms = len(terms) == len(config.terms) and not config.models
     if has_all_terms and all(part is None for entry in entries for part in entry.parts):
         return (
@@ -78,7 +76,10 @@ def _scored(scorers: Scorers, prompts: Sequence[Prompt], terms: Sequence[RewardT
         wait_s = _WAKE_EVERY_S if deadline_s is None else min(_WAKE_EVERY_S, max(0.0, deadline_s - clock.now_s()))
         select.select(scorers.fds(), [], [], wait_s)
         for scored in scorers.poll():
-            entries += assembly.answer(scored.job_id, scored.parts, scored.failure)
+            answered = assembly.answer(scored.job_id, scored.parts, scored.failure)
+            for entry in answered:
+                _check(entry, scorers.names)
+            entries += answered
     return entries
 
 
@@ -98,18 +99,22 @@ def _made_up(prompt: Prompt, ordinal: int, sample: int) -> Completion:
 
 
 def _check(entry: Entry, names: Sequence[str]) -> None:
-    """Raise ConfigError for a call that failed, or a part that is no finite number."""
+    """Raise ConfigError for a call that failed, and for a part that is no finite number."""
     wrong = next((i for i, part in enumerate(entry.parts) if part is not None and not math.isfinite(part)), None)
     if entry.failure is None and wrong is None:
         return
     failure = entry.failure or f"{names[wrong or 0]}: it returned {entry.parts[wrong or 0]} as a reward"
     prompt = entry.completion.prompt
-    columns = sorted({"answer", *prompt.columns} - set(GIVEN))
+    columns = ", ".join(sorted({"answer", *prompt.columns} - set(GIVEN)))
+    advice = (
+        "raise rewards.timeout_s, or load what the function needs when its file is imported"
+        if "timed out after" in failure
+        else "models write anything, and a reward must survive it"
+    )
     raise ConfigError(
-        "a reward fails in a dry call before the run",
+        "a reward fails in a dry call, before the run",
         got=f"{failure}; the prompt was {shortened(repr(prompt.text), _PROMPT_CHARS)}",
-        allowed=f"for any text, a list with one finite number or None per completion; keywords are {', '.join(GIVEN)} "
-        f"and the columns {', '.join(columns)}",
-        hint="models write anything, so a reward must survive it; a function that is too dear for two calls in vain: "
-        "rewards.dry_call = false",
+        allowed="for any text, a list with one finite number or None for each completion",
+        hint=f"{advice}; keywords are {', '.join(GIVEN)} and the columns {columns}; rewards.dry_call = false for "
+        "functions that are not to be called in vain",
     )
