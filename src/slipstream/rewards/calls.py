@@ -26,7 +26,8 @@ Scores = Callable[[Sequence[Job]], list[float | None]]
 """Jobs to score together, one or those of a group; a number or None for each."""
 
 _MAX_SHOWN = 80  # characters of a value in an error
-_LIBRARIES = (*(sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+_OURS = str(Path(__file__).parents[1])
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
@@ -107,16 +108,17 @@ async def _awaited(awaitable: Any) -> Any:
 def describe(error: BaseException) -> str:
     """Type, message and place of an error: the innermost line that is of no library, else the innermost of all."""
     frames = [
-        (frame.f_code.co_filename, line)
+        (Path(frame.f_code.co_filename), line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(("<", _LIBRARIES[-1]))
+        if not frame.f_code.co_filename.startswith(("<", _OURS))
     ]
-    own = [place for place in frames if not place[0].startswith(_LIBRARIES)]
+    library = sysconfig.get_path("stdlib")
+    own = [place for place in frames if not (_INSTALLED & {*place[0].parts} or str(place[0]).startswith(library))]
     text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
     if not frames:
         return text
     path, line = (own or frames)[-1]
-    return f"{text} ({Path(path).name}, line {line})"
+    return f"{text} ({path.name}, line {line})"
 
 
 def import_function(term: Term) -> Callable[..., Any]:
