@@ -112,8 +112,8 @@ def check_rewards(config: RewardsConfig, tasks: Mapping[str, TaskConfig], given:
 
     `given`: the names of the functions that were handed over from Python.
     """
-    setup = setup_of(config, tasks)
     check_given(config, given)
+    setup = setup_of(config, tasks)
     if unsafe_verifiers(setup) and not config.trust_verifier:
         if config.allow_network:
             check_isolation(setup, REQUIRED_FOR_UNSAFE, trust_verifier=False)

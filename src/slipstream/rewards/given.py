@@ -43,7 +43,7 @@ def with_given(
     if weights is not None:
         if twice := next((table for table in tables if "weight" in table), None):
             raise ConfigError("a weight is given twice", got=f"reward_weights, and the table of '{twice['function']}'")
-        tables = [{**table, "weight": float(weight)} for table, weight in zip(tables, weights, strict=True)]
+        tables = [{**table, "weight": weight} for table, weight in zip(tables, weights, strict=True)]
     recorded = [term.function for term in config.rewards.terms]
     if recorded == [table["function"] for table in tables] and all(len(table) == 1 for table in tables):
         return config, functions
