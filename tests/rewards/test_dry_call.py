@@ -248,8 +248,16 @@ def test_it_can_be_switched_off() -> None:
         called(never)
 
 
-@pytest.mark.parametrize(("column", "words"), [("answer", None), ("answers", "overlap returned None")])
-def test_a_built_in_that_reads_a_missing_column_is_told(column: str, words: str | None) -> None:
-    config = RewardsConfig(terms=[RewardTerm(function="overlap", params={"column": column})])
-    told = dry_call(config, {}, prompts())
-    assert (told is None) if words is None else (told is not None and words in told)
+@pytest.mark.parametrize(
+    "term",
+    [RewardTerm(function="overlap", params={"column": "answers"}), RewardTerm(function="code", params={})],
+    ids=["overlap", "code"],
+)
+def test_a_built_in_whose_column_is_missing_is_refused(term: RewardTerm) -> None:
+    with pytest.raises(ConfigError, match=f"reward '{term.function}' abstains: the column") as caught:
+        dry_call(RewardsConfig(terms=[term], trust_verifier=True), {}, prompts())
+    assert "prompts with the columns answer, level" in str(caught.value)
+
+
+def test_a_built_in_whose_column_is_there_is_not() -> None:
+    assert dry_call(RewardsConfig(terms=[RewardTerm(function="overlap")]), {}, prompts()) is None

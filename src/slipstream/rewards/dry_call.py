@@ -41,7 +41,8 @@ def dry_call(
     """Call the user's functions, and built-ins that read columns, on up to two of `prompts`.
 
     ConfigError for one that fails, is too slow, or returns anything but a finite number or None for each completion.
-    Functions may abstain: where all do on all prompts, the sentence returned says so. Nothing is called with
+    Functions may abstain: where all do on all prompts, the sentence returned says so; of built-ins, which abstain for
+    want of their column, that is an error. Nothing is called with
     `dry_call = false`. Consumes: answers. Unblocked by: a worker or a deadline. Ends when: all calls have answered.
     """
     terms = [term for term in config.terms if ":" in term.function or term.function in _READING_ROWS]
@@ -55,6 +56,13 @@ def dry_call(
         scorers.close()
     has_all_terms = len(terms) == len(config.terms) and not config.models
     if has_all_terms and all(part is None for entry in entries for part in entry.parts):
+        if all(term.function in _READING_ROWS for term in terms):
+            raise ConfigError(
+                f"reward {', '.join(map(repr, scorers.names))} abstains: the column that it reads is not in the data",
+                got=f"prompts with the columns {_columns(prompts[0])}",
+                allowed="'tests' for code; answer, or params.column, for overlap",
+                hint="a completion for which every reward abstains counts as failed",
+            )
         return (
             f"in a dry call of the rewards {', '.join(scorers.names)} returned None: a completion for which every "
             "reward abstains counts as failed"
@@ -105,7 +113,6 @@ def _check(entry: Entry, names: Sequence[str]) -> None:
         return
     failure = entry.failure or f"{names[wrong or 0]}: it returned {entry.parts[wrong or 0]} as a reward"
     prompt = entry.completion.prompt
-    columns = ", ".join(sorted({"answer", *prompt.columns} - set(GIVEN)))
     advice = (
         "raise rewards.timeout_s, or load what the function needs when its file is imported"
         if "timed out after" in failure
@@ -115,6 +122,10 @@ def _check(entry: Entry, names: Sequence[str]) -> None:
         "a reward fails in a dry call, before the run",
         got=f"{failure}; the prompt was {shortened(repr(prompt.text), _PROMPT_CHARS)}",
         allowed="for any text, a list with one finite number or None for each completion",
-        hint=f"{advice}; keywords are {', '.join(GIVEN)} and the columns {columns}; rewards.dry_call = false for "
-        "functions that are not to be called in vain",
+        hint=f"{advice}; keywords are {', '.join(GIVEN)} and the columns {_columns(prompt)}; "
+        "rewards.dry_call = false for functions that are not to be called in vain",
     )
+
+
+def _columns(prompt: Prompt) -> str:
+    return ", ".join(sorted({"answer", *prompt.columns} - set(GIVEN)))
