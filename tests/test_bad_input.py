@@ -922,6 +922,15 @@ RUNS = [
     refused("run --resume run", "'steps'", "-2", prepare=in_config("steps = 2", "steps = -2")),
     refused("run --resume run", "cannot be read", "UTF-8", prepare=text("run/config.toml", b"\xff\xfe")),
     refused("run --resume run", "dataset not found", prepare=in_config("data.jsonl", "gone.jsonl")),
+    refused(
+        "run --resume run",
+        "a reward fails in a dry call, before the run",
+        "KeyError: 'solution' (mine.py, line 2)",
+        prepare=both(
+            in_config('"exact_match"', '"mine.py:score"'),
+            text("mine.py", "def score(completions, **columns):\n    return columns['solution']\n"),
+        ),
+    ),
     refused("run --resume run", "belongs to another model", prepare=in_config("hidden_size = 16", "hidden_size = 32")),
     refused("run --resume run", "step_1", "torn", "policy.safetensors", prepare=cut(f"{STEP}/policy.safetensors", -1)),
     refused("run --resume run", "step_1", "torn", "state.json", prepare=remove(f"{STEP}/state.json")),

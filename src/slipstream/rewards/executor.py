@@ -18,7 +18,6 @@ from slipstream.rewards.scorers import Scorers
 _MAX_PENDING = 1024  # completions taken from the channel and not yet scored; beyond, the channel holds them back
 _COUNTERS_EVERY_S = 1.0
 _MAX_NOTES = 8  # failures that are shown at once, each the first of its kind
-_KIND_CHARS = 40  # of a failure: its term and the type of error
 
 
 class Rewards(Executor):
@@ -179,7 +178,7 @@ class Rewards(Executor):
 
     def _note(self, failure: str) -> None:
         """Show the first failure of its kind at once: an alarm comes after 16, and a group's fate when it is whole."""
-        kind = failure[:_KIND_CHARS]
+        kind = ": ".join(failure.split(": ", 2)[:2])  # its term and the type of error
         if kind in self._noted or len(self._noted) == _MAX_NOTES:
             return
         self._noted.add(kind)
