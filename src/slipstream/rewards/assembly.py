@@ -37,9 +37,9 @@ class Assembly:
 
     `terms` says who scores each. Terms of groups are called when all `group_size` completions of a group are here, an
     evaluation's when its one is. Of copies of a sample the first counts until its group is complete, as in the group
-    buffer: a replica that is lost is followed by another, which sends the whole group. A copy that comes after its group
-    was scored is refused by the buffer, or waits here for the others, which costs its memory. Where no term is of
-    groups, every copy is scored.
+    buffer: a replica that is lost is followed by another, which sends the whole group. A copy of a group that is scored
+    already is refused by the buffer, or waits here for the others, which costs its memory. Where no term is of groups,
+    every copy is scored.
     """
 
     terms: Sequence[Where]
