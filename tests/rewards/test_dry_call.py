@@ -224,6 +224,22 @@ def test_a_group_is_called_at_once() -> None:
         called(lambda completions, **_: [1.0], per="group", group_size=4)
 
 
+def test_each_function_is_called_twice_whatever_stands_beside_it() -> None:
+    calls: list[tuple[str, int]] = []
+
+    def counting(name: str) -> Callable[..., list[float]]:
+        def function(completions: list[str], **_: Any) -> list[float]:
+            calls.append((name, len(completions)))
+            return [0.0] * len(completions)
+
+        return function
+
+    terms = [RewardTerm(function="python:one"), RewardTerm(function="python:all", per="group")]
+    functions = {name: counting(name) for name in ("one", "all")}
+    dry_call(RewardsConfig(terms=terms), {}, prompts(), functions=functions, group_size=5)
+    assert sorted(calls) == [("all", 5), ("all", 5), ("one", 1), ("one", 1)]
+
+
 def test_one_that_hangs_is_refused_at_its_deadline() -> None:
     may_end = threading.Event()
 

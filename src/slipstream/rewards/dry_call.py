@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from slipstream.core.clock import WallClock
-from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
+from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.rewards.assembly import Assembly, Entry
 from slipstream.rewards.given import Functions
+from slipstream.rewards.protocol import Per
 from slipstream.rewards.scorers import Scorers
 from slipstream.rewards.user_functions import GIVEN
 
@@ -42,8 +43,7 @@ def dry_call(
 
     ConfigError for one that fails, is too slow, or returns anything but a finite number or None for each completion.
     Functions may abstain: where all do on all prompts, the sentence returned says so; of built-ins, which abstain for
-    want of their column, that is an error. Nothing is called with
-    `dry_call = false`. Consumes: answers. Unblocked by: a worker or a deadline. Ends when: all calls have answered.
+    want of their column, that is an error. Nothing is called with `dry_call = false`.
     """
     terms = [term for term in config.terms if ":" in term.function or term.function in _READING_ROWS]
     if not config.dry_call or not terms or not prompts:
@@ -51,7 +51,8 @@ def dry_call(
     alone = config.model_copy(update={"terms": terms, "num_workers": 1})
     scorers = Scorers(alone, tasks, functions or {}, private=private, num_spares=0)
     try:
-        entries = _scored(scorers, [prompts[0], prompts[-1]], terms, group_size)
+        two = [prompts[0], prompts[-1]]
+        entries = [*_scored(scorers, two, "completion", 1), *_scored(scorers, two, "group", group_size)]
     finally:
         scorers.close()
     has_all_terms = len(terms) == len(config.terms) and not config.models
@@ -70,11 +71,15 @@ def dry_call(
     return None
 
 
-def _scored(scorers: Scorers, prompts: Sequence[Prompt], terms: Sequence[RewardTerm], group_size: int) -> list[Entry]:
-    assembly = Assembly(scorers.where, group_size)
-    size = group_size if any(term.per == "group" for term in terms) else 1
+def _scored(scorers: Scorers, prompts: Sequence[Prompt], per: Per, size: int) -> list[Entry]:
+    """One call for each of `prompts`, with `size` completions, of the terms of this kind; ConfigError as `dry_call`.
+
+    Consumes: answers. Unblocked by: a worker or a deadline. Ends when: all calls have answered, or one has failed.
+    """
+    names = [name for name, where in zip(scorers.names, scorers.where, strict=True) if where[1] == per]
+    assembly = Assembly([where for where in scorers.where if where[1] == per], size)
     entries: list[Entry] = []
-    for ordinal, prompt in enumerate(prompts):
+    for ordinal, prompt in enumerate(prompts if names else ()):
         for sample in range(size):
             for call in assembly.add(_made_up(prompt, ordinal, sample)):
                 scorers.submit(call)
@@ -86,7 +91,7 @@ def _scored(scorers: Scorers, prompts: Sequence[Prompt], terms: Sequence[RewardT
         for scored in scorers.poll():
             answered = assembly.answer(scored.job_id, scored.parts, scored.failure)
             for entry in answered:
-                _check(entry, scorers.names)
+                _check(entry, names)
             entries += answered
     return entries
 
