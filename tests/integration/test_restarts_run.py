@@ -85,7 +85,8 @@ def test_groups_are_scored_as_wholes_also_when_who_scores_is_killed(tiny, tmp_pa
     (tmp_path / "mine.py").write_text(source)
     terms = [{"function": f"{tmp_path / 'mine.py'}:ranks", "per": "group"}]
     rewards = {"terms": terms, "timeout_s": 60.0}
-    process = start(tiny | {"loss": {"skip_no_signal": False}}, tmp_path / "run", steps=12, rewards=rewards)
+    overrides = tiny | {"loss": {"skip_no_signal": False}, "warm_start": {"steps": 0}}
+    process = start(overrides, tmp_path / "run", steps=12, rewards=rewards)
     for steps in (1, 5):
         await_steps(tmp_path / "run", steps, process)
         os.kill(pid_of("rewards", process), signal.SIGKILL)
