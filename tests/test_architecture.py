@@ -153,7 +153,7 @@ PATTERNS_ON_BOUNDED_TEXT = {
     "observe/trackers.py",  # linear ones, for names and values of the configuration
 }
 RUNS_TEXT = {  # who may compile and run text, and why
-    "rewards/functions.py": "the user's own reward function",
+    "rewards/calls.py": "the user's own reward function",
     "rewards/jailed.py": "a model's program and its tests, in a jail",
 }
 

@@ -48,7 +48,8 @@ from slipstream.observe.summary import (
 from slipstream.trainer.checkpoint import crc32, save_checkpoint
 from slipstream.trainer.optim import FlatAdamW
 
-TRIES_TEXT = "slipstream.models.foreign_text"  # the one process that a check may start
+TRIES_TEXT = "slipstream.models.foreign_text"  # processes that a check may start
+CALLS_REWARDS = "slipstream.rewards.worker"
 MAX_LINES, MAX_COLUMNS = 24, 480
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -401,6 +402,75 @@ LOSSES_AND_REWARDS = [
         "mine.py",
         "line 1",
         prepare=text("mine.py", "def score(:\n"),
+    ),
+    wrong(
+        "reward fails",
+        {"rewards": {"terms": [{"function": "mine.py:score"}]}},
+        "a reward fails in a dry call, before the run",
+        "ZeroDivisionError: division by zero (mine.py, line 3)",
+        "the prompt was 'word ",
+        "one finite number or None for each completion",
+        "rewards.dry_call = false",
+        prepare=text(
+            "mine.py", "def score(completions, **columns):\n    x = 0\n    return [1 / x for _ in completions]\n"
+        ),
+    ),
+    wrong(
+        "reward of no such column",
+        {"rewards": {"terms": [{"function": "mine.py:score"}]}},
+        "a reward fails in a dry call, before the run",
+        "missing 1 required keyword-only argument: 'solution'",
+        "the columns answer",
+        prepare=text("mine.py", "def score(*, completions, solution, **columns):\n    return [0.0]\n"),
+    ),
+    wrong(
+        "reward of no such module",
+        {"rewards": {"terms": [{"function": "mine.py:score"}]}},
+        "the reward functions cannot be set up",
+        "No module named 'nowhere' (mine.py, line 1)",
+        prepare=text("mine.py", "import nowhere\ndef score(completions, **columns):\n    return [0.0]\n"),
+    ),
+    wrong(
+        "reward over the network",
+        {"rewards": {"terms": [{"function": "mine.py:score"}]}},
+        "a reward fails in a dry call, before the run",
+        "rewards have no network: set rewards.allow_network = true",
+        prepare=text(
+            "mine.py",
+            "import urllib.request\ndef score(completions, **columns):\n"
+            "    return [float(urllib.request.urlopen('http://127.0.0.1:9').read())]\n",
+        ),
+    ),
+    wrong(
+        "gold fails",
+        {**PREFERENCES, "gold": {"terms": [{"function": "mine.py:score"}]}},
+        "a reward fails in a dry call, before the run",
+        "KeyError: 'solution' (mine.py, line 2)",
+        prepare=text("mine.py", "def score(completions, **columns):\n    return columns['solution']\n"),
+    ),
+    wrong(
+        "reward from nowhere",
+        {"rewards": {"terms": [{"function": "python:accuracy"}]}},
+        "the reward 'accuracy' is a Python function",
+        "slipstream.run(..., reward=...)",
+    ),
+    wrong(
+        "network for what evaluates text",
+        {"rewards": {"terms": [{"function": "math"}], "allow_network": True}},
+        "'math' evaluates model text",
+        "allow_network = true",
+    ),
+    wrong("variable", {"rewards": {"environment": ["A=B"]}}, "no environment variable has such a name", "'A=B'"),
+    wrong(
+        "built-in of groups",
+        {"rewards": {"terms": [{"function": "exact_match", "per": "group"}]}},
+        "'exact_match' scores each completion by itself",
+    ),
+    wrong(
+        "group too large",
+        {"completions_per_group": 5000, "rewards": {"terms": [{"function": "mine.py:score", "per": "group"}]}},
+        "a worker's answer for a group is too large",
+        "at most 4,096",
     ),
     wrong("parameters of ours", {"rewards": {"terms": [{"function": "a:b", "params": {"x": 1}}]}}, "are for built-in"),
     wrong(
@@ -852,6 +922,15 @@ RUNS = [
     refused("run --resume run", "'steps'", "-2", prepare=in_config("steps = 2", "steps = -2")),
     refused("run --resume run", "cannot be read", "UTF-8", prepare=text("run/config.toml", b"\xff\xfe")),
     refused("run --resume run", "dataset not found", prepare=in_config("data.jsonl", "gone.jsonl")),
+    refused(
+        "run --resume run",
+        "a reward fails in a dry call, before the run",
+        "KeyError: 'solution' (mine.py, line 2)",
+        prepare=both(
+            in_config('"exact_match"', '"mine.py:score"'),
+            text("mine.py", "def score(completions, **columns):\n    return columns['solution']\n"),
+        ),
+    ),
     refused("run --resume run", "belongs to another model", prepare=in_config("hidden_size = 16", "hidden_size = 32")),
     refused("run --resume run", "step_1", "torn", "policy.safetensors", prepare=cut(f"{STEP}/policy.safetensors", -1)),
     refused("run --resume run", "step_1", "torn", "state.json", prepare=remove(f"{STEP}/state.json")),
@@ -1163,7 +1242,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen.__init__
 
     def start_a_check(self: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
-        if TRIES_TEXT not in arguments:  # it is gone when the check is done: `nothing_is_left`
+        if not {TRIES_TEXT, CALLS_REWARDS} & set(arguments):  # gone when the check is done: `nothing_is_left`
             raise Started("a process")
         start(self, arguments, *args, **kwargs)
 

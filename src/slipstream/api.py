@@ -10,6 +10,7 @@ a reward given as a Python function (a lambda, too) is called in the caller's pr
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -27,16 +28,17 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.interrupts import Interrupted, Interrupts
-from slipstream.core.measure import with_own_functions
 from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
-from slipstream.rewards.inline import OWN_NAMES
+from slipstream.rewards.given import Reward, with_given
 from slipstream.stages.chain import check_data, check_stages, run_stages
 from slipstream.stages.rl import FromPython, resume_rl, run_rl
 
 PROMPTS_FILE = "prompts.jsonl"  # in the run's directory: the prompts given from Python
+ScoredBy = tuple[Reward | Sequence[Reward] | None, Sequence[float] | None]
+"""`reward` and `reward_weights`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def run(
     *,
     overrides: Mapping[str, Any] | None = None,
     preset: str | None = None,
-    reward: Callable[..., Any] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    reward_weights: Sequence[float] | None = None,
     prompts: Sequence[str | Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
@@ -69,7 +72,9 @@ def run(
 
     `config` is a RunConfig, a recipe's name or path, or its tables. `reward(prompts, completions, completion_ids,
     **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process
-    with `rewards.timeout_s` as its deadline. `prompts` (strings, or rows with `prompt` and `answer`) replace the
+    with `rewards.timeout_s` as its deadline. A list may mix functions, names as in `rewards.terms` ("length",
+    "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
+    in the sum. `prompts` (strings, or rows with `prompt` and `answer`) replace the
     config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty;
     `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is not
     done. `pipeline` replaces the default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and
@@ -83,10 +88,11 @@ def run(
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
     with _interruptible() as interrupts:
-        given = FromPython(reward=reward, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts)
+        given = FromPython(display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts)
+        scored_by = (reward, reward_weights)
         if resume is not None:
-            return _resume(Path(resume), given)
-        return _run(config, overrides, preset, prompts, out, given)
+            return _resume(Path(resume), scored_by, given)
+        return _run(config, overrides, preset, scored_by, prompts, out, given)
 
 
 @contextmanager
@@ -106,6 +112,7 @@ def _run(
     config: RunConfig | str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None,
     preset: str | None,
+    scored_by: ScoredBy,
     prompts: Sequence[str | Mapping[str, Any]] | None,
     out: str | Path | None,
     given: FromPython,
@@ -117,17 +124,17 @@ def _run(
         config = resolve(config, overrides, preset)
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
-    if given.reward is not None:
-        is_measure_given = isinstance(own := (overrides or {}).get("eval"), Mapping) and "measure" in own
-        config = with_own_functions(config, OWN_NAMES, is_measure_given=is_measure_given)
+    is_measure_given = isinstance(own := (overrides or {}).get("eval"), Mapping) and "measure" in own
+    config, functions = with_given(config, *scored_by, keeps_measure=is_measure_given)
+    given = dataclasses.replace(given, functions=functions)
     run_dir = _new_run_dir(config, out)
-    check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
+    check_stages(config, given=functions, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
     with _made(run_dir, is_named=out is not None) as run_dir:
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir)
-        check_data(config, run_dir)
+        check_data(config, run_dir, given.functions)
         with lasting_output(run_dir / "logs" / CONSOLE_LOG):
             if config.stages == ["rl"]:
                 return Result(out=run_dir, summary=run_rl(config, run_dir, given))
@@ -241,16 +248,15 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     return resolve(tables)
 
 
-def _resume(run_dir: Path, given: FromPython) -> Result:
+def _resume(run_dir: Path, scored_by: ScoredBy, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
     check_path(run_dir, "the run's directory")
     config_path = run_dir / "config.toml"
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
-    config = resolve(config_path)
-    if given.reward is not None:
-        config = with_own_functions(config, OWN_NAMES)
-    check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
+    config, functions = with_given(resolve(config_path), *scored_by)
+    given = dataclasses.replace(given, functions=functions)
+    check_stages(config, given=functions, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
     with holding(run_dir), lasting_output(run_dir / "logs" / CONSOLE_LOG):

@@ -18,11 +18,11 @@ from slipstream.core.measure import (
     in_metrics,
     is_right,
     measured,
-    with_own_functions,
 )
 from slipstream.core.recipes import list_recipes, resolve
 from slipstream.core.sections import names_of
 from slipstream.observe.metrics import MetricsWriter, read_metrics
+from slipstream.rewards.given import with_given
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,18 @@ def test_a_measure_given_with_the_terms_stays_right_or_wrong() -> None:
 
 
 def test_a_function_from_python_replaces_the_terms_and_their_measure() -> None:
-    assert with_own_functions(config("task"), ["reward"]).eval == config().eval
-    assert with_own_functions(config("reward"), ["reward"]).eval.measure == "reward"
-    assert with_own_functions(config(None), ["reward"]).eval.measure is None
+    def reward(prompts, completions, **columns):
+        return [0.0] * len(completions)
+
+    def measure_with(config: RunConfig, **more: Any) -> str | None:
+        return with_given(config, reward, **more)[0].eval.measure
+
+    assert measure_with(config("task")) is None
+    assert measure_with(config("reward")) == "reward"
+    assert measure_with(config(None)) is None
     judge = config("judge", models=[{"path": "a", "name": "judge"}])
-    assert with_own_functions(judge, ["reward"]).eval.measure == "judge"
+    assert measure_with(judge) == "judge"
     for wrong, is_given in (("task", True), ("rewrd", False)):
+        found, _ = with_given(config(wrong), reward, keeps_measure=is_given)
         with pytest.raises(ConfigError, match="names no term"):
-            with_own_functions(config(wrong), ["reward"], is_measure_given=is_given)
+            check_measure(found)

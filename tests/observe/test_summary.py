@@ -19,7 +19,7 @@ FIELDS = {
     "eval.after": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts sampled_reward_parts",
     "throughput": "generated_tokens_per_s trained_tokens_per_s completions_per_s",
     "staleness": "max mean bound histogram updates_max",
-    "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens",
+    "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens failed_completions",
     "weight_sync": "count skipped bytes transfer_s_p50 pause_s_p50 pause_s_max",
     "versions": "python torch slipstream commit",
     "balance": "idle interference wasted_tokens starves bottleneck verdict split dial",

@@ -20,6 +20,7 @@ from slipstream.core.types import (
     Completion,
     Counters,
     EvalScored,
+    Noted,
     Prompt,
     Ready,
     Rollout,
@@ -32,7 +33,9 @@ from slipstream.rewards.executor import Rewards
 HERE = Path(__file__).parent
 
 
-def completion(ordinal: int, text: str, *, purpose: Any = "train", answer: str = "right") -> Completion:
+def completion(
+    ordinal: int, text: str, *, purpose: Any = "train", answer: str = "right", sample: int = 0
+) -> Completion:
     tokens = np.arange(3, dtype=np.int32)
     segment = Segment(
         tokens=tokens,
@@ -41,7 +44,7 @@ def completion(ordinal: int, text: str, *, purpose: Any = "train", answer: str =
     )
     prompt = Prompt(prompt_id=str(ordinal), text="q", tokens=tokens, task="dataset", answer=answer)
     return Completion(
-        ordinal=ordinal, sample=0, prompt=prompt, segments=(segment,), text=text, finish_reason="stop",
+        ordinal=ordinal, sample=sample, prompt=prompt, segments=(segment,), text=text, finish_reason="stop",
         purpose=purpose, eval_id=3 if purpose == "eval" else -1,
     )  # fmt: skip
 
@@ -140,7 +143,8 @@ def test_where_models_follow_they_score_evaluations_too(tmp_path: Path) -> None:
 
 
 def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
-    executor = Rewards(RewardsConfig(), {}, function=lambda completions, **kw: [float(len(completions[0]))])
+    functions = {"reward": lambda completions, **kw: [float(len(completions[0]))]}
+    executor = Rewards(RewardsConfig(terms=[RewardTerm(function="python:reward")]), {}, functions=functions)
     ports = start(executor, tmp_path, name="rewards")
     for i in range(20):
         ports["completions"].put(completion(i, "x" * i))
@@ -184,7 +188,8 @@ def test_while_a_worker_scores_the_process_is_not_idle(tmp_path: Path) -> None:
         return [1.0] * len(completions)
 
     heard = Heard()
-    executor = Rewards(RewardsConfig(timeout_s=60.0), {}, function=function)
+    config = RewardsConfig(terms=[RewardTerm(function="python:reward")], timeout_s=60.0)
+    executor = Rewards(config, {}, functions={"reward": function})
     ports = start(executor, tmp_path, name="rewards", spans=heard)
     try:
         assert heard.idle == "wait_completions"
@@ -199,3 +204,59 @@ def test_while_a_worker_scores_the_process_is_not_idle(tmp_path: Path) -> None:
     finally:
         may_end.set()
         executor.close()
+
+
+def ranks(completions: list[str], **_: Any) -> list[float]:
+    return [float(sorted(completions).index(text)) for text in completions]
+
+
+def test_a_group_is_scored_when_it_is_whole_and_an_evaluation_at_once(tmp_path: Path) -> None:
+    terms = [RewardTerm(function="python:ranks", per="group"), RewardTerm(function="python:length", weight=10.0)]
+    functions = {"ranks": ranks, "length": lambda completions, **_: [float(len(text)) for text in completions]}
+    executor = Rewards(RewardsConfig(terms=terms), {}, functions=functions, group_size=2)
+    ports = start(executor, tmp_path, name="rewards")
+    for one in (
+        completion(0, "b", sample=1),
+        completion(1, "xx", sample=0),
+        completion(7, "alone", purpose="eval"),
+        completion(0, "a", sample=0),
+        completion(0, "another copy", sample=1),
+    ):
+        ports["completions"].put(one)
+    while len(ports["rollouts"].messages) < 2 or not any(isinstance(m, EvalScored) for m in ports["events"].messages):
+        if not executor.step():
+            select.select(executor.wait_fds(), [], [], executor.wait_s())
+    assert not executor.is_finished
+    ports["commands"].put(Stop())  # two are left without the rest of their groups, and hold nobody up
+    drive(executor)
+    executor.close()
+    found = [m for m in ports["rollouts"].messages if isinstance(m, Rollout)]
+    assert [(one.completion.text, one.reward) for one in found] == [("a", 10.0), ("b", 11.0)]
+    assert found[1].reward_parts == {"ranks": 1.0, "length": 1.0}
+    (scored,) = [m for m in ports["events"].messages if isinstance(m, EvalScored)]
+    assert scored.reward == 0.0  # the first of one
+
+
+def test_the_first_failure_of_a_kind_is_told_at_once(tmp_path: Path) -> None:
+    """A person sees the exception while the group, let alone the step, is still being sampled."""
+
+    def fails(completions: list[str], **_: Any) -> list[float]:
+        if "b" in completions:
+            raise ValueError(f"no {completions}")
+        raise KeyError("k")
+
+    config = RewardsConfig(terms=[RewardTerm(function="python:fails")])
+    executor = Rewards(config, {}, functions={"fails": fails})
+    ports = start(executor, tmp_path, name="rewards")
+    for i, text in enumerate("abbab"):
+        ports["completions"].put(completion(i, text))
+    while len(ports["rollouts"].messages) < 5:
+        if not executor.step():
+            select.select(executor.wait_fds(), [], [], executor.wait_s())
+    executor.close()
+    notes = [m.text for m in ports["events"].messages if isinstance(m, Noted)]
+    place = f"test_rewards_executor.py, line {fails.__code__.co_firstlineno}"[:-3]
+    assert len(notes) == 2
+    assert "fails: KeyError: 'k'" in notes[0]
+    assert "fails: ValueError: no ['b']" in notes[1]
+    assert all(place in note for note in notes)

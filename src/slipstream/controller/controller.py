@@ -51,6 +51,7 @@ from slipstream.core.types import (
     Leaving,
     Left,
     Message,
+    Noted,
     Partial,
     Progress,
     Prompt,
@@ -67,7 +68,7 @@ from slipstream.core.types import (
     Waiting,
     WarmStart,
 )
-from slipstream.observe.health import Watchman, in_a_line
+from slipstream.observe.health import Alarm, Watchman, in_a_line
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
@@ -293,6 +294,8 @@ class Controller:
             case Counters():
                 self.tally.counted(message, self.clock.now_s())
                 self.observer.counted(message)
+            case Noted():
+                self.observer.note(f"{message.executor}: {message.text}")
             case Progress():
                 self.observer.progress(message)
             case CheckpointSaved():
@@ -351,7 +354,11 @@ class Controller:
                 self.executors.send(f"generator-{replica}", Waiting(reason=reason))
 
     def _settle(self, message: GroupScored) -> None:
-        """What its replica has kept of the group, in case the rewards are lost, has done its duty."""
+        """What its replica has kept of the group, in case rewards are lost, has done its duty. Count its failures."""
+        self.tally.scored(message)
+        if message.failure is not None:
+            count, num_scored = self.tally.failed_completions, self.tally.scored_completions
+            self._tell_of(self.watchman.failed(self.schedule.steps_done, count, num_scored, message.failure))
         replica = self.holders.pop(message.ordinal, None)
         if replica is not None:
             self.executors.send(f"generator-{replica}", Settled(ordinals=(message.ordinal,)))
@@ -391,7 +398,10 @@ class Controller:
         wall_s = self.tally.wall_s(now_s)
         self.metrics.write(step=message.step, version=message.version, wall_s=wall_s, metrics=metrics)
         self.observer.stepped({"step": message.step, "version": message.version, "wall_s": wall_s} | metrics)
-        for alarm in self.watchman.watch({"step": message.step} | metrics):
+        self._tell_of(self.watchman.watch({"step": message.step} | metrics))
+
+    def _tell_of(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
             self.observer.note(in_a_line(alarm))
 
     def _after_step(self) -> None:

@@ -16,6 +16,7 @@ from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_
 from slipstream.core.types import (
     Counters,
     EvalScored,
+    GroupScored,
     Published,
     Skip,
     SkipCause,
@@ -40,8 +41,9 @@ class Evaluated:
 class Tally:
     """Counts and sums; times are seconds on the run's clock.
 
-    After a resume, steps, staleness, padding, evaluations and `regenerated_tokens` are those of the surviving lineage:
-    what led to the checkpoint, and what came after it. Rates, swaps and accounting are of this attempt alone.
+    After a resume, steps, staleness, padding, evaluations, `regenerated_tokens` and failed completions are those of the
+    surviving lineage: what led to the checkpoint, and what came after it. Rates, swaps and accounting are of this
+    attempt alone.
     """
 
     config: RunConfig
@@ -71,6 +73,9 @@ class Tally:
     earlier_s: float = 0.0
     """What the attempts before this one took up to where it goes on."""
     regenerated_tokens: int = 0
+    scored_completions: int = 0
+    failed_completions: int = 0
+    """Of these, the ones that could not be scored, trained or not."""
 
     # Fed by the controller
 
@@ -98,6 +103,10 @@ class Tally:
         """Groups that no step will train, by cause; the next step's metrics tell of them."""
         self.dropped[command.cause] += len(command.ordinals)
 
+    def scored(self, message: GroupScored) -> None:
+        self.scored_completions += self.config.samples_per_group
+        self.failed_completions += message.num_failed
+
     def counted(self, message: Counters, now_s: float) -> None:
         self.counters.setdefault(message.executor, {}).update(message.values)
         if "generated_tokens" in message.values:
@@ -111,6 +120,7 @@ class Tally:
         self.trained_completions += self.config.completions_per_step
         self._consume(metrics)
         metrics["reward"] = metrics["reward_mean"]
+        metrics["failed_completions"] = float(self.failed_completions)
         metrics |= {f"dropped/{cause}": float(self.dropped[cause]) for cause in get_args(SkipCause)}
         self.dropped.clear()
         assert self.last_step_s is not None
@@ -141,12 +151,19 @@ class Tally:
 
     def saved(self, now_s: float) -> dict[str, float]:
         """What a checkpoint keeps of this, besides what `recall` finds in the metrics."""
-        return {"wall_s": self.wall_s(now_s), "regenerated_tokens": float(self.regenerated_tokens)}
+        return {
+            "wall_s": self.wall_s(now_s),
+            "regenerated_tokens": float(self.regenerated_tokens),
+            "scored_completions": float(self.scored_completions),
+            "failed_completions": float(self.failed_completions),
+        }
 
     def restore(self, saved: Mapping[str, float]) -> None:
         """Go on from what a checkpoint has kept."""
         self.earlier_s = saved.get("wall_s", 0.0)
         self.regenerated_tokens = int(saved.get("regenerated_tokens", 0.0))
+        self.scored_completions = int(saved.get("scored_completions", 0.0))
+        self.failed_completions = int(saved.get("failed_completions", 0.0))
 
     def recall(self, line: Mapping[str, Any]) -> None:
         """Take a line of `metrics.jsonl` from before a resume: what was consumed, and what evaluations said."""
@@ -237,7 +254,11 @@ class Tally:
             accounting=found.accounting,
             balance=found.balance,
             restarts=dict(self.restarts),
-            prompts=s.Prompts(**self.prompts, regenerated_tokens=self.regenerated_tokens),
+            prompts=s.Prompts(
+                **self.prompts,
+                regenerated_tokens=self.regenerated_tokens,
+                failed_completions=self.failed_completions,
+            ),
             weight_sync=s.WeightSync(
                 count=len(swaps),
                 skipped=self.publishes_skipped,

@@ -15,6 +15,7 @@ from slipstream.core.sections import (
     BY_VERSION,
     GROUP_RELATIVE,
     HARD_BOUND,
+    MAX_GROUP_SCORES,
     MAX_KEPT,
     MIN_WHITENED,
     VLLM_MIN_TEMPERATURE,
@@ -617,6 +618,14 @@ class RunConfig(Section):
                 "constraints alone are no reward",
                 got="rewards.terms and rewards.models that all have at_least",
                 allowed="one term without it",
+            )
+        num_scores = self.samples_per_group * sum(term.per == "group" for term in self.rewards.terms)
+        if num_scores > MAX_GROUP_SCORES:
+            raise ConfigError(
+                "a worker's answer for a group is too large",
+                got=f"{num_scores:,} rewards of completions_per_group and the terms with per = 'group'",
+                allowed=f"at most {MAX_GROUP_SCORES:,}",
+                hint="rewards.terms[].per = 'completion' has no such limit",
             )
         adjusts_reward = (
             any(term.at_least is not None for term in terms)

@@ -89,24 +89,7 @@ def in_metrics(line: Mapping[str, Any], prefix: str) -> Measured | None:
 
 def check_measure(config: RunConfig) -> None:
     """Raise ConfigError for an `eval.measure` that names no term of the reward."""
-    _check(config.eval.measure, config.rewards.part_names)
-
-
-def with_own_functions(config: RunConfig, functions: Sequence[str], *, is_measure_given: bool = False) -> RunConfig:
-    """Return `config` for a run in which `functions` from Python, by their names, replace `rewards.terms`.
-
-    A measure that names a replaced term goes with it, unless it was given together with the functions. ConfigError for
-    one that then names nothing.
-    """
-    names = [*functions, *(model.name for model in config.rewards.models)]
-    measure = config.eval.measure
-    if measure in config.rewards.part_names and measure not in names and not is_measure_given:
-        return config.model_copy(update={"eval": config.eval.model_copy(update={"measure": None})})
-    _check(measure, names)
-    return config
-
-
-def _check(measure: str | None, names: Sequence[str]) -> None:
+    measure, names = config.eval.measure, config.rewards.part_names
     if measure is None or measure in names:
         return
     raise ConfigError(

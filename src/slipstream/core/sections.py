@@ -365,12 +365,24 @@ class GeneratorConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+MAX_GROUP_SCORES = 4096
+"""Rewards that terms with per = 'group' give a group, all together: a worker's answer has at most 64 KiB."""
+FROM_PYTHON = "python:"
+"""How a term's function begins that was handed over from Python: its name follows."""
+
+
 class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
     function: FilePath = Field(
         description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', 'code', or "
-        "'module:function', 'file.py:function' with TRL's signature."
+        "'module:function', 'file.py:function' with TRL's signature. 'python:NAME' stands for a function given to "
+        "`slipstream.run`."
+    )
+    per: Literal["completion", "group"] = Field(
+        "completion",
+        description="What one call of your own function scores: one completion (lists of length 1), as soon as it is "
+        "finished, or all completions of a prompt together.",
     )
     weight: Number = Field(1.0, description="Factor of this term in the sum.")
     at_least: Number | None = Field(
@@ -415,7 +427,24 @@ class RewardsConfig(Section):
         "float32", description="What reward models are kept and computed in on a GPU; their heads stay float32."
     )
     num_workers: Count = Field(1, description="Sandboxed worker processes.")
-    timeout_s: Seconds = Field(5.0, description="Limit of one scoring call in seconds; then the worker is killed.")
+    timeout_s: Seconds = Field(
+        5.0,
+        description="Limit of one scoring call in seconds, of a completion or a group; then the worker is killed.",
+    )
+    dry_call: bool = Field(
+        True,
+        description="Before a run starts, call your own functions, 'code' and 'overlap' on two of its prompts with "
+        "made-up completions, and refuse what fails. false: for functions that should not be called in vain.",
+    )
+    allow_network: bool = Field(
+        False,
+        description="Let workers open sockets: for functions that you trust, such as a judge. Not for verifiers that "
+        "evaluate model text.",
+    )
+    environment: list[str] = Field(
+        default_factory=list,
+        description="Names of environment variables that workers get besides PATH, e.g. that of an API key.",
+    )
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
     violation_cap: Number = Field(0.0, description="Largest reward of a completion that violates a constraint.")
     max_chars: Positive = Field(20_000, description="Longer completions are cut to so many characters before scoring.")
@@ -432,6 +461,9 @@ class RewardsConfig(Section):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
+        wrong = next((name for name in self.environment if not name or "=" in name or "\0" in name), None)
+        if wrong is not None:
+            raise ConfigError("no environment variable has such a name", got=f"rewards.environment: {wrong!r}")
         names = self.part_names
         repeated = next((model.name for model in self.models if names.count(model.name) > 1), None)
         if repeated is not None:

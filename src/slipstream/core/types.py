@@ -426,6 +426,13 @@ class Counters(Message):
     values: dict[str, float]
 
 
+class Noted(Message):
+    """What a person is to see now, in one line of at most a thousand characters."""
+
+    executor: str
+    text: str
+
+
 class Joined(Message):
     """The process of `executor` is there for the `incarnation`-th time and knows its peers."""
 

@@ -6,7 +6,7 @@ ones are, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.measure import check_measure, is_right, measured, with_own_functions
+from slipstream.core.measure import check_measure, is_right, measured
 from slipstream.core.types import Prompt, Rollout
 from slipstream.evals.pass_at_k import pass_at_k_of
 from slipstream.evals.sampling import sample_completions
@@ -28,7 +28,8 @@ from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_completions, check_sizes
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
-from slipstream.rewards.inline import OWN_NAMES
+from slipstream.rewards.dry_call import dry_call
+from slipstream.rewards.given import Reward, with_given
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,13 @@ def evaluate_model(
     *,
     recipe: str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
-    reward: Callable[..., Any] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
 ) -> EvalResult:
     """Evaluate a run's directory, or a Hugging Face checkpoint's under `recipe`.
 
-    `reward` is the Python function the run was started with, where there was one. ConfigError for bad input.
+    `reward` is what the run was started with, where that was from Python. ConfigError for bad input.
     """
     _, config = eval_target(path, recipe=recipe, overrides=overrides)
     return evaluate(config, reward=reward, num_prompts=num_prompts, num_samples=num_samples)
@@ -103,7 +104,7 @@ def evaluate_model(
 def evaluate(
     config: RunConfig,
     *,
-    reward: Callable[..., Any] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
 ) -> EvalResult:
@@ -111,25 +112,30 @@ def evaluate(
 
     `num_prompts` defaults to `eval.num_prompts`; at most `prompts.num_eval` are held out.
     """
-    if reward is None:
-        check_measure(config)
-    else:
-        config = with_own_functions(config, OWN_NAMES)
     if num_samples < 1:
         raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
-    if reward is None and (config.rewards.terms or not config.rewards.models):
-        check_rewards(config.rewards, task_table(config.prompts.tasks))
+    config, functions = with_given(config, reward)
+    check_measure(config)
+    tasks = task_table(config.prompts.tasks)
+    if config.rewards.terms or not config.rewards.models:
+        check_rewards(config.rewards, tasks, functions)
     check_sizes(config, check_policy(config), {"generator"})
     asked = config.eval.num_prompts if num_prompts is None else num_prompts
     check_completions("num_prompts", asked, num_samples, max_tokens=config.generator.max_new_tokens)
     tokenizer = build_tokenizer(config.model)
     held_out = _held_out(config, tokenizer, num_prompts)
+    dry_call(config.rewards, tasks, held_out, functions=functions, group_size=num_samples)
     model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
     answer = partial(sample_completions, config, model, tokenizer, held_out, num_slots=config.eval.num_slots)
     completions = answer(temperature=0.0)
     num_greedy = len(completions)
     completions += answer(temperature=1.0, num_samples=num_samples)
-    rollouts = score_by(config, config.rewards, numbered(completions), function=reward)
+    if any(term.per == "group" for term in config.rewards.terms):  # the greedy answer is a group of its own
+        scores = partial(score_by, config, config.rewards, functions=functions)
+        rollouts = scores(numbered(completions[:num_greedy]))
+        rollouts += scores(numbered(completions[num_greedy:], num_samples), group_size=num_samples)
+    else:
+        rollouts = score_by(config, config.rewards, numbered(completions), functions=functions)
     measure = config.eval.measure
     answers = tuple(
         _as_answer(rollout, measure, sample=completion.sample, temperature=0.0 if index < num_greedy else 1.0)

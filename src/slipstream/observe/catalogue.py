@@ -171,6 +171,7 @@ CATALOGUE: Mapping[str, Mapping[str, Metric]] = {
         "groups_scored": Metric("groups", "that got all their rewards"),
         "no_signal_frac": Metric(SHARE, "of these, those whose rewards gave no signal"),
         "scored_failed_frac": Metric(SHARE, "of their completions, those whose scoring failed, trained or not"),
+        "failed_completions": Metric("completions", "whose scoring failed, since the run began"),
         "poisoned": Metric("completions", "that cannot be, and were made failed ones"),
         "dropped/no_signal": Metric("groups", "dropped since all their rewards were equal"),
         "dropped/failed": Metric("groups", "dropped since all their completions failed in scoring"),

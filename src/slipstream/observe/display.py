@@ -190,6 +190,11 @@ class Display:
         self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
+        if summary.prompts.failed_completions:
+            self._say(
+                f"{summary.prompts.failed_completions:,} completions could not be scored, and counted with "
+                "rewards.failure_reward: see `failure` in rollouts.jsonl"
+            )
         if summary.balance is not None:
             self._say(summary.balance.verdict)
         for name, path in files.items():

@@ -19,6 +19,7 @@ import msgspec
 
 from slipstream.core.config import AlarmName, HealthConfig
 from slipstream.core.errors import AlarmError
+from slipstream.core.plain import shortened
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.trends import (
@@ -37,6 +38,7 @@ from slipstream.observe.trends import (
 )
 
 ALARMS_FILE = "alarms.jsonl"
+_FAILURE_CHARS = 300  # of an exception's text, in an alarm
 
 Severity = Literal["notice", "warning"]
 
@@ -196,12 +198,14 @@ RULES: dict[AlarmName, Rule] = {
         clears=0.95,
     ),
     "failed_rewards": Rule(
-        statistic=mean("scored_failed_frac", 10),
-        threshold=0.1,
-        watches="share of completions that failed: verifier crashed, was too slow, gave no number; mean of 10 steps",
-        meaning="Many completions could not be scored, and count with rewards.failure_reward",
-        advice="see `failure` in rollouts.jsonl; raise rewards.timeout_s or rewards.memory_mb, or mend the verifier",
-        reason="a tenth changes what the average reward means",
+        statistic=level("failed_completions", 1),
+        threshold=16.0,
+        watches="completions that failed so far: a reward raised, was too slow, gave no number; rings at the 16th, "
+        "also before the first step is done",
+        meaning="Completions could not be scored, and count with rewards.failure_reward",
+        advice="see `failure` in rollouts.jsonl; mend the reward, or raise rewards.timeout_s or rewards.memory_mb",
+        reason="16 are no accident; where they are few of very many, they change little",
+        persist=1,
     ),
     "poisoned": Rule(
         statistic=total("poisoned", 20),
@@ -299,7 +303,16 @@ class Health:
         found = (self._turned(name, int(metrics["step"])) for name in RULES)
         return [alarm for alarm in found if alarm is not None]
 
-    def _turned(self, name: AlarmName, step: int) -> Alarm | None:
+    def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
+        """Take that `count` of `num_scored` completions have failed by now, the last one with `failure`."""
+        if not self._config.alarms:
+            return []
+        self._history.add({"failed_completions": count})
+        detail = f"{count:,} of {num_scored:,} completions so far, the last: {shortened(failure, _FAILURE_CHARS)}"
+        alarm = self._turned("failed_rewards", step, detail)
+        return [] if alarm is None else [alarm]
+
+    def _turned(self, name: AlarmName, step: int, detail: str = "") -> Alarm | None:
         rule, state = RULES[name], self._states[name]
         value = rule.statistic(self._history)
         if value is None:
@@ -317,7 +330,7 @@ class Health:
             severity=rule.severity,
             value=value,
             threshold=threshold,
-            text=f"{rule.meaning} ({value:.3g}, threshold {threshold:g}). Try: {rule.advice}.",
+            text=f"{rule.meaning} ({detail or f'{value:.3g}, threshold {threshold:g}'}). Try: {rule.advice}.",
         )
 
 
@@ -339,7 +352,13 @@ class Watchman:
 
     def watch(self, metrics: Mapping[str, Any]) -> list[Alarm]:
         """The alarms that began or ended with a step. AlarmError for one that is to end the run."""
-        alarms = self._health.update(metrics)
+        return self._tell(self._health.update(metrics))
+
+    def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
+        """The same as completions fail to be scored, which may be before any step is done (`Health.failed`)."""
+        return self._tell(self._health.failed(step, count, num_scored, failure))
+
+    def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
         self._writer.write(*alarms)
         for alarm in alarms:
             for sink in self._sinks:

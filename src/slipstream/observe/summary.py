@@ -89,7 +89,11 @@ class Staleness(msgspec.Struct, frozen=True):
 
 
 class Prompts(msgspec.Struct, frozen=True):
-    """Groups by fate. `lost` were admitted and have none; `repeated` were trained more than once: both are bugs."""
+    """Groups by fate. `lost` were admitted and have none; `repeated` were trained more than once: both are bugs.
+
+    `failed` are groups of which every completion failed to be scored and that were dropped; `failed_completions` counts
+    single ones, of all groups.
+    """
 
     admitted: int
     trained: int
@@ -99,6 +103,7 @@ class Prompts(msgspec.Struct, frozen=True):
     lost: int
     repeated: int
     regenerated_tokens: int
+    failed_completions: int = 0
 
 
 class WeightSync(msgspec.Struct, frozen=True):

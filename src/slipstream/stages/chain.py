@@ -25,15 +25,17 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import read_summary, write_summary
 from slipstream.observe.trackers import check_trackers
-from slipstream.prompts import build_prompts, task_table
+from slipstream.prompts import PromptSet, build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
+from slipstream.rewards.dry_call import dry_call
+from slipstream.rewards.given import Functions
 from slipstream.stages.child import run_in_child
 from slipstream.stages.evaluate import run_evaluation
 from slipstream.stages.judging import build_judge
 from slipstream.stages.preferences import run_preferences
 from slipstream.stages.progress import Progress, Quiet, read_record, record_path, watch
 from slipstream.stages.reward_model import read_preferences, run_reward_model
-from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl
+from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl, two_prompts
 from slipstream.stages.sft import run_sft, stage_demonstrations
 
 STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str, Any]]] = {
@@ -44,13 +46,15 @@ STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str,
 }
 
 
-def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[str] = ()) -> None:
-    """Raise ConfigError for what any stage would stumble over, before the first of them starts."""
+def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Collection[str] = ()) -> None:
+    """Raise ConfigError for what any stage would stumble over, before the first of them starts.
+
+    `given` are the names of the reward functions that were handed over from Python: to RL alone.
+    """
     check_trackers(config.trackers)
-    if not has_own_reward:
-        check_measure(config)
+    check_measure(config)
     if "rl" in config.stages:
-        check(config, has_own_reward=has_own_reward, remote=remote)
+        check(config, given=given, remote=remote)
     else:
         check_model_path(config)
         check_remote(config, remote)
@@ -67,8 +71,10 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
         build_judge(config.judge)
 
 
-def check_data(config: RunConfig, run_dir: Path) -> None:
+def check_data(config: RunConfig, run_dir: Path, functions: Functions) -> None:
     """Raise ConfigError for data that a stage could not work on, by reading all of it, before the first one starts.
+
+    Rewards are called on two of the prompts; `functions` are those from Python.
 
     A run of RL alone reads its data once, before anything else, and needs no check.
     """
@@ -82,11 +88,21 @@ def check_data(config: RunConfig, run_dir: Path) -> None:
         or ("reward_model" in config.stages and config.reward_model.normalise != "none")
     )
     if takes_prompts:
-        build_prompts(config, tokenizer)
+        _call_rewards(config, build_prompts(config, tokenizer), run_dir, functions)
     if has_own_demonstrations:
         stage_demonstrations(config, tokenizer)
     if "reward_model" in config.stages and config.reward_model.preferences is not None:
         read_preferences(config, run_dir, tokenizer, Quiet())
+
+
+def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, functions: Functions) -> None:
+    """The dry call of all rewards that any stage scores with."""
+    tasks, two, private = task_table(config.prompts.tasks), two_prompts(prompts), [str(run_dir)]
+    if "rl" in config.stages:
+        size = config.samples_per_group
+        dry_call(config.rewards, tasks, two, functions=functions, group_size=size, private=private)
+    if {"preferences", "evaluate"} & set(config.stages):
+        dry_call(config.gold_rewards, tasks, two, private=private)
 
 
 def _readers(config: RunConfig) -> list[Reader]:
@@ -152,7 +168,7 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     if is_rl_done(run_dir):
         found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
-    check(with_stage_paths(config, run_dir), has_own_reward=given.reward is not None, remote=given.remote)
+    check(with_stage_paths(config, run_dir), given=given.functions, remote=given.remote)
     if (run_dir / "ledger.jsonl").exists():
         return resume_rl(config, run_dir, given)
     return run_rl(config, run_dir, given)

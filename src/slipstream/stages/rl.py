@@ -31,7 +31,7 @@ from slipstream.core.files import open_regular
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.core.staleness import last_step
-from slipstream.core.types import Partial
+from slipstream.core.types import Partial, Prompt
 from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.hardware import describe
@@ -39,8 +39,10 @@ from slipstream.observe.metrics import flatten, read_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
-from slipstream.prompts import PromptSet
+from slipstream.prompts import PromptSet, task_table
 from slipstream.rewards.checks import check_answers
+from slipstream.rewards.dry_call import dry_call
+from slipstream.rewards.given import Functions
 from slipstream.stages.progress import watch
 from slipstream.stages.resume import FILES, Resumed, prepare_resume
 from slipstream.trainer import checkpoint as one_rank
@@ -54,7 +56,7 @@ log = logging.getLogger(__name__)
 class FromPython:
     """What a caller may hand in besides a configuration."""
 
-    reward: Callable[..., Any] | None = None
+    functions: Functions = field(default_factory=dict)  # of the rewards, by the names that the configuration has
     display: bool = True
     pipeline: Callable[[RunConfig], Pipeline] | None = None
     cluster: Cluster | None = None
@@ -83,6 +85,8 @@ def run_rl(
     where it has been made; else ConfigError for bad data, before anything is written.
     """
     restarts = Restarts(config.max_restarts, WallClock())
+    if prepared is None:
+        prepared = _work(with_stage_paths(config, run_dir), run_dir, given, is_resumed=False)
     while True:
         try:
             return _attempt(config, run_dir, given, restarts.counts, resumed, prepared)
@@ -113,7 +117,7 @@ def _attempt(
     """One run of the pipeline, to its end or to its first error. `restarts` goes on counting over attempts."""
     with_paths = with_stage_paths(config, run_dir)
     checkpoint = None if resumed is None else resumed.checkpoint
-    work, prompt_set = prepared or _work(with_paths, given, is_resumed=checkpoint is not None)
+    work, prompt_set = prepared or build_work(with_paths, is_resumed=checkpoint is not None)
     tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
     cut = None if resumed is None else resumed.cut
     if cut is not None:
@@ -130,7 +134,7 @@ def _attempt(
         open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers,
     ):
         pipeline = (
-            default_pipeline(with_paths, reward=given.reward, resume=checkpoint, remote=given.remote)
+            default_pipeline(with_paths, functions=given.functions, resume=checkpoint, remote=given.remote)
             if given.pipeline is None
             else given.pipeline(with_paths)
         )
@@ -247,18 +251,33 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
         )
     with_paths = with_stage_paths(config, run_dir)
     found = _checked_checkpoint(with_paths, run_dir)
-    prepared = _work(with_paths, given, is_resumed=found[0] is not None)  # its errors come before files are moved
+    is_resumed = found[0] is not None
+    prepared = _work(with_paths, run_dir, given, is_resumed=is_resumed)  # its errors come before files are moved
     resumed = prepare_resume(run_dir, found)
     _tell(config, given, resumed.notes)
     return run_rl(config, run_dir, given, resumed=resumed, prepared=prepared)
 
 
-def _work(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
-    """Prompts and demonstrations. ConfigError for data that cannot be read, or that no reward could score."""
+def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+    """Prompts and demonstrations. ConfigError for data that cannot be read, or that the rewards cannot score."""
     work, prompts = build_work(config, is_resumed=is_resumed)
-    if given.reward is None:
-        check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
+    check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
+    note = dry_call(
+        config.rewards,
+        task_table(config.prompts.tasks),
+        two_prompts(prompts),
+        functions=given.functions,
+        group_size=config.samples_per_group,
+        private=[str(run_dir)],
+    )
+    if note is not None:
+        _tell(config, given, [note])
     return work, prompts
+
+
+def two_prompts(prompts: PromptSet) -> list[Prompt]:
+    """One to train on and one held out, which may come from another data set."""
+    return [*prompts.train.prompts[:1], *prompts.eval[:1]]
 
 
 def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
