@@ -17,8 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.meeting import check_listening
@@ -26,6 +29,7 @@ from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, Rea
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
+from slipstream.core.hub import Tell, pinned
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, resolve
@@ -116,6 +120,7 @@ def _run(
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
     run_dir = _new_run_dir(config, out)
+    config = pinned(config, tell=_tell(given))
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
@@ -236,13 +241,18 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     return resolve(tables)
 
 
+def _tell(given: FromPython) -> Tell | None:
+    """What tells of a download, which comes before there is anything else to watch."""
+    return partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True) if given.display else None
+
+
 def _resume(run_dir: Path, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
     check_path(run_dir, "the run's directory")
     config_path = run_dir / "config.toml"
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
-    config = resolve(config_path)
+    config = pinned(resolve(config_path), tell=_tell(given), is_resumed=True)
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)

@@ -17,6 +17,7 @@ import time
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
@@ -29,10 +30,10 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
+from slipstream.core.hub import check_model_path
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
-    check_model_path,
     check_path,
     defaults,
     field_paths,
@@ -603,7 +604,12 @@ def _eval_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -
         "EvalOptions",
         shown,
         argv,
-        ("model", "Folder of a run, or of a Hugging Face checkpoint (then --recipe says on what).", Path, True),
+        (
+            "model",
+            "Folder of a run, or a Hugging Face checkpoint: folder or hub id (then --recipe says on what).",
+            Path,
+            True,
+        ),
         ("recipe", "Recipe whose prompts and rewards to use. Default: the run's own configuration.", str, False),
         ("num_prompts", "Held-out prompts to answer. Default: eval.num_prompts.", int, False),
         ("num_samples", "Sampled answers per prompt, for pass@k. Default: 1.", int, False),
@@ -725,10 +731,15 @@ def _resumed_config(options: Any, overrides: Mapping[str, Any]) -> RunConfig:
 def _eval_config(options: Any) -> tuple[Path, RunConfig]:
     """The checkpoint to load and the configuration to evaluate it under."""
     if options.model is None:
-        raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint")
+        raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint, or a hub id")
     from slipstream.evals.target import eval_target
 
-    return eval_target(options.model, recipe=options.recipe, overrides=as_overrides(options.overrides))
+    return eval_target(
+        options.model,
+        recipe=options.recipe,
+        overrides=as_overrides(options.overrides),
+        tell=partial(_console.print, highlight=False, markup=False, soft_wrap=True),
+    )
 
 
 def _saved_config(run_dir: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
 from slipstream.core.config import RewardTerm, RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
-from slipstream.core.recipes import check_model_path
+from slipstream.core.hub import check_model_path
 from slipstream.core.types import WarmStart
 from slipstream.generator.device import check_device
 from slipstream.generator.executor import Generator

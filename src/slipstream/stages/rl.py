@@ -28,6 +28,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError
 from slipstream.core.files import open_regular
+from slipstream.core.hub import with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.core.staleness import last_step
@@ -255,7 +256,7 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
 
 def _work(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
     """Prompts and demonstrations. ConfigError for data that cannot be read, or that no reward could score."""
-    work, prompts = build_work(config, is_resumed=is_resumed)
+    work, prompts = build_work(with_folders(config), is_resumed=is_resumed)
     if given.reward is None:
         check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
     return work, prompts
@@ -287,7 +288,7 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
             allowed=", ".join(map(str, formats)),
             hint="was it written by a newer Slipstream?",
         )
-    stored, expected = policy_shapes(checkpoint), parameter_shapes(check_policy(config))
+    stored, expected = policy_shapes(checkpoint), parameter_shapes(check_policy(with_folders(config)))
     if stored is not None and stored != expected:
         differing = [name for name in sorted(stored | expected) if stored.get(name) != expected.get(name)]
         raise ConfigError(

@@ -1,0 +1,304 @@
+"""Checkpoints by their id on the Hugging Face hub, 'ORG/NAME' or 'ORG/NAME@REVISION', wherever a checkpoint is named.
+
+    pinned         before a run starts: every id becomes 'ORG/NAME@COMMIT', its files are in the cache
+    with_folders   where checkpoints are read, on each machine: every id with a commit becomes the folder in the cache
+
+A folder of that name wins. Cache, token, proxy and offline mode are those of `huggingface_hub`, by its environment
+(HF_HOME, HF_TOKEN or `hf auth login`, HF_ENDPOINT, HF_HUB_OFFLINE); no token passes through here. Nothing but what a
+checkpoint is read from is downloaded: no pickles and no code. What the hub answers is not trusted: a commit is 40 hex
+digits or an error, and no text of the hub gets into a message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from slipstream.core.config import RunConfig, stage_of
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import with_checkpoints
+
+ASK_TIMEOUT_S = 10.0
+"""Of the one question that finds out whether there is a hub; the connection and the answer each."""
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    *WEIGHTS,
+    "model-*.safetensors",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+)
+"""What a checkpoint is read from, as patterns: its shape, its weights, its tokenizer."""
+
+_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Tell = Callable[[str], None]
+"""Takes a line for the screen."""
+
+
+@dataclass(frozen=True)
+class HubId:
+    """A repository on the hub and what of it: a branch, a tag, a commit; None for its main branch."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def download(self) -> str:
+        """The command that puts it into the cache of a machine."""
+        return f"hf download {self.repo}" + ("" if self.revision is None else f" --revision {self.revision}")
+
+
+def hub_id(path: str | None) -> HubId | None:
+    """The id that `path` is, where it has the form of one and there is nothing of that name here; else None."""
+    if path is None or stage_of(path) is not None or (found := _ID.fullmatch(path)) is None or Path(path).exists():
+        return None
+    revision = found["revision"]
+    return None if ".." in path or (revision or "").endswith("/") else HubId(found["repo"], revision)
+
+
+def check_model_path(config: RunConfig) -> None:
+    """Raise ConfigError for checkpoints that are neither here nor named by an id: early, before torch is imported."""
+    named = [("model.path", config.model.path), ("sft.path", config.sft.path if "sft" in config.stages else None)]
+    for field, path in named:
+        if path is None or stage_of(path) is not None or hub_id(path) is not None:
+            continue
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(
+                f"'{field}' is no Hugging Face checkpoint",
+                got=path,
+                allowed="a folder with config.json, or a hub id ORG/NAME or ORG/NAME@REVISION",
+                hint="HuggingFaceTB/SmolLM2-135M-Instruct is a small one; a relative path is looked for from here",
+            )
+
+
+def pinned(
+    config: RunConfig, *, tell: Tell | None = None, is_resumed: bool = False, only: Collection[str] | None = None
+) -> RunConfig:
+    """`config` with a commit in every hub id that this run reads, and their files in the cache of this machine.
+
+    With `is_resumed`, ids have their commits already: one without was a folder when the run began, and ConfigError
+    says that it is gone. So it does for what neither hub nor cache has, with the reason and a command. `only` these
+    fields, where not all are read.
+    """
+    config = _with_revision(config)
+
+    def pin(field: str, path: str) -> str:
+        wanted = hub_id(path)
+        if wanted is None or not (_is_read(config, field) if only is None else field in only):
+            return path
+        if is_resumed and not wanted.is_pinned:
+            raise ConfigError(f"'{field}' is no longer there", got=path, allowed="the folder that the run began with")
+        return f"{wanted.repo}@{_folder_of(wanted, field, tell).name}"
+
+    return with_checkpoints(config, pin)
+
+
+def with_folders(config: RunConfig, *, tell: Tell | None = None) -> RunConfig:
+    """`config` with the folders in this machine's cache that its pinned hub ids stand for, filled where they are not.
+
+    What reads a checkpoint gets this; what is saved or sent to other machines keeps the ids.
+    """
+
+    def folder(field: str, path: str) -> str:
+        wanted = hub_id(path)
+        return path if wanted is None or not wanted.is_pinned else str(_folder_of(wanted, field, tell))
+
+    return with_checkpoints(config, folder)
+
+
+def checkpoint_folder(path: str, *, what: str, tell: Tell | None = None) -> Path:
+    """The folder that `path` is, or that stands for the hub id that it is; `what` names it in errors."""
+    wanted = hub_id(path)
+    return Path(path) if wanted is None else _folder_of(wanted, what, tell)
+
+
+def config_file(path: str, *, what: str) -> Path:
+    """The config.json of a checkpoint, without its weights: from its folder, or from the cache or the hub by its id."""
+    wanted = hub_id(path)
+    return (Path(path) if wanted is None else _folder_of(wanted, what, None, files=("config.json",))) / "config.json"
+
+
+def _with_revision(config: RunConfig) -> RunConfig:
+    """`model.revision` where every other id has it: behind the name."""
+    model = config.model
+    if model.revision is None:
+        return config
+    if hub_id(model.path) is None:
+        raise ConfigError(
+            "model.revision is that of a repository on the hub",
+            got=f"model.revision = '{model.revision}' with model.path = '{model.path}', which is here",
+            allowed="a hub id ORG/NAME as model.path, or no model.revision",
+        )
+    update = {"path": f"{model.path}@{model.revision}", "revision": None}
+    if hub_id(update["path"]) is None:
+        raise ConfigError(
+            "model.revision is no revision", got=model.revision, allowed="a branch, a tag or a commit of the repository"
+        )
+    return config.model_copy(update={"model": model.model_copy(update=update)})
+
+
+def _is_read(config: RunConfig, field: str) -> bool:
+    """Whether this run reads the checkpoint that `field` names: others are not downloaded for nothing."""
+    stages = {
+        "sft.path": {"sft"},
+        "preferences.path": {"preferences"},
+        "reward_model.path": {"reward_model"},
+        "gold.models.path": {"preferences", "evaluate"},
+    }.get(field, set(config.stages))
+    return bool(stages & set(config.stages)) and (field != "critic.path" or config.has_critic)
+
+
+# Cache and hub
+
+
+class _Refused(Exception):
+    """The hub does not give it: the reason, and what to do besides downloading it elsewhere."""
+
+    def __init__(self, reason: str, hint: str | None = None, *, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.hint, self.is_final = hint, is_final
+
+
+def _folder_of(wanted: HubId, what: str, tell: Tell | None, files: Collection[str] = FILES) -> Path:
+    """The snapshot folder, named by its commit: of the cache, where that has the commit or the hub is out of reach."""
+    if wanted.is_pinned and (folder := _cached(wanted, files)) is not None:
+        return folder
+    try:
+        commit = _asked(wanted, files)
+        is_new = _cached(commit, files) is None
+        if is_new and tell is not None:
+            tell(f"downloading {wanted.repo}, commit {str(commit.revision)[:12]}, from {_endpoint()}")
+        return _downloaded(wanted, files, is_shown=is_new and tell is not None)
+    except _Refused as refused:
+        folder = None if refused.is_final else _cached(wanted, files)
+        if folder is None:
+            raise _not_there(wanted, what, refused) from None
+        if tell is not None:
+            tell(f"{wanted.repo}: commit {folder.name[:12]} from the cache, as {refused}")
+        return folder
+
+
+def _cached(wanted: HubId, files: Collection[str]) -> Path | None:
+    """Its snapshot in the cache; None where that lacks something. Asks nobody."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            wanted.repo, revision=wanted.revision, local_files_only=True, allow_patterns=list(files)
+        )
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+    folder = Path(found)
+    has_weights = "model.safetensors" not in files or any((folder / name).is_file() for name in WEIGHTS)
+    is_whole = has_weights and (folder / "config.json").is_file() and _COMMIT.fullmatch(folder.name) is not None
+    return folder if is_whole else None
+
+
+def _asked(wanted: HubId, files: Collection[str]) -> HubId:
+    """`wanted` with the commit that it is on the hub now. Raises _Refused within ASK_TIMEOUT_S or so."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = HfApi().model_info(wanted.repo, revision=wanted.revision, timeout=ASK_TIMEOUT_S)
+    except HFValidationError as error:
+        raise _Refused("the hub has no such names", is_final=True) from error
+    except Exception as error:  # of whichever HTTP library it uses
+        raise _as_refused(error, wanted) from error
+    if found.sha is None or _COMMIT.fullmatch(found.sha) is None:
+        raise _Refused(f"{_endpoint()} answers without a commit")
+    names = {sibling.rfilename for sibling in found.siblings or ()}
+    if "config.json" not in names or ("model.safetensors" in files and not names & set(WEIGHTS)):
+        raise _Refused(
+            "the repository has no checkpoint in the format that is read here: config.json and safetensors",
+            "transformers' `save_pretrained` writes safetensors, also of a model that it loads from a .bin",
+            is_final=True,
+        )
+    return HubId(wanted.repo, found.sha)
+
+
+def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Path:
+    """Its snapshot. By the name that it was asked for by, which the cache then knows without a hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Quiet(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+    try:
+        return Path(
+            snapshot_download(
+                wanted.repo,
+                revision=wanted.revision,
+                allow_patterns=list(files),
+                etag_timeout=ASK_TIMEOUT_S,
+                tqdm_class=None if is_shown else Quiet,
+            )
+        )
+    except Exception as error:  # as above, and the disk
+        raise _as_refused(error, wanted) from error
+
+
+def _as_refused(error: Exception, wanted: HubId) -> _Refused:
+    """Why, in words of ours: an answer's text is the network's."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return _Refused("HF_HUB_OFFLINE forbids to ask the hub")
+    if isinstance(error, errors.GatedRepoError):
+        return _Refused(
+            "the hub gives it only to those who have accepted its conditions (it is gated)",
+            f"accept them at {_endpoint()}/{wanted.repo}, then `hf auth login` (or HF_TOKEN) and `{wanted.download}`",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return _Refused(
+            f"{_endpoint()} has no repository of that name, or one that is private",
+            "is it spelt as on the hub? For a private one: `hf auth login` or HF_TOKEN",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return _Refused(f"the repository has no revision '{wanted.revision or 'main'}'", is_final=True)
+    if isinstance(error, errors.HfHubHTTPError):
+        return _Refused(f"{_endpoint()} answers with status {error.response.status_code}")
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return _Refused(f"it cannot be written to the cache: {error.strerror}", is_final=True)
+    reason = "in time" if "Timeout" in type(error).__name__ else f"({type(error).__name__})"
+    return _Refused(f"{_endpoint()} cannot be reached {reason}")
+
+
+def _not_there(wanted: HubId, what: str, refused: _Refused) -> ConfigError:
+    from huggingface_hub import constants
+
+    return ConfigError(
+        f"'{what}': there is no folder '{wanted}' here, and no such checkpoint in the cache or on the hub",
+        got=f"{refused}; the cache is {constants.HF_HUB_CACHE}",
+        allowed="a folder with config.json, or a hub id ORG/NAME or ORG/NAME@REVISION",
+        hint=refused.hint or f"`{wanted.download}`, where there is a network, puts it into the cache",
+    )
+
+
+def _endpoint() -> str:
+    """The hub's address without what else may stand in HF_ENDPOINT, such as a password."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{parts.hostname}{port}"
