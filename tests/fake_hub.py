@@ -66,7 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
         name, rest = "/".join(parts[:2]), parts[2:]
         repo = self.hub.repos.get(name)
         if repo is None:
-            return self._answer(401, {"error": "\x1b[31mInvalid username or password."}, {"X-Error-Code": "RepoNotFound"})
+            return self._answer(
+                401, {"error": "\x1b[31mInvalid username or password."}, {"X-Error-Code": "RepoNotFound"}
+            )
         if repo.fails == "silent":
             self.hub.over.wait(60)
             self.close_connection = True

@@ -19,12 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from slipstream.controller.cluster import Cluster
-from slipstream.controller.meeting import check_listening
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
@@ -35,8 +33,11 @@ from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
-from slipstream.stages.chain import check_data, check_stages, run_stages
-from slipstream.stages.rl import FromPython, resume_rl, run_rl
+from slipstream.stages.named import check_named
+
+if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
+    from slipstream.controller.cluster import Cluster
+    from slipstream.stages.rl import FromPython
 
 PROMPTS_FILE = "prompts.jsonl"  # in the run's directory: the prompts given from Python
 
@@ -85,10 +86,16 @@ def run(
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
     with _interruptible() as interrupts:
+        resolved = None if resume is not None else _resolved(config, overrides, preset, has_prompts=prompts is not None)
+        if resolved is not None:
+            check_named(resolved, has_own_reward=reward is not None, has_own_prompts=prompts is not None)
+        from slipstream.stages.rl import FromPython
+
         given = FromPython(reward=reward, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts)
-        if resume is not None:
-            return _resume(Path(resume), given)
-        return _run(config, overrides, preset, prompts, out, given)
+        if resolved is not None:
+            return _run(resolved, prompts, out, given)
+        assert resume is not None, "there is a configuration, or a run to go on with"
+        return _resume(Path(resume), given)
 
 
 @contextmanager
@@ -104,21 +111,30 @@ def _interruptible() -> Iterator[Interrupts]:
     interrupts.hand_on()
 
 
-def _run(
+def _resolved(
     config: RunConfig | str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None,
     preset: str | None,
-    prompts: Sequence[str | Mapping[str, Any]] | None,
-    out: str | Path | None,
-    given: FromPython,
+    *,
+    has_prompts: bool,
+) -> RunConfig:
+    if isinstance(config, RunConfig):
+        if overrides or preset:
+            raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
+        return config
+    if has_prompts:  # tables need not name a source that would be replaced
+        overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
+    return resolve(config, overrides, preset)
+
+
+def _run(
+    config: RunConfig, prompts: Sequence[str | Mapping[str, Any]] | None, out: str | Path | None, given: FromPython
 ) -> Result:
     """A new run, with the arguments of `run`."""
-    if not isinstance(config, RunConfig):
-        if prompts is not None:  # tables need not name a source that would be replaced
-            overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
-        config = resolve(config, overrides, preset)
-    elif overrides or preset:
-        raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
+    from slipstream.controller.meeting import check_listening
+    from slipstream.stages.chain import check_data, check_stages, run_stages
+    from slipstream.stages.rl import run_rl
+
     run_dir = _new_run_dir(config, out)
     config = pinned(config, tell=_tell(given))
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
@@ -248,6 +264,10 @@ def _tell(given: FromPython) -> Tell | None:
 
 def _resume(run_dir: Path, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
+    from slipstream.controller.meeting import check_listening
+    from slipstream.stages.chain import check_stages, run_stages
+    from slipstream.stages.rl import resume_rl
+
     check_path(run_dir, "the run's directory")
     config_path = run_dir / "config.toml"
     if not config_path.exists():

@@ -30,7 +30,6 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
-from slipstream.core.hub import check_model_path
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
@@ -712,7 +711,9 @@ def _run_config(options: Any) -> RunConfig:
             hint="try `slipstream run quickstart`",
         )
     config = resolve(options.recipe, overrides, options.preset)
-    check_model_path(config)
+    from slipstream.stages.named import check_named
+
+    check_named(config)
     if options.out is not None:
         check_free(options.out)
     return config

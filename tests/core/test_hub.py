@@ -18,6 +18,14 @@ from typing import Any
 import pytest
 from fake_hub import Hub, Repo, hub
 
+import slipstream.core.hub
+from slipstream.controller.pipeline import Node, decode_node, encode_node
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.hub import hub_id
+from slipstream.core.recipes import CHECKPOINTS, resolve
+from slipstream.evals.target import eval_target
+
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 SMALL = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"}
 UNWANTED = {
@@ -161,9 +169,6 @@ def test_every_place_that_names_a_checkpoint_takes_an_id(online: Any) -> None:
 
 def test_every_field_of_a_checkpoint_is_known() -> None:
     """A new field whose description says that it is one has to be told to `with_checkpoints`."""
-    from slipstream.core.config import RunConfig
-    from slipstream.core.recipes import CHECKPOINTS
-
     described = {
         (section, name)
         for section, info in RunConfig.model_fields.items()
@@ -258,9 +263,49 @@ def test_a_cache_that_lacks_the_weights_is_no_checkpoint(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "path", ["model", "./a/b", "/a/b", "a/b/c", "../a", "a/../b", "stage:sft", "~/a", "a/b@", "a/b@../c", "a b/c", "a/.."]
+    "path",
+    ["model", "./a/b", "/a/b", "a/b/c", "../a", "a/../b", "stage:sft", "~/a", "a/b@", "a/b@../c", "a b/c", "a/.."],
 )
 def test_what_has_not_the_form_of_an_id_is_a_path(path: str) -> None:
-    from slipstream.core.hub import hub_id
-
     assert hub_id(path) is None
+
+
+class Reader:
+    """A factory's product: what it was told to read."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.path = config.model.path
+
+
+def test_a_node_is_built_with_the_folder_of_the_machine_that_builds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = resolve({"prompts": {"tasks": [{"name": "spell_backward"}]}, "model": {"path": f"org/name@{COMMIT}"}})
+    sent = json.loads(json.dumps(encode_node(Node("reader", Reader, {"config": config}))))
+    assert sent["kwargs"]["config"]["$config"]["model"]["path"] == f"org/name@{COMMIT}"
+    for machine in ("one", "two"):
+        monkeypatch.setattr(slipstream.core.hub, "_cached", lambda wanted, files, at=machine: tmp_path / at / COMMIT)
+        executor: Any = decode_node(sent).build()
+        assert executor.path == str(tmp_path / machine / COMMIT)
+
+
+def test_an_evaluation_takes_an_id_and_reads_the_reward_models_of_its_recipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / COMMIT
+    snapshot.mkdir()
+    (snapshot / "config.json").write_text("{}")
+    asked = []
+    monkeypatch.setattr(slipstream.core.hub, "_folder_of", lambda wanted, *_: asked.append(str(wanted)) or snapshot)
+    recipe = {
+        "prompts": {"tasks": [{"name": "spell_backward"}]},
+        "model": {"path": "org/trained", "revision": "x"},
+        "kl": {"coef": 0.1, "reference": "org/reference"},
+        "rewards": {"terms": [], "models": [{"path": f"org/judge@{COMMIT}"}]},
+    }
+    folder, config = eval_target("org/name@main", recipe=recipe)
+    assert folder == snapshot
+    assert config.model.path == str(snapshot)
+    assert set(asked) == {"org/name@main", f"org/judge@{COMMIT}"}
+    with pytest.raises(ConfigError, match="does not say what to ask it"):
+        eval_target("org/name")

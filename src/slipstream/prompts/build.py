@@ -7,9 +7,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig, WarmStartConfig
 from slipstream.core.errors import ConfigError
@@ -19,6 +19,9 @@ from slipstream.prompts.rows import Row, row_key, split_hash
 from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.tasks import TaskSource, task_table
 from slipstream.prompts.template import Encoder, Template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BATCH = 1024  # rows tokenised at once
 _DRY_CANDIDATES = 2048  # a task whose candidates yield under 1 % new prompts over so many has run dry

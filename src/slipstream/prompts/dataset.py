@@ -19,6 +19,8 @@ MAX_LINE_BYTES = 16 * 2**20
 MAX_ENTRIES = 10_000
 """Of a folder that is searched for files of data; the library that does it follows every path, for minutes."""
 
+KINDS = (".jsonl", ".ndjson", ".parquet")
+"""Suffixes of the files that are read."""
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
@@ -30,33 +32,42 @@ def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iter
             yield row
 
 
-def read_records(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+def check_source(source: str) -> None:
+    """Raise ConfigError for a dataset that is no file of a known kind, no folder, and has not the form of a hub id."""
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix in {".jsonl", ".ndjson"}:
-        return _jsonl(path)
-    if path.is_file() and path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            records: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(
-                f"'{path}' cannot be read", got=" ".join(str(error).split())[:200], allowed="a parquet file"
-            ) from error
-        return records
-    if path.is_file():
-        raise ConfigError("unknown kind of dataset file", got=source, allowed=".jsonl, .ndjson, .parquet or a folder")
-    if path.is_dir():
-        return _folder(path, name, split)
-    if path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1:
+    if path.is_file() and path.suffix not in KINDS:
+        raise ConfigError("unknown kind of dataset file", got=source, allowed=f"{', '.join(KINDS)} or a folder")
+    is_local = path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1
+    if not path.exists() and is_local:
         raise ConfigError(
             "dataset not found",
             got=source,
             allowed="an existing file or folder, or a hub id 'owner/name'",
             hint=f"relative paths are from {Path.cwd()}",
         )
-    return _load(source, name, split)
+
+
+def read_records(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+    check_source(source)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _folder(path, name, split)
+    if not path.is_file():
+        return _load(source, name, split)
+    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        records: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"'{path}' cannot be read", got=" ".join(str(error).split())[:200], allowed="a parquet file"
+        ) from error
+    return records
 
 
 def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:

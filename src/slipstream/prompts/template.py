@@ -6,16 +6,18 @@ import string
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
 from slipstream.prompts.rows import Row, row_key, split_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Template:

@@ -1,0 +1,32 @@
+"""What a configuration names, looked for before torch is imported: the answer to a slip of the pen comes at once.
+
+`check_stages` in `stages/chain.py` asks all of this again, with all that needs a library.
+"""
+
+from __future__ import annotations
+
+from slipstream.core.config import RunConfig
+from slipstream.core.hub import check_model_path
+from slipstream.prompts.dataset import check_source
+from slipstream.prompts.tasks import check_task_names, task_table
+from slipstream.rewards.checks import setup_of
+
+
+def check_named(config: RunConfig, *, has_own_reward: bool = False, has_own_prompts: bool = False) -> None:
+    """Raise ConfigError for checkpoints, data, reward functions, tasks and losses that are not there.
+
+    `has_own_reward`, `has_own_prompts`: given from Python in place of the configuration's.
+    """
+    check_model_path(config)
+    sources = [] if has_own_prompts else [config.prompts.dataset, config.prompts.eval_dataset]
+    sources += [config.sft.dataset] if "sft" in config.stages else []
+    sources += [config.reward_model.preferences] if "reward_model" in config.stages else []
+    for source in filter(None, sources):
+        check_source(source)
+    if "rl" in config.stages and not has_own_reward and (config.rewards.terms or not config.rewards.models):
+        setup_of(config.rewards, task_table(config.prompts.tasks))
+    if "rl" in config.stages:
+        from slipstream.algorithms.losses import loss_named  # torch: after what does without
+
+        loss_named(config.loss.name, config.loss.params)
+    check_task_names(config.prompts.tasks)  # as many seconds as torch
