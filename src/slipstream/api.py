@@ -241,7 +241,7 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
     for index, line in enumerate(lines):
         if (wrong := wrong_text(line)) is not None:
-            raise ConfigError(f"prompt {index} cannot be written", got=wrong, allowed="Unicode text")
+            raise ConfigError(f"prompts[{index}] cannot be written", got=wrong, allowed="Unicode text")
     replace_file(path, "".join(lines).encode())
     num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
     tables = config.model_dump()

@@ -309,3 +309,36 @@ def test_an_evaluation_takes_an_id_and_reads_the_reward_models_of_its_recipe(
     assert set(asked) == {"org/name@main", f"org/judge@{COMMIT}"}
     with pytest.raises(ConfigError, match="does not say what to ask it"):
         eval_target("org/name")
+
+
+DATA = """
+import json, os, sys
+from slipstream.core import hub
+from slipstream.core.errors import ConfigError
+from slipstream.prompts.dataset import read_records
+
+hub.ASK_TIMEOUT_S = 1.0
+answers = {}
+for name in sys.argv[1:]:
+    try:
+        answers[name] = list(read_records(name, None, "train"))
+    except ConfigError as error:
+        answers[name] = str(error)
+json.dump(answers, sys.stdout)
+"""
+
+
+def test_a_data_set_that_is_not_there_is_asked_for_once(place: Path) -> None:
+    """Its library asks an unreachable hub six times, and says so on the screen."""
+    with hub({}) as served:
+        there = os.environ | {"HF_HOME": str(place / "data"), "HF_ENDPOINT": served.url}
+        done = subprocess.run([sys.executable, "-c", DATA, "org/absent"], env=there, capture_output=True, timeout=120)
+        asked = [line for line in served.asked if "org/absent" in line]
+    assert "no repository of that name, or one that is private" in json.loads(done.stdout)["org/absent"]
+    assert len(asked) == 1
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        there["HF_ENDPOINT"] = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        done = subprocess.run([sys.executable, "-c", DATA, "org/absent"], env=there, capture_output=True, timeout=120)
+    assert "`hf download --repo-type dataset org/absent --local-dir DIR`" in json.loads(done.stdout)["org/absent"]
+    assert b"Retrying" not in done.stderr

@@ -70,6 +70,14 @@ def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection
         check_rewards(config.rewards, task_table(config.prompts.tasks))
 
 
+def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
+    """Raise ConfigError where memory has no room for the longest prompt, which is known once all have been read."""
+    here = computing_groups(config) - set(remote)
+    if "generator" in here:
+        check_vllm(config)
+    check_sizes(config, check_policy(config), here)
+
+
 Reader = tuple[str, str | None, Head]
 """What reads the policy's tokens, in words; where its checkpoint is (None: the policy's own); what that ends in."""
 
@@ -213,7 +221,7 @@ def make_reward_models(config: RunConfig, has_own_reward: bool = False) -> Rewar
         terms=[RewardTerm(function="reward")] if has_own_reward else config.rewards.terms,
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
-        max_tokens=config.prompts.max_prompt_tokens + config.generator.max_new_tokens,
+        max_tokens=config.least_sequence,
     )
 
 

@@ -12,7 +12,8 @@ digits or an error, and no text of the hub gets into a message.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,35 @@ def _is_read(config: RunConfig, field: str) -> bool:
     return bool(stages & set(config.stages)) and (field != "critic.path" or config.has_critic)
 
 
+@contextmanager
+def reached_for_dataset(name: str) -> Iterator[None]:
+    """Within, `datasets` asks the hub for the data set `name`; where that is out of reach, its cache alone.
+
+    By itself it asks an unreachable hub six times over, which takes half a minute. ConfigError for one that the hub
+    does not give.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        HfApi().dataset_info(name, timeout=ASK_TIMEOUT_S)
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        refused = _as_refused(error, HubId(name), kind="datasets/")
+        raise ConfigError(
+            f"dataset '{name}' is no file or folder here, and the hub does not give it",
+            got=str(refused),
+            allowed="an existing file or folder, or a hub id 'owner/name'",
+            hint=refused.hint,
+        ) from None
+    except Exception:  # noqa: BLE001 - of whichever HTTP library it uses: there is no hub
+        was_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = was_offline
+    else:
+        yield
+
+
 # Cache and hub
 
 
@@ -215,12 +245,9 @@ def _cached(wanted: HubId, files: Collection[str]) -> Path | None:
 def _asked(wanted: HubId, files: Collection[str]) -> HubId:
     """`wanted` with the commit that it is on the hub now. Raises _Refused within ASK_TIMEOUT_S or so."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
 
     try:
         found = HfApi().model_info(wanted.repo, revision=wanted.revision, timeout=ASK_TIMEOUT_S)
-    except HFValidationError as error:
-        raise _Refused("the hub has no such names", is_final=True) from error
     except Exception as error:  # of whichever HTTP library it uses
         raise _as_refused(error, wanted) from error
     if found.sha is None or _COMMIT.fullmatch(found.sha) is None:
@@ -258,16 +285,19 @@ def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Pat
         raise _as_refused(error, wanted) from error
 
 
-def _as_refused(error: Exception, wanted: HubId) -> _Refused:
+def _as_refused(error: Exception, wanted: HubId, *, kind: str = "") -> _Refused:
     """Why, in words of ours: an answer's text is the network's."""
     from huggingface_hub import errors
 
+    if isinstance(error, errors.HFValidationError):
+        return _Refused("the hub has no such names", is_final=True)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return _Refused("HF_HUB_OFFLINE forbids to ask the hub")
     if isinstance(error, errors.GatedRepoError):
         return _Refused(
             "the hub gives it only to those who have accepted its conditions (it is gated)",
-            f"accept them at {_endpoint()}/{wanted.repo}, then `hf auth login` (or HF_TOKEN) and `{wanted.download}`",
+            f"accept them at {_endpoint()}/{kind}{wanted.repo}, then `hf auth login`, or HF_TOKEN"
+            + ("" if kind else f", and `{wanted.download}`"),
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return _Refused(

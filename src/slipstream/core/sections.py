@@ -191,7 +191,11 @@ class PromptsConfig(Section):
     between_periods: bool = Field(
         False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
     )
-    max_prompt_tokens: Positive = Field(128, description="Longest prompt, in tokens; see too_long.")
+    max_prompt_tokens: Positive | None = Field(
+        None,
+        description="Longest prompt, in tokens; see too_long. null: what the model's positions leave beside "
+        "generator.max_new_tokens; decode slots then have room for the longest prompt that there is.",
+    )
     too_long: Literal["drop", "cut", "shorten"] = Field(
         "drop",
         description="Longer prompts are dropped and counted, cut at the right, or shortened: shorten_column loses what "

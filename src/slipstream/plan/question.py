@@ -315,7 +315,8 @@ def _lengths(question: Question, subject: Subject) -> tuple[Lengths, list[str]]:
     longest = question.max_new_tokens
     if config is not None:
         longest = longest or config.generator.max_new_tokens
-        prompt = prompt or config.prompts.max_prompt_tokens / 2
+        if prompt is None and config.prompts.max_prompt_tokens is not None:
+            prompt = config.prompts.max_prompt_tokens / 2
     room = subject.shape.max_positions
     if prompt is None:
         prompt = min(PROMPT_TOKENS, room / 8)

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.hub import reached_for_dataset
 from slipstream.prompts.rows import Row, to_json_types
 from slipstream.prompts.template import Template
 
@@ -26,8 +27,8 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[Row]:
     """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed."""
-    for index, record in enumerate(read_records(source, config.dataset_config, config.dataset_split)):
-        row = row_of(record, config, template=template, where=f"{source}, record {index}")
+    for where, record in read_records(source, config.dataset_config, config.dataset_split):
+        row = row_of(record, config, template=template, where=where)
         if row is not None:
             yield row
 
@@ -47,14 +48,25 @@ def check_source(source: str) -> None:
         )
 
 
-def read_records(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+def read_records(source: str, name: str | None, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each record with where it stands, for errors: the line of a JSONL file, or its place in the data, from 1."""
     check_source(source)
     path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".parquet":
+        for number, record in _jsonl(path):
+            yield f"{source}, line {number}", record
+        return
     if path.is_dir():
-        return _folder(path, name, split)
-    if not path.is_file():
+        records = _folder(path, name, split)
+    else:
+        records = _parquet(path) if path.is_file() else _of_hub(source, name, split)
+    for number, record in enumerate(records, start=1):
+        yield f"{source}, record {number}", record
+
+
+def _of_hub(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+    with reached_for_dataset(source):
         return _load(source, name, split)
-    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
 
 
 def _parquet(path: Path) -> list[dict[str, Any]]:
@@ -70,7 +82,7 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
+def _jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with _opened(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
             if not line.strip():
@@ -100,7 +112,7 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
                 raise ConfigError(
                     f"{where} is not a JSON object", got=type(record).__name__, allowed="one object a line"
                 )
-            yield record
+            yield number, record
 
 
 def _rest_of_line(file: BinaryIO) -> int:
@@ -149,7 +161,8 @@ def _load(source: str, name: str | None, split: str) -> Iterable[Mapping[str, An
         raise ConfigError(
             f"dataset '{source}' cannot be loaded",
             got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            hint="without network, download it first and give its folder, a JSONL or a parquet file",
+            hint=f"where there is a network, `hf download --repo-type dataset {source} --local-dir DIR` makes a folder "
+            "that can be named instead",
         ) from error
     return _split(loaded, split, source=source)
 

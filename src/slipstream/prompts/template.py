@@ -157,7 +157,7 @@ class Encoder:
         return make(text[: len(text) - num_cut])
 
     def fits(self, prompt: Prompt) -> bool:
-        return 0 < len(prompt.tokens) <= self._config.max_prompt_tokens
+        return 0 < len(prompt.tokens) <= (self._config.max_prompt_tokens or len(prompt.tokens))
 
     def _render_chats(self, chats: Sequence[list[dict[str, Any]]]) -> list[str]:
         if self._renderer is None:

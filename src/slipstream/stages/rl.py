@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.controller.build import build_work, default_pipeline
+from slipstream.controller.build import build_work, check_room, default_pipeline
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, Work, read_cut
 from slipstream.controller.ledger import check_fits
@@ -38,9 +38,9 @@ from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import flatten, read_metrics
 from slipstream.observe.report import write_report
-from slipstream.observe.summary import Summary, read_summary, write_summary
+from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
-from slipstream.prompts import PromptSet
+from slipstream.prompts import PromptReport, PromptSet
 from slipstream.rewards.checks import check_answers
 from slipstream.stages.progress import watch
 from slipstream.stages.resume import FILES, Resumed, prepare_resume
@@ -115,7 +115,10 @@ def _attempt(
     with_paths = with_stage_paths(config, run_dir)
     checkpoint = None if resumed is None else resumed.checkpoint
     work, prompt_set = prepared or _work(with_paths, given, is_resumed=checkpoint is not None)
+    report = prompt_set.report
+    with_paths = _with_longest_prompt(with_paths, report)
     tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
+    tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
     cut = None if resumed is None else resumed.cut
     if cut is not None:
         tally.restore(cut.run)
@@ -123,7 +126,7 @@ def _attempt(
             tally.recall(line)
     observer: Observer = ConsoleObserver(config, run_dir) if given.display else SilentObserver()
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
-    observer.started(prompt_set.report)
+    observer.started(report)
     first_step = 0 if cut is None else cut.schedule.steps_done
     with (
         contextlib.closing(observer),
@@ -256,10 +259,21 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
 
 def _work(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
     """Prompts and demonstrations. ConfigError for data that cannot be read, or that no reward could score."""
-    work, prompts = build_work(with_folders(config), is_resumed=is_resumed)
+    local = with_folders(config)
+    work, prompts = build_work(local, is_resumed=is_resumed)
+    if config.prompts.max_prompt_tokens is None:
+        check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
     if given.reward is None:
         check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
     return work, prompts
+
+
+def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:
+    """`config` with the longest prompt that there is, where no limit was asked for: slots are as long as it takes."""
+    if config.prompts.max_prompt_tokens is not None:
+        return config
+    prompts = config.prompts.model_copy(update={"max_prompt_tokens": report.longest})
+    return config.model_copy(update={"prompts": prompts})
 
 
 def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
