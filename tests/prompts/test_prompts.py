@@ -437,12 +437,8 @@ def test_shortening_needs_a_column_of_the_template(tokenizer: PreTrainedTokenize
 def test_without_a_limit_prompts_have_the_room_that_completions_leave(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    rows = [
-        {"prompt": letter * length, "answer": ""} for letter, length in zip("abcdef", (5, 300, 1984, 1985, 2048, 7))
-    ]
-    config = run_config(
-        dataset=write_rows(tmp_path / "p.jsonl", rows), num_eval=1
-    )  # 2048 positions, 64 for completions
+    rows = [{"prompt": "a" * length, "answer": ""} for length in (5, 300, 1984, 1985, 2048, 7)]
+    config = run_config(dataset=write_rows(tmp_path / "p.jsonl", rows), num_eval=1)  # 2048 positions, 64 of an answer
     report = build_prompts(config, tokenizer).report
     assert (report.num_train + report.num_eval, report.num_too_long) == (4, 2)
     assert (report.max_tokens, report.longest) == (1984, 1984)
