@@ -24,7 +24,7 @@ from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 import tyro
 from pydantic import BaseModel
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -271,11 +271,17 @@ def recipes_command(argv: Sequence[str]) -> int:
 
         _console.print("\n".join(task_names()), highlight=False)
         return EXIT_DONE
-    table = Table("recipe", "what it does", show_edge=False)
+    table = Table("recipe", Column("what it does", overflow="fold"), show_edge=False)
     for recipe in list_recipes():
-        table.add_row(recipe.name, recipe.description)
+        needs = f"\nneeds {', '.join(recipe.needs)}" if recipe.needs else ""
+        table.add_row(recipe.name, Text.assemble(recipe.description, (needs, "yellow")))
     _console.print(table)
-    _console.print(f"\nStart one with `slipstream run RECIPE`. Files: {recipes_dir()}", soft_wrap=True)
+    _console.print(
+        "\nStart one with `slipstream run RECIPE`. What it needs of the Hugging Face hub is downloaded then, or before with"
+        "\n`hf download NAME` (data: `--repo-type dataset`). Files of data are yours to make, as the recipe's comment says."
+        f"\nFiles: {recipes_dir()}",
+        soft_wrap=True,
+    )
     return EXIT_DONE
 
 

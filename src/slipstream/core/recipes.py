@@ -76,6 +76,14 @@ class RecipeInfo:
     description: str
     path: Path
 
+    @property
+    def needs(self) -> list[str]:
+        """The checkpoints and data sets that it reads, as hub ids or relative paths: no wheel has them."""
+        tables = read_toml(self.path)
+        named = [tables.get(section, {}).get(field) for section, field in (*CHECKPOINTS, *DATA)]
+        named += [term["path"] for section in ("rewards", "gold") for term in tables.get(section, {}).get("models", ())]
+        return list(dict.fromkeys(name for name in named if name is not None and stage_of(name) is None))
+
 
 def recipes_dir() -> Path:
     """Folder of the shipped recipes: inside the package in a wheel, at the top of a checkout otherwise."""
@@ -173,11 +181,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseMode
     """Return `base` with the fields of `over` on top: sections of `model` merge field by field, the rest is replaced.
 
     Where `over` names another loss than `base` does, the loss's `params` of `base` are dropped. A layer without a name
-    says nothing of whose they are, and keeps them.
+    says nothing of whose they are, and keeps them. So it is with the revision of another model's path.
     """
     merged = dict(base)
     if "params" in model.model_fields and "name" in base and over.get("name", base["name"]) != base["name"]:
         merged.pop("params", None)
+    if "revision" in model.model_fields and over.get("path", base.get("path")) != base.get("path"):
+        merged.pop("revision", None)
     for name, value in over.items():
         section = _section_of(model, name)
         below = merged.get(name)
@@ -224,6 +234,10 @@ CHECKPOINTS = (
     *(("kl", "reference"), ("critic", "path")),
 )
 """Section and field of every checkpoint that a run may read, beside `rewards.models` and `gold.models`."""
+
+
+DATA = (("prompts", "dataset"), ("prompts", "eval_dataset"), ("sft", "dataset"), ("reward_model", "preferences"))
+"""Section and field of every data set that a run may read."""
 
 
 def with_checkpoints(config: RunConfig, replaced: Callable[[str, str], str]) -> RunConfig:

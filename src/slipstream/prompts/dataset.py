@@ -44,7 +44,7 @@ def check_source(source: str) -> None:
             "dataset not found",
             got=source,
             allowed="an existing file or folder, or a hub id 'owner/name'",
-            hint=f"relative paths are from {Path.cwd()}",
+            hint=f"relative paths are from {Path.cwd()}; `slipstream recipes` tells what a shipped recipe needs",
         )
 
 
