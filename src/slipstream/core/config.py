@@ -485,7 +485,7 @@ class RunConfig(Section):
                 "generator.device is the native engine's: vLLM computes on what it was built for",
                 got=f"generator.device = '{generator.device}' with generator.engine = 'vllm'",
                 allowed="generator.device = 'cpu', the default",
-                hint="`make vllm-env` installs vLLM for a GPU where there is one (docs/vllm.md)",
+                hint="in a checkout, `make vllm-env` installs vLLM for a GPU where there is one (docs/vllm.md)",
             )
         if generator.kv_cache_gb is not None and generator.device == "cpu":
             raise ConfigError(

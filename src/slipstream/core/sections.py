@@ -211,7 +211,8 @@ class VLLMConfig(Section):
 
     python: FilePath = Field(
         ".venv-vllm/bin/python",
-        description="Interpreter of vLLM's environment, from the working folder; `make vllm-env` makes that one.",
+        description="Interpreter of vLLM's environment, from the working folder; in a checkout, `make vllm-env` "
+        "makes that one.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision vLLM computes in; lower ones need a higher generator.probe_tolerance."

@@ -198,7 +198,7 @@ def interpreter(config: RunConfig) -> Path:
             "there is no environment with vLLM",
             got=f"generator.vllm.python = '{path}', from {Path.cwd()}",
             allowed="a Python interpreter that can import vllm",
-            hint="`make vllm-env` makes .venv-vllm",
+            hint="in a checkout, `make vllm-env` makes .venv-vllm; elsewhere, name an interpreter that has vllm",
         )
     return path.absolute()  # not resolved: a link into an environment is what makes it one
 
