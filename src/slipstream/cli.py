@@ -277,8 +277,8 @@ def recipes_command(argv: Sequence[str]) -> int:
         table.add_row(recipe.name, Text.assemble(recipe.description, (needs, "yellow")))
     _console.print(table)
     _console.print(
-        "\nStart one with `slipstream run RECIPE`. What it needs of the Hugging Face hub is downloaded then, or before with"
-        "\n`hf download NAME` (data: `--repo-type dataset`). Files of data are yours to make, as the recipe's comment says."
+        "\nStart one with `slipstream run RECIPE`. What it needs of the Hugging Face hub is downloaded then, or before"
+        "\nwith `hf download NAME` (data: `--repo-type dataset`). Files are yours to make, as the recipe's text says."
         f"\nFiles: {recipes_dir()}",
         soft_wrap=True,
     )
