@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Repo:
-    """Files by name; or how it fails: 'gated', 'silent', 'broken'."""
+    """Files by name; or how it fails: 'gated', 'silent', 'broken', 'stuck' in the middle of its weights."""
 
     commit: str
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
                 401, {"error": "\x1b[31mInvalid username or password."}, {"X-Error-Code": "RepoNotFound"}
             )
         if repo.fails == "silent":
-            self.hub.over.wait(60)
+            self.hub.over.wait(600)
             self.close_connection = True
             return None
         if repo.fails == "broken":
@@ -88,19 +88,25 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[:1] != ["resolve"] or file not in repo.files:
             return self._answer(404, {"error": "no"}, {"X-Error-Code": "EntryNotFound"})
         content = repo.files[file]
-        return self._send(200, content, {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": repo.commit})
+        headers = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": repo.commit}
+        return self._send(200, content, headers, is_stuck=repo.fails == "stuck" and file == "model.safetensors")
 
     do_HEAD = do_GET
 
     def _answer(self, status: int, data: object, headers: Mapping[str, str] | None = None) -> None:
         self._send(status, json.dumps(data).encode(), {"Content-Type": "application/json", **(headers or {})})
 
-    def _send(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
+    def _send(self, status: int, content: bytes, headers: Mapping[str, str], *, is_stuck: bool = False) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command == "GET" and is_stuck:
+            self.wfile.write(content[: len(content) // 2])
+            self.wfile.flush()
+            self.hub.over.wait(600)
+            self.close_connection = True
+        elif self.command == "GET":
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None: ...

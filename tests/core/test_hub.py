@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -342,3 +344,26 @@ def test_a_data_set_that_is_not_there_is_asked_for_once(place: Path) -> None:
         done = subprocess.run([sys.executable, "-c", DATA, "org/absent"], env=there, capture_output=True, timeout=120)
     assert "`hf download --repo-type dataset org/absent --local-dir DIR`" in json.loads(done.stdout)["org/absent"]
     assert b"Retrying" not in done.stderr
+
+
+def test_an_interrupt_does_not_wait_for_a_file(tmp_path: Path) -> None:
+    deadline_s = time.monotonic() + 120
+    with hub({"org/large": Repo(COMMIT, SMALL, fails="stuck")}) as served:
+        environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": served.url}
+        environment |= {"HF_HUB_DOWNLOAD_TIMEOUT": "600"}  # else the library begins again
+        command = [sys.executable, "-m", "slipstream.cli", "eval", "org/large", "--recipe", "quickstart"]
+        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE)
+        try:
+            while not any(line.startswith("GET") and line.endswith("model.safetensors") for line in served.asked):
+                assert time.monotonic() < deadline_s, "its weights are not asked for"
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=120)
+        finally:
+            process.kill()
+            process.wait()
+        assert not served.over.is_set()
+    assert process.returncode == 130
+    assert b"interrupted" in told
+    assert b"Traceback" not in told

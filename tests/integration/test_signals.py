@@ -248,6 +248,7 @@ def test_a_folder_that_was_used_between_the_look_and_the_lock_is_not_empty(
 
     monkeypatch.setattr(chain, "check_stages", another_run)
     with pytest.raises(ConfigError, match="not empty"):
+        tiny["rewards"] = {"terms": [{"function": "exact_match"}]}
         slipstream.run("quickstart", overrides=tiny, out=out, prompts=["a", "b"], display=False)
     assert {path.name for path in out.iterdir()} == {"config.toml", "prompts.jsonl"}
 

@@ -12,6 +12,7 @@ digits or an error, and no text of the hub gets into a message.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -271,18 +272,38 @@ def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Pat
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
-    try:
-        return Path(
-            snapshot_download(
-                wanted.repo,
-                revision=wanted.revision,
-                allow_patterns=list(files),
-                etag_timeout=ASK_TIMEOUT_S,
-                tqdm_class=None if is_shown else Quiet,
-            )
+    def download() -> str:
+        return snapshot_download(
+            wanted.repo,
+            revision=wanted.revision,
+            allow_patterns=list(files),
+            etag_timeout=ASK_TIMEOUT_S,
+            tqdm_class=None if is_shown else Quiet,
         )
+
+    try:
+        return Path(_beside(download))
     except Exception as error:  # as above, and the disk
         raise _as_refused(error, wanted) from error
+
+
+def _beside(work: Callable[[], str]) -> str:
+    """What `work` returns or raises, in a thread: an interrupt ends the wait for it, where the library's own would last
+    until whole files are there. What has arrived stays in the cache."""
+    outcome: list[str | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by the other thread
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="download", daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _as_refused(error: Exception, wanted: HubId, *, kind: str = "") -> _Refused:
