@@ -27,13 +27,13 @@ from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, Rea
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
-from slipstream.core.hub import Tell, pinned
+from slipstream.core.hub import Tell, pinned, with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
-from slipstream.stages.named import check_named
+from slipstream.stages.named import check_named, check_names
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.cluster import Cluster
@@ -89,6 +89,8 @@ def run(
         resolved = None if resume is not None else _resolved(config, overrides, preset, has_prompts=prompts is not None)
         if resolved is not None:
             check_named(resolved, has_own_reward=reward is not None, has_own_prompts=prompts is not None)
+            resolved = pinned(resolved, tell=_tell(display=display))
+            check_names(resolved)
         from slipstream.stages.rl import FromPython
 
         given = FromPython(reward=reward, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts)
@@ -136,7 +138,7 @@ def _run(
     from slipstream.stages.rl import run_rl
 
     run_dir = _new_run_dir(config, out)
-    config = pinned(config, tell=_tell(given))
+    with_folders(config, tell=_tell(display=given.display))  # what is large comes before anything starts
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
@@ -257,9 +259,9 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     return resolve(tables)
 
 
-def _tell(given: FromPython) -> Tell | None:
+def _tell(*, display: bool) -> Tell | None:
     """What tells of a download, which comes before there is anything else to watch."""
-    return partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True) if given.display else None
+    return partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True) if display else None
 
 
 def _resume(run_dir: Path, given: FromPython) -> Result:
@@ -272,7 +274,9 @@ def _resume(run_dir: Path, given: FromPython) -> Result:
     config_path = run_dir / "config.toml"
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
-    config = pinned(resolve(config_path), tell=_tell(given), is_resumed=True)
+    tell = _tell(display=given.display)
+    config = pinned(resolve(config_path), tell=tell, is_resumed=True)
+    with_folders(config, tell=tell)
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)

@@ -24,7 +24,7 @@ import slipstream.core.hub
 from slipstream.controller.pipeline import Node, decode_node, encode_node
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.hub import hub_id
+from slipstream.core.hub import HubId, hub_id
 from slipstream.core.recipes import CHECKPOINTS, resolve
 from slipstream.evals.target import eval_target
 
@@ -66,7 +66,7 @@ for question in json.load(sys.stdin):
     try:
         config = resolve({"prompts": PROMPTS, **question["tables"]})
         pinned = hub.pinned(config, tell=told.append, is_resumed=question["is_resumed"])
-        found = {"pinned": pinned.model_dump(), "folders": hub.with_folders(pinned).model_dump()}
+        found = {"pinned": pinned.model_dump(), "folders": hub.with_folders(pinned, tell=told.append).model_dump()}
         found["again"] = hub.pinned(resolve(pinned.model_dump()), is_resumed=True) == pinned
         found["saved"] = config_toml(pinned)
     except ConfigError as error:
@@ -298,7 +298,13 @@ def test_an_evaluation_takes_an_id_and_reads_the_reward_models_of_its_recipe(
     snapshot.mkdir()
     (snapshot / "config.json").write_text("{}")
     asked = []
-    monkeypatch.setattr(slipstream.core.hub, "_folder_of", lambda wanted, *_: asked.append(str(wanted)) or snapshot)
+
+    def located(wanted: HubId, *_: object) -> HubId:
+        asked.append(str(wanted))
+        return HubId(wanted.repo, COMMIT)
+
+    monkeypatch.setattr(slipstream.core.hub, "_located", located)
+    monkeypatch.setattr(slipstream.core.hub, "_folder_of", lambda *_: snapshot)
     recipe = {
         "prompts": {"tasks": [{"name": "spell_backward"}]},
         "model": {"path": "org/trained", "revision": "x"},

@@ -247,8 +247,8 @@ def test_a_folder_that_was_used_between_the_look_and_the_lock_is_not_empty(
         (out / "prompts.jsonl").write_text("of another run")
 
     monkeypatch.setattr(chain, "check_stages", another_run)
+    tiny["rewards"] = {"terms": [{"function": "exact_match"}]}
     with pytest.raises(ConfigError, match="not empty"):
-        tiny["rewards"] = {"terms": [{"function": "exact_match"}]}
         slipstream.run("quickstart", overrides=tiny, out=out, prompts=["a", "b"], display=False)
     assert {path.name for path in out.iterdir()} == {"config.toml", "prompts.jsonl"}
 

@@ -1,7 +1,8 @@
 """Checkpoints by their id on the Hugging Face hub, 'ORG/NAME' or 'ORG/NAME@REVISION', wherever a checkpoint is named.
 
-    pinned         before a run starts: every id becomes 'ORG/NAME@COMMIT', its files are in the cache
-    with_folders   where checkpoints are read, on each machine: every id with a commit becomes the folder in the cache
+    pinned         before a run starts: every id becomes 'ORG/NAME@COMMIT', or an error says why it cannot be had
+    with_folders   where checkpoints are read, on each machine: every id with a commit becomes the folder in the cache,
+                   filled where it is not; first of all in the caller's process, where there is a screen
 
 A folder of that name wins. Cache, token, proxy and offline mode are those of `huggingface_hub`, by its environment
 (HF_HOME, HF_TOKEN or `hf auth login`, HF_ENDPOINT, HF_HUB_OFFLINE); no token passes through here. Nothing but what a
@@ -38,6 +39,7 @@ FILES = (
 )
 """What a checkpoint is read from, as patterns: its shape, its weights, its tokenizer."""
 
+CONFIG = ("config.json",)
 _ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
 )
@@ -93,7 +95,7 @@ def check_model_path(config: RunConfig) -> None:
 def pinned(
     config: RunConfig, *, tell: Tell | None = None, is_resumed: bool = False, only: Collection[str] | None = None
 ) -> RunConfig:
-    """`config` with a commit in every hub id that this run reads, and their files in the cache of this machine.
+    """`config` with a commit in every hub id that this run reads. Nothing large is downloaded.
 
     With `is_resumed`, ids have their commits already: one without was a folder when the run began, and ConfigError
     says that it is gone. So it does for what neither hub nor cache has, with the reason and a command. `only` these
@@ -107,7 +109,7 @@ def pinned(
             return path
         if is_resumed and not wanted.is_pinned:
             raise ConfigError(f"'{field}' is no longer there", got=path, allowed="the folder that the run began with")
-        return f"{wanted.repo}@{_folder_of(wanted, field, tell).name}"
+        return str(_located(wanted, field, tell))
 
     return with_checkpoints(config, pin)
 
@@ -128,13 +130,15 @@ def with_folders(config: RunConfig, *, tell: Tell | None = None) -> RunConfig:
 def checkpoint_folder(path: str, *, what: str, tell: Tell | None = None) -> Path:
     """The folder that `path` is, or that stands for the hub id that it is; `what` names it in errors."""
     wanted = hub_id(path)
-    return Path(path) if wanted is None else _folder_of(wanted, what, tell)
+    return Path(path) if wanted is None else _folder_of(_located(wanted, what, tell), what, tell)
 
 
 def config_file(path: str, *, what: str) -> Path:
     """The config.json of a checkpoint, without its weights: from its folder, or from the cache or the hub by its id."""
     wanted = hub_id(path)
-    return (Path(path) if wanted is None else _folder_of(wanted, what, None, files=("config.json",))) / "config.json"
+    folder = Path(path) if wanted is None else _cached(_located(wanted, what, None), CONFIG)
+    assert folder is not None, "it was just located"
+    return folder / "config.json"
 
 
 def _with_revision(config: RunConfig) -> RunConfig:
@@ -207,23 +211,38 @@ class _Refused(Exception):
         self.hint, self.is_final = hint, is_final
 
 
-def _folder_of(wanted: HubId, what: str, tell: Tell | None, files: Collection[str] = FILES) -> Path:
-    """The snapshot folder, named by its commit: of the cache, where that has the commit or the hub is out of reach."""
-    if wanted.is_pinned and (folder := _cached(wanted, files)) is not None:
-        return folder
+def _located(wanted: HubId, what: str, tell: Tell | None) -> HubId:
+    """`wanted` with its commit: the hub's, or the cache's where the hub is out of reach.
+
+    Of its files config.json alone is fetched, by which the cache knows the commit of a branch without a hub.
+    """
+    if wanted.is_pinned and _cached(wanted, FILES) is not None:
+        return wanted
     try:
-        commit = _asked(wanted, files)
-        is_new = _cached(commit, files) is None
-        if is_new and tell is not None:
-            tell(f"downloading {wanted.repo}, commit {str(commit.revision)[:12]}, from {_endpoint()}")
-        return _downloaded(wanted, files, is_shown=is_new and tell is not None)
+        _ask(wanted)
+        found = HubId(wanted.repo, _downloaded(wanted, CONFIG, is_shown=False).name)
+        if not found.is_pinned:
+            raise _Refused(f"{_endpoint()} answers without a commit", is_final=True)
+        return found
     except _Refused as refused:
-        folder = None if refused.is_final else _cached(wanted, files)
+        folder = None if refused.is_final else _cached(wanted, FILES)
         if folder is None:
             raise _not_there(wanted, what, refused) from None
         if tell is not None:
             tell(f"{wanted.repo}: commit {folder.name[:12]} from the cache, as {refused}")
+        return HubId(wanted.repo, folder.name)
+
+
+def _folder_of(wanted: HubId, what: str, tell: Tell | None) -> Path:
+    """The snapshot folder of a commit, filled where it is not."""
+    if (folder := _cached(wanted, FILES)) is not None:
         return folder
+    if tell is not None:
+        tell(f"downloading {wanted.repo}, commit {str(wanted.revision)[:12]}, from {_endpoint()}")
+    try:
+        return _downloaded(wanted, FILES, is_shown=tell is not None)
+    except _Refused as refused:
+        raise _not_there(wanted, what, refused) from None
 
 
 def _cached(wanted: HubId, files: Collection[str]) -> Path | None:
@@ -243,8 +262,8 @@ def _cached(wanted: HubId, files: Collection[str]) -> Path | None:
     return folder if is_whole else None
 
 
-def _asked(wanted: HubId, files: Collection[str]) -> HubId:
-    """`wanted` with the commit that it is on the hub now. Raises _Refused within ASK_TIMEOUT_S or so."""
+def _ask(wanted: HubId) -> None:
+    """Raise _Refused, within ASK_TIMEOUT_S or so, for what the hub does not give, or gives in another format."""
     from huggingface_hub import HfApi
 
     try:
@@ -254,13 +273,12 @@ def _asked(wanted: HubId, files: Collection[str]) -> HubId:
     if found.sha is None or _COMMIT.fullmatch(found.sha) is None:
         raise _Refused(f"{_endpoint()} answers without a commit")
     names = {sibling.rfilename for sibling in found.siblings or ()}
-    if "config.json" not in names or ("model.safetensors" in files and not names & set(WEIGHTS)):
+    if "config.json" not in names or not names & set(WEIGHTS):
         raise _Refused(
             "the repository has no checkpoint in the format that is read here: config.json and safetensors",
             "transformers' `save_pretrained` writes safetensors, also of a model that it loads from a .bin",
             is_final=True,
         )
-    return HubId(wanted.repo, found.sha)
 
 
 def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Path:

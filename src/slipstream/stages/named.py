@@ -13,7 +13,7 @@ from slipstream.rewards.checks import setup_of
 
 
 def check_named(config: RunConfig, *, has_own_reward: bool = False, has_own_prompts: bool = False) -> None:
-    """Raise ConfigError for checkpoints, data, reward functions, tasks and losses that are not there.
+    """Raise ConfigError for checkpoints, data and reward functions that are not there. Imports no library.
 
     `has_own_reward`, `has_own_prompts`: given from Python in place of the configuration's.
     """
@@ -25,8 +25,12 @@ def check_named(config: RunConfig, *, has_own_reward: bool = False, has_own_prom
         check_source(source)
     if "rl" in config.stages and not has_own_reward and (config.rewards.terms or not config.rewards.models):
         setup_of(config.rewards, task_table(config.prompts.tasks))
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise ConfigError for losses and tasks that are not there, which takes as many seconds as torch and more."""
     if "rl" in config.stages:
-        from slipstream.algorithms.losses import loss_named  # torch: after what does without
+        from slipstream.algorithms.losses import loss_named
 
         loss_named(config.loss.name, config.loss.params)
-    check_task_names(config.prompts.tasks)  # as many seconds as torch
+    check_task_names(config.prompts.tasks)
