@@ -685,9 +685,9 @@ DATA = [
     wrong(
         "Latin-1", {}, "data.jsonl", "UTF-8", prepare=text("data.jsonl", '{"prompt": "caf\xe9"}\n'.encode("latin-1"))
     ),
-    wrong("no column", {}, "record 2 has no column 'prompt'", "promt", prepare=rows(*ROWS[:2], {"promt": "x"})),
+    wrong("no column", {}, "line 3 has no column 'prompt'", "promt", prepare=rows(*ROWS[:2], {"promt": "x"})),
     wrong("column", {"prompts": {"prompt_column": "promt"}}, "no column 'promt'", "did you mean 'prompt'?"),
-    wrong("no text", {}, "record 0: the prompt is neither text nor a chat", "int", prepare=rows({"prompt": 3})),
+    wrong("no text", {}, "line 1: the prompt is neither text nor a chat", "int", prepare=rows({"prompt": 3})),
     wrong("empty chat", {}, "neither text nor a chat", prepare=rows({"prompt": []})),
     wrong(
         "bad role",
@@ -818,7 +818,7 @@ DATA = [
     wrong(
         "sft rows",
         {"stages": ["sft", "rl"], "sft": {"dataset": "sft.jsonl"}},
-        "sft.jsonl, record 0",
+        "sft.jsonl, line 1",
         "no completion to learn",
         prepare=rows(*ROWS, to="sft.jsonl"),
     ),
@@ -831,7 +831,7 @@ DATA = [
     wrong(
         "preference rows",
         {"stages": ["reward_model", "rl"], "reward_model": {"preferences": "data.jsonl"}},
-        "data.jsonl, record 0 is no preference",
+        "data.jsonl, line 1 is no preference",
         "chosen, rejected",
     ),
     wrong(
@@ -1079,13 +1079,13 @@ ABSURD = [
     refused("run r.toml", "'steps'", "allowed: <= ", prepare=text("r.toml", f"steps = {'9' * 4000}\n")),
     refused("run r.toml", "'r.toml' cannot be read", "bytes", prepare=text("r.toml", "#" * 5_000_000)),
     wrong("deep JSON", {}, "line 1 is not JSON", "too deep", prepare=rows(nested(100_000))),
-    wrong("deep column", {}, "record 1 holds", "nested more than 64 deep", prepare=of_row(tag=json.loads(nested(80)))),
+    wrong("deep column", {}, "line 2 holds", "nested more than 64 deep", prepare=of_row(tag=json.loads(nested(80)))),
     wrong("long integer", {}, "line 1 is not JSON", "digits", prepare=rows('{"prompt": ' + "9" * 5000 + "}")),
-    wrong("huge integer", {}, "record 1 holds", "more than 64 bits", prepare=of_row(tag=10**30)),
-    wrong("broken prompt", {}, "record 1 holds", SURROGATE, prepare=of_row(prompt="a\ud800")),
-    wrong("broken answer", {}, "record 1 holds", SURROGATE, prepare=of_row(answer="a\udc00b")),
-    wrong("broken column", {}, "record 1 holds", SURROGATE, prepare=of_row(tag=["a\ud800"])),
-    wrong("broken name of a column", {}, "record 1 holds", SURROGATE, prepare=of_row(**{"a\ud800": 1})),
+    wrong("huge integer", {}, "line 2 holds", "more than 64 bits", prepare=of_row(tag=10**30)),
+    wrong("broken prompt", {}, "line 2 holds", SURROGATE, prepare=of_row(prompt="a\ud800")),
+    wrong("broken answer", {}, "line 2 holds", SURROGATE, prepare=of_row(answer="a\udc00b")),
+    wrong("broken column", {}, "line 2 holds", SURROGATE, prepare=of_row(tag=["a\ud800"])),
+    wrong("broken name of a column", {}, "line 2 holds", SURROGATE, prepare=of_row(**{"a\ud800": 1})),
     wrong(
         "long line",
         {},
@@ -1378,7 +1378,7 @@ def test_a_run_that_was_killed_goes_on(place: Path) -> None:
         ({"prompts": [{"prompt": "a", "tag": object()}, "b"]}, ("prompts are kept as JSON", "object")),
         ({"prompts": [{"question": "a"}, {"question": "b"}]}, ("no column 'prompt'", "question")),
         ({"prompts": ["a", "b"]}, ("compares with an answer", "2 of 2")),
-        ({"prompts": ["a", "b\ud800"]}, ("prompt 1 cannot be written", "half of a surrogate pair")),
+        ({"prompts": ["a", "b\ud800"]}, ("prompts[1] cannot be written", "half of a surrogate pair")),
         ({"overrides": {"steps": 10**5000}}, ("'steps'", "4,300 digits")),
         ({"overrides": {"prompts": {"template": "\ud800"}}}, ("'prompts.template'", "half of a surrogate pair")),
         ({"overrides": {"prompts": {"template": "a\0"}}}, ("'prompts.template'", "a null character")),

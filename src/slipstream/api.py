@@ -18,23 +18,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.controller.cluster import Cluster
-from slipstream.controller.meeting import check_listening
+from rich.console import Console
+
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
+from slipstream.core.hub import Tell, pinned, with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
-from slipstream.rewards.given import Reward, with_given
-from slipstream.stages.chain import check_data, check_stages, run_stages
-from slipstream.stages.rl import FromPython, resume_rl, run_rl
+from slipstream.rewards.given import Functions, Reward, with_given
+from slipstream.stages.named import check_named, check_names
+
+if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
+    from slipstream.controller.cluster import Cluster
+    from slipstream.stages.rl import FromPython
 
 PROMPTS_FILE = "prompts.jsonl"  # in the run's directory: the prompts given from Python
 ScoredBy = tuple[Reward | Sequence[Reward] | None, Sequence[float] | None]
@@ -88,11 +93,23 @@ def run(
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
     with _interruptible() as interrupts:
-        given = FromPython(display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts)
-        scored_by = (reward, reward_weights)
-        if resume is not None:
-            return _resume(Path(resume), scored_by, given)
-        return _run(config, overrides, preset, scored_by, prompts, out, given)
+        resolved = None if resume is not None else _resolved(config, overrides, preset, has_prompts=prompts is not None)
+        functions: Functions = {}
+        if resolved is not None:
+            is_measure_given = isinstance(own := (overrides or {}).get("eval"), Mapping) and "measure" in own
+            resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
+            check_named(resolved, given=functions, has_own_prompts=prompts is not None)
+            resolved = pinned(resolved, tell=_tell(display=display))
+            check_names(resolved)
+        from slipstream.stages.rl import FromPython
+
+        given = FromPython(
+            functions=functions, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts
+        )
+        if resolved is not None:
+            return _run(resolved, prompts, out, given)
+        assert resume is not None, "there is a configuration, or a run to go on with"
+        return _resume(Path(resume), (reward, reward_weights), given)
 
 
 @contextmanager
@@ -108,27 +125,33 @@ def _interruptible() -> Iterator[Interrupts]:
     interrupts.hand_on()
 
 
-def _run(
+def _resolved(
     config: RunConfig | str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None,
     preset: str | None,
-    scored_by: ScoredBy,
-    prompts: Sequence[str | Mapping[str, Any]] | None,
-    out: str | Path | None,
-    given: FromPython,
+    *,
+    has_prompts: bool,
+) -> RunConfig:
+    if isinstance(config, RunConfig):
+        if overrides or preset:
+            raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
+        return config
+    if has_prompts:  # tables need not name a source that would be replaced
+        overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
+    return resolve(config, overrides, preset)
+
+
+def _run(
+    config: RunConfig, prompts: Sequence[str | Mapping[str, Any]] | None, out: str | Path | None, given: FromPython
 ) -> Result:
     """A new run, with the arguments of `run`."""
-    if not isinstance(config, RunConfig):
-        if prompts is not None:  # tables need not name a source that would be replaced
-            overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
-        config = resolve(config, overrides, preset)
-    elif overrides or preset:
-        raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
-    is_measure_given = isinstance(own := (overrides or {}).get("eval"), Mapping) and "measure" in own
-    config, functions = with_given(config, *scored_by, keeps_measure=is_measure_given)
-    given = dataclasses.replace(given, functions=functions)
+    from slipstream.controller.meeting import check_listening
+    from slipstream.stages.chain import check_data, check_stages, run_stages
+    from slipstream.stages.rl import run_rl
+
     run_dir = _new_run_dir(config, out)
-    check_stages(config, given=functions, remote=given.remote)
+    with_folders(config, tell=_tell(display=given.display))  # what is large comes before anything starts
+    check_stages(config, given=given.functions, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
     with _made(run_dir, is_named=out is not None) as run_dir:
@@ -232,7 +255,7 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
     for index, line in enumerate(lines):
         if (wrong := wrong_text(line)) is not None:
-            raise ConfigError(f"prompt {index} cannot be written", got=wrong, allowed="Unicode text")
+            raise ConfigError(f"prompts[{index}] cannot be written", got=wrong, allowed="Unicode text")
     replace_file(path, "".join(lines).encode())
     num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
     tables = config.model_dump()
@@ -248,14 +271,25 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     return resolve(tables)
 
 
+def _tell(*, display: bool) -> Tell | None:
+    """What tells of a download, which comes before there is anything else to watch."""
+    return partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True) if display else None
+
+
 def _resume(run_dir: Path, scored_by: ScoredBy, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
+    from slipstream.controller.meeting import check_listening
+    from slipstream.stages.chain import check_stages, run_stages
+    from slipstream.stages.rl import resume_rl
+
     check_path(run_dir, "the run's directory")
     config_path = run_dir / "config.toml"
     if not config_path.exists():
         raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
-    config, functions = with_given(resolve(config_path), *scored_by)
+    tell = _tell(display=given.display)
+    config, functions = with_given(pinned(resolve(config_path), tell=tell, is_resumed=True), *scored_by)
     given = dataclasses.replace(given, functions=functions)
+    with_folders(config, tell=tell)
     check_stages(config, given=functions, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)

@@ -17,13 +17,14 @@ import time
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
 import tyro
 from pydantic import BaseModel
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -32,7 +33,6 @@ from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
-    check_model_path,
     check_path,
     defaults,
     field_paths,
@@ -281,11 +281,17 @@ def recipes_command(argv: Sequence[str]) -> int:
 
         _console.print("\n".join(task_names()), highlight=False)
         return EXIT_DONE
-    table = Table("recipe", "what it does", show_edge=False)
+    table = Table("recipe", Column("what it does", overflow="fold"), show_edge=False)
     for recipe in list_recipes():
-        table.add_row(recipe.name, recipe.description)
+        needs = f"\nneeds {', '.join(recipe.needs)}" if recipe.needs else ""
+        table.add_row(recipe.name, Text.assemble(recipe.description, (needs, "yellow")))
     _console.print(table)
-    _console.print(f"\nStart one with `slipstream run RECIPE`. Files: {recipes_dir()}", soft_wrap=True)
+    _console.print(
+        "\nStart one with `slipstream run RECIPE`. What it needs of the Hugging Face hub is downloaded then, or before"
+        "\nwith `hf download NAME` (data: `--repo-type dataset`). Files are yours to make, as the recipe's text says."
+        f"\nFiles: {recipes_dir()}",
+        soft_wrap=True,
+    )
     return EXIT_DONE
 
 
@@ -613,7 +619,12 @@ def _eval_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -
         "EvalOptions",
         shown,
         argv,
-        ("model", "Folder of a run, or of a Hugging Face checkpoint (then --recipe says on what).", Path, True),
+        (
+            "model",
+            "Folder of a run, or a Hugging Face checkpoint: folder or hub id (then --recipe says on what).",
+            Path,
+            True,
+        ),
         ("recipe", "Recipe whose prompts and rewards to use. Default: the run's own configuration.", str, False),
         ("num_prompts", "Held-out prompts to answer. Default: eval.num_prompts.", int, False),
         ("num_samples", "Sampled answers per prompt, for pass@k. Default: 1.", int, False),
@@ -716,7 +727,9 @@ def _run_config(options: Any) -> RunConfig:
             hint="try `slipstream run quickstart`",
         )
     config = resolve(options.recipe, overrides, options.preset)
-    check_model_path(config)
+    from slipstream.stages.named import check_named
+
+    check_named(config)
     if options.out is not None:
         check_free(options.out)
     return config
@@ -735,10 +748,15 @@ def _resumed_config(options: Any, overrides: Mapping[str, Any]) -> RunConfig:
 def _eval_config(options: Any) -> tuple[Path, RunConfig]:
     """The checkpoint to load and the configuration to evaluate it under."""
     if options.model is None:
-        raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint")
+        raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint, or a hub id")
     from slipstream.evals.target import eval_target
 
-    return eval_target(options.model, recipe=options.recipe, overrides=as_overrides(options.overrides))
+    return eval_target(
+        options.model,
+        recipe=options.recipe,
+        overrides=as_overrides(options.overrides),
+        tell=partial(_console.print, highlight=False, markup=False, soft_wrap=True),
+    )
 
 
 def _saved_config(run_dir: Path) -> dict[str, Any]:

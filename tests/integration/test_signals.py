@@ -22,7 +22,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import config_toml, resolve
 from slipstream.core.run_lock import LOCK_FILE, holding
 from slipstream.core.types import StepDone
-from slipstream.stages import rl
+from slipstream.stages import chain, rl
 
 DEADLINE_S = 120.0
 ENDLESS = 100_000  # steps
@@ -246,7 +246,8 @@ def test_a_folder_that_was_used_between_the_look_and_the_lock_is_not_empty(
         (out / "config.toml").write_text("of another run")
         (out / "prompts.jsonl").write_text("of another run")
 
-    monkeypatch.setattr(slipstream.api, "check_stages", another_run)
+    monkeypatch.setattr(chain, "check_stages", another_run)
+    tiny["rewards"] = {"terms": [{"function": "exact_match"}]}
     with pytest.raises(ConfigError, match="not empty"):
         slipstream.run("quickstart", overrides=tiny, out=out, prompts=["a", "b"], display=False)
     assert {path.name for path in out.iterdir()} == {"config.toml", "prompts.jsonl"}

@@ -14,6 +14,7 @@ from slipstream.observe.metrics import MetricsWriter, read_metrics
 from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.samples import Sample, write_samples
 from slipstream.observe.summary import (
+    Data,
     Evaluation,
     Evaluations,
     Prompts,
@@ -79,6 +80,7 @@ def make_summary(**changes: object) -> Summary:
             count=20, skipped=1, bytes=52_000_000, transfer_s_p50=0.004, pause_s_p50=0.0004, pause_s_max=0.002
         ),
         padding_frac=0.0,
+        data=Data(num_train=4000, num_eval=500, num_too_long=3, max_tokens=64, longest_tokens=61),
         versions=Versions(python="3.11.7", torch="2.13.0", slipstream="0.1.0", commit=None),
         balance=Balance(
             idle={"generator-0": 0.17, "trainer": 0.32},

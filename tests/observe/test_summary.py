@@ -13,7 +13,7 @@ from slipstream.observe.summary import check, read_summary, versions, violations
 # The interface. A change here is a breaking change for everybody's scripts.
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
-    "weight_sync padding_frac versions earlier_s evaluation alarms restarts balance",
+    "weight_sync padding_frac versions earlier_s evaluation alarms data restarts balance",
     "eval": "before after",
     "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts sampled_reward_parts",
     "eval.after": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts sampled_reward_parts",
@@ -21,6 +21,7 @@ FIELDS = {
     "staleness": "max mean bound histogram updates_max",
     "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens failed_completions",
     "weight_sync": "count skipped bytes transfer_s_p50 pause_s_p50 pause_s_max",
+    "data": "num_train num_eval num_too_long max_tokens longest_tokens",
     "versions": "python torch slipstream commit",
     "balance": "idle interference wasted_tokens starves bottleneck verdict split dial",
     "balance.interference": "decode train",

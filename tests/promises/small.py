@@ -38,6 +38,7 @@ SMALLER = {
     r"--resume DIR": "--resume CUT",
     r"(slipstream run (?:quickstart|planned\.toml))": rf"\1 {QUICK}",
     r"(slipstream run (?:smollm2|mine\.toml))": rf"\1 {STEPS} --generator.max-new-tokens 8",
+    r"(slipstream run smollm2)(?!.*--model\.path)": r"\1 --model.path models/smollm2-135m-instruct",  # no hub is asked
     r"(slipstream run tldr_mini)": rf"\1 {STAGES}",
     r"(slipstream run examples/programs\.toml)": r"\1 --steps 1 --completions-per-group 2 --generator.max-new-tokens 8",
     r"tensorboard wandb trackio": "tensorboard",  # the others have servers: tests/observe/test_trackers.py

@@ -21,7 +21,7 @@ from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
-from slipstream.core.recipes import check_model_path
+from slipstream.core.hub import check_model_path
 from slipstream.core.types import WarmStart
 from slipstream.generator.device import check_device
 from slipstream.generator.executor import Generator
@@ -70,6 +70,14 @@ def check(config: RunConfig, *, given: Collection[str] = (), remote: Collection[
     check_checkpoints(config, readers(config))
     if has_functions(config):
         check_rewards(config.rewards, task_table(config.prompts.tasks), given)
+
+
+def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
+    """Raise ConfigError where memory has no room for the longest prompt, which is known once all have been read."""
+    here = computing_groups(config) - set(remote)
+    if "generator" in here:
+        check_vllm(config)
+    check_sizes(config, check_policy(config), here)
 
 
 Reader = tuple[str, str | None, Head]
@@ -216,7 +224,7 @@ def make_reward_models(config: RunConfig) -> RewardModels:
         terms=config.rewards.terms,
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
-        max_tokens=config.prompts.max_prompt_tokens + config.generator.max_new_tokens,
+        max_tokens=config.least_sequence,
     )
 
 

@@ -70,6 +70,7 @@ class Tally:
     prompts: dict[str, int] = field(default_factory=lambda: counts({}))
     dropped: Counter[SkipCause] = field(default_factory=Counter)  # groups since the last step, by cause
     restarts: Counter[str] = field(default_factory=Counter)  # executor -> how often it was started again
+    data: s.Data | None = None
     earlier_s: float = 0.0
     """What the attempts before this one took up to where it goes on."""
     regenerated_tokens: int = 0
@@ -269,5 +270,6 @@ class Tally:
             ),
             padding_frac=self.padded_tokens / self.padding_weight if self.padding_weight else 0.0,
             versions=s.versions(),
+            data=self.data,
             alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
         )

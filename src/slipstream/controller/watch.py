@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from slipstream.observe.display import Display, config_summary, in_numbers
 from slipstream.observe.samples import Sample
 from slipstream.observe.summary import Summary
 from slipstream.prompts import PromptReport
+
+log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 6
 FILES = ("summary.json", "report.html", "metrics.jsonl", "rollouts.jsonl", "timeline.json", "model")
@@ -48,7 +51,8 @@ class SilentObserver:
     """Shows nothing."""
 
     def started(self, report: PromptReport) -> None:
-        pass
+        if report.warning is not None:  # nobody looks at a screen: it belongs into the program's log
+            log.warning("%s", report.warning)
 
     def note(self, text: str) -> None:
         pass
@@ -88,6 +92,8 @@ class ConsoleObserver:
             f"prompts: {report.num_train} to train on, {report.num_eval} held out, overlap {report.overlap}"
             + (f", {report.num_too_long} dropped as too long" if report.num_too_long else "")
         )
+        if report.warning is not None:
+            self.display.note(report.warning)
 
     def note(self, text: str) -> None:
         self.display.note(text)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -76,6 +76,14 @@ class RecipeInfo:
     name: str
     description: str
     path: Path
+
+    @property
+    def needs(self) -> list[str]:
+        """The checkpoints and data sets that it reads, as hub ids or relative paths: no wheel has them."""
+        tables = read_toml(self.path)
+        named = [tables.get(section, {}).get(field) for section, field in (*CHECKPOINTS, *DATA)]
+        named += [term["path"] for section in ("rewards", "gold") for term in tables.get(section, {}).get("models", ())]
+        return list(dict.fromkeys(name for name in named if name is not None and stage_of(name) is None))
 
 
 def recipes_dir() -> Path:
@@ -174,11 +182,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseMode
     """Return `base` with the fields of `over` on top: sections of `model` merge field by field, the rest is replaced.
 
     Where `over` names another loss than `base` does, the loss's `params` of `base` are dropped. A layer without a name
-    says nothing of whose they are, and keeps them.
+    says nothing of whose they are, and keeps them. So it is with the revision of another model's path.
     """
     merged = dict(base)
     if "params" in model.model_fields and "name" in base and over.get("name", base["name"]) != base["name"]:
         merged.pop("params", None)
+    if "revision" in model.model_fields and over.get("path", base.get("path")) != base.get("path"):
+        merged.pop("revision", None)
     for name, value in over.items():
         section = _section_of(model, name)
         below = merged.get(name)
@@ -226,19 +236,6 @@ def save_config(config: RunConfig, path: Path) -> None:
     replace_file(path, config_toml(config).encode())
 
 
-def check_model_path(config: RunConfig) -> None:
-    """Raise ConfigError for checkpoints that are not there: early, before anything heavy is imported."""
-    named = [("model.path", config.model.path), ("sft.path", config.sft.path if "sft" in config.stages else None)]
-    for field, path in named:
-        if path is not None and stage_of(path) is None and not (Path(path) / "config.json").is_file():
-            raise ConfigError(
-                f"'{field}' is no Hugging Face checkpoint",
-                got=path,
-                allowed="a folder with config.json",
-                hint="`python scripts/import_smollm2.py DIR` makes one, a real small model, without a hub",
-            )
-
-
 def stage_dir(run_dir: Path, stage: str) -> Path:
     """Folder of a stage's output; its checkpoint, where it makes one, is `model` in there."""
     return run_dir / stage
@@ -247,17 +244,38 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 def with_stage_paths(config: RunConfig, run_dir: Path) -> RunConfig:
     """`config` with the folders under `run_dir` that 'stage:sft' and 'stage:reward_model' stand for."""
 
-    def resolved(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: resolved(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [resolved(inner) for inner in value]
-        stage = stage_of(value) if isinstance(value, str) else None
-        return value if stage not in STAGES else str((stage_dir(run_dir, stage) / "model").resolve())
+    def folder(_field: str, path: str) -> str:
+        stage = stage_of(path)
+        return path if stage not in STAGES else str((stage_dir(run_dir, stage) / "model").resolve())
 
+    return with_checkpoints(config, folder)
+
+
+CHECKPOINTS = (
+    *(("model", "path"), ("sft", "path"), ("preferences", "path"), ("reward_model", "path")),
+    *(("kl", "reference"), ("critic", "path")),
+)
+"""Section and field of every checkpoint that a run may read, beside `rewards.models` and `gold.models`."""
+
+
+DATA = (("prompts", "dataset"), ("prompts", "eval_dataset"), ("sft", "dataset"), ("reward_model", "preferences"))
+"""Section and field of every data set that a run may read."""
+
+
+def with_checkpoints(config: RunConfig, replaced: Callable[[str, str], str]) -> RunConfig:
+    """`config` with `replaced(field, path)` in place of every path of a checkpoint in it."""
     tables = config.model_dump()
-    for section in ("model", "kl", "critic", "rewards", "preferences", "reward_model"):
-        tables[section] = resolved(tables[section])
+    named = [(tables[section], field, f"{section}.{field}") for section, field in CHECKPOINTS]
+    named += [
+        (term, "path", f"{section}.models.path")
+        for section in ("rewards", "gold")
+        for term in tables[section]["models"]
+    ]
+    paths = [(table, key, replaced(field, table[key])) for table, key, field in named if table[key] is not None]
+    if all(table[key] == path for table, key, path in paths):
+        return config
+    for table, key, path in paths:
+        table[key] = path
     return validate(tables)
 
 

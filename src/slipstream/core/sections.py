@@ -126,7 +126,12 @@ class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint (`path`) or a fresh, randomly initialised model of a `family`."""
 
     path: FilePath | None = Field(
-        None, description="Folder of a Hugging Face checkpoint with tokenizer. Excludes the rest."
+        None,
+        description="Folder of a Hugging Face checkpoint with tokenizer, or its id on the hub: ORG/NAME or "
+        "ORG/NAME@REVISION, as every checkpoint may be named (docs/checkpoints.md). Excludes the rest.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub id `path`; the run saves the commit, behind an @ in `path`."
     )
     family: Literal["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"] = Field(
         "llama", description="Architecture of a fresh model (llama also covers Mistral and SmolLM)."
@@ -142,6 +147,16 @@ class ModelConfig(Section):
         None,
         description="Characters of a character tokenizer for a fresh model; null takes printable ASCII and newline.",
     )
+
+    @model_validator(mode="after")
+    def _check_revision(self) -> Self:
+        if self.revision is not None and (self.path is None or "@" in self.path or self.path.startswith("stage:")):
+            raise ConfigError(
+                "model.revision belongs to a hub id in model.path that names none itself",
+                got=f"model.revision = '{self.revision}' with model.path = {self.path!r}",
+                allowed="model.path = 'ORG/NAME' with model.revision, or model.path = 'ORG/NAME@REVISION'",
+            )
+        return self
 
 
 class TaskConfig(Section):
@@ -178,7 +193,11 @@ class PromptsConfig(Section):
     between_periods: bool = Field(
         False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
     )
-    max_prompt_tokens: Positive = Field(128, description="Longest prompt, in tokens; see too_long.")
+    max_prompt_tokens: Positive | None = Field(
+        None,
+        description="Longest prompt, in tokens; see too_long. null: what the model's positions leave beside "
+        "generator.max_new_tokens; decode slots then have room for the longest prompt that there is.",
+    )
     too_long: Literal["drop", "cut", "shorten"] = Field(
         "drop",
         description="Longer prompts are dropped and counted, cut at the right, or shortened: shorten_column loses what "
@@ -194,7 +213,8 @@ class VLLMConfig(Section):
 
     python: FilePath = Field(
         ".venv-vllm/bin/python",
-        description="Interpreter of vLLM's environment, from the working folder; `make vllm-env` makes that one.",
+        description="Interpreter of vLLM's environment, from the working folder; in a checkout, `make vllm-env` "
+        "makes that one.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision vLLM computes in; lower ones need a higher generator.probe_tolerance."
@@ -571,7 +591,7 @@ class KLConfig(Section):
         "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
     )
     reference: FilePath | None = Field(
-        None, description="Folder of the reference's checkpoint; null: policy version 0."
+        None, description="Folder or hub id of the reference's checkpoint; null: policy version 0."
     )
     target: PositiveFloat | None = Field(
         None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."

@@ -104,7 +104,7 @@ def score_by(
         terms=rewards.terms,
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
-        max_tokens=config.prompts.max_prompt_tokens + config.generator.max_new_tokens,
+        max_tokens=max([config.least_sequence, *(len(one.prompt.tokens) + len(one.tokens) for one in completions)]),
     )
     return scorer.score(rollouts)
 

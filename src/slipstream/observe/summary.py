@@ -106,6 +106,16 @@ class Prompts(msgspec.Struct, frozen=True):
     failed_completions: int = 0
 
 
+class Data(msgspec.Struct, frozen=True):
+    """Prompts to train on and held out, those dropped as longer than `max_tokens`, and the longest of the others."""
+
+    num_train: int
+    num_eval: int
+    num_too_long: int
+    max_tokens: int
+    longest_tokens: int
+
+
 class WeightSync(msgspec.Struct, frozen=True):
     """Swaps by generators (`count`), publishes `skipped`, payload `bytes` moved; `pause_s`: decoding stood still."""
 
@@ -151,6 +161,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     earlier_s: float = 0.0
     evaluation: dict[str, Any] | None = None  # what the stage `evaluate` found (`stages/evaluate.py`)
     alarms: list[AlarmSpan] = []  # each with the steps it lasted, by the step it began at
+    data: Data | None = None
     restarts: dict[str, int] = {}  # executor -> how often it was started again
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
 

@@ -14,8 +14,9 @@ from slipstream.controller.placement import check_remote, num_cores
 from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.files import load_json
+from slipstream.core.hub import check_model_path, with_folders
 from slipstream.core.measure import check_measure
-from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
+from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.models.device import check_gpus
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_sizes
@@ -49,8 +50,10 @@ STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str,
 def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Collection[str] = ()) -> None:
     """Raise ConfigError for what any stage would stumble over, before the first of them starts.
 
-    `given` are the names of the reward functions that were handed over from Python: to RL alone.
+    `given` are the names of the reward functions that were handed over from Python: to RL alone. Hub ids of `config`
+    are pinned (`core/hub.py`).
     """
+    config = with_folders(config)
     check_trackers(config.trackers)
     check_measure(config)
     if "rl" in config.stages:
@@ -80,6 +83,7 @@ def check_data(config: RunConfig, run_dir: Path, functions: Functions) -> None:
     """
     if config.stages == list(JUST_RL):
         return
+    config = with_folders(config)
     tokenizer = policy_tokenizer(config)
     has_own_demonstrations = "sft" in config.stages and config.sft.dataset is not None
     takes_prompts = (
@@ -155,7 +159,7 @@ def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) ->
     """One stage other than RL, in this process and with all cores."""
     torch.set_num_threads(num_cores())
     with HeldFolder(run_dir), watch(config, stage, display=display) as watcher:
-        record = STAGES_OF_ONE_PROCESS[stage](with_stage_paths(config, run_dir), run_dir, watcher)
+        record = STAGES_OF_ONE_PROCESS[stage](with_folders(with_stage_paths(config, run_dir)), run_dir, watcher)
         watcher.note(f"{stage}: done in {duration(record['seconds'])}")
 
 
@@ -168,7 +172,7 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     if is_rl_done(run_dir):
         found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
-    check(with_stage_paths(config, run_dir), given=given.functions, remote=given.remote)
+    check(with_folders(with_stage_paths(config, run_dir)), given=given.functions, remote=given.remote)
     if (run_dir / "ledger.jsonl").exists():
         return resume_rl(config, run_dir, given)
     return run_rl(config, run_dir, given)

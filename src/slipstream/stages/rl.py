@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.controller.build import build_work, default_pipeline
+from slipstream.controller.build import build_work, check_room, default_pipeline
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, Work, read_cut
 from slipstream.controller.ledger import check_fits
@@ -28,6 +28,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError
 from slipstream.core.files import open_regular
+from slipstream.core.hub import with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.core.staleness import last_step
@@ -37,9 +38,9 @@ from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import flatten, read_metrics
 from slipstream.observe.report import write_report
-from slipstream.observe.summary import Summary, read_summary, write_summary
+from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
-from slipstream.prompts import PromptSet, task_table
+from slipstream.prompts import PromptReport, PromptSet, task_table
 from slipstream.rewards.checks import check_answers
 from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.given import Functions
@@ -117,8 +118,11 @@ def _attempt(
     """One run of the pipeline, to its end or to its first error. `restarts` goes on counting over attempts."""
     with_paths = with_stage_paths(config, run_dir)
     checkpoint = None if resumed is None else resumed.checkpoint
-    work, prompt_set = prepared or build_work(with_paths, is_resumed=checkpoint is not None)
+    work, prompt_set = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)
+    report = prompt_set.report
+    with_paths = _with_longest_prompt(with_paths, report)
     tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
+    tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
     cut = None if resumed is None else resumed.cut
     if cut is not None:
         tally.restore(cut.run)
@@ -126,7 +130,7 @@ def _attempt(
             tally.recall(line)
     observer: Observer = ConsoleObserver(config, run_dir) if given.display else SilentObserver()
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
-    observer.started(prompt_set.report)
+    observer.started(report)
     first_step = 0 if cut is None else cut.schedule.steps_done
     with (
         contextlib.closing(observer),
@@ -260,7 +264,7 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
 
 def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
     """Prompts and demonstrations. ConfigError for data that cannot be read, or that the rewards cannot score."""
-    work, prompts = build_work(config, is_resumed=is_resumed)
+    work, prompts = _build(config, given, is_resumed=is_resumed)
     check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
     note = dry_call(
         config.rewards,
@@ -275,9 +279,26 @@ def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bo
     return work, prompts
 
 
+def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+    """Prompts and demonstrations, and whether memory has room for the longest of them."""
+    local = with_folders(config)
+    work, prompts = build_work(local, is_resumed=is_resumed)
+    if config.prompts.max_prompt_tokens is None:
+        check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
+    return work, prompts
+
+
 def two_prompts(prompts: PromptSet) -> list[Prompt]:
     """One to train on and one held out, which may come from another data set."""
     return [*prompts.train.prompts[:1], *prompts.eval[:1]]
+
+
+def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:
+    """`config` with the longest prompt that there is, where no limit was asked for: slots are as long as it takes."""
+    if config.prompts.max_prompt_tokens is not None:
+        return config
+    prompts = config.prompts.model_copy(update={"max_prompt_tokens": report.longest})
+    return config.model_copy(update={"prompts": prompts})
 
 
 def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
@@ -306,7 +327,7 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
             allowed=", ".join(map(str, formats)),
             hint="was it written by a newer Slipstream?",
         )
-    stored, expected = policy_shapes(checkpoint), parameter_shapes(check_policy(config))
+    stored, expected = policy_shapes(checkpoint), parameter_shapes(check_policy(with_folders(config)))
     if stored is not None and stored != expected:
         differing = [name for name in sorted(stored | expected) if stored.get(name) != expected.get(name)]
         raise ConfigError(
