@@ -28,7 +28,7 @@ from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import wrong_text
-from slipstream.core.recipes import check_path, merge, resolve
+from slipstream.core.recipes import check_path, merge, nested, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.stages.chain import check_data, check_stages, run_stages
@@ -111,7 +111,7 @@ def _run(
     """A new run, with the arguments of `run`."""
     if not isinstance(config, RunConfig):
         if prompts is not None:  # tables need not name a source that would be replaced
-            overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
+            overrides = merge(nested(overrides or {}), {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
         config = resolve(config, overrides, preset)
     elif overrides or preset:
         raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")

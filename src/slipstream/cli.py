@@ -17,6 +17,7 @@ import time
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
@@ -30,6 +31,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
 from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.other_names import counterparts, sentence_of_value, sentences
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
     check_model_path,
@@ -42,6 +44,7 @@ from slipstream.core.recipes import (
     read_toml,
     recipes_dir,
     resolve,
+    same_name,
 )
 from slipstream.core.run_lock import check_free
 from slipstream.core.sections import Precision
@@ -631,11 +634,40 @@ def _options(
         annotation = annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=field.upper())]
         fields.append((field, positional[annotation] if is_positional else annotation, None))
     fields += more
-    given = _given(argv, {field for field, *_ in fields})
+    own_flags = {field for field, *_ in fields}
+    if argv is not None and "--help" not in argv:
+        _check_words(argv, own_flags)
+    given = _given(argv, own_flags)
     if given is not None:
         only = given if only is None else given & set(only)
     flags = annotated[override_flags(RunConfig, shown, only), tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
+
+
+def _check_words(argv: Sequence[str], own: Collection[str]) -> None:
+    """Raise ConfigError for flags of another trainer or of another section, and another trainer's values of ours."""
+    known = set(field_paths(RunConfig))
+    foreign: list[str] = []
+    for word, following in pairwise([*argv, ""]):
+        if not word.startswith("--"):
+            continue
+        flag, is_joined, joined = word.partition("=")
+        field = flag[2:].replace("-", "_")
+        value = joined if is_joined else following
+        if field in known:
+            if (said := sentence_of_value(field, value, as_flags=True)) is not None:
+                raise ConfigError(f"unknown value of '{flag}'", got=value, hint=said)
+        elif field not in own and re.sub(r"(^|\.)no_", r"\1", field) not in known:
+            if counterparts(field):
+                foreign.append(field)
+            elif not foreign and (meant := same_name(field)) is not None:
+                raise ConfigError(f"unknown flag '{flag}'", hint=f"did you mean '--{meant.replace('_', '-')}'?")
+    if foreign:
+        raise ConfigError(
+            "unknown flag " + ", ".join(f"'--{field}'" for field in foreign),
+            allowed="fields of the configuration; --help lists them",
+            hint=sentences(foreign, as_flags=True),
+        )
 
 
 def _given(argv: Sequence[str] | None, own: Collection[str]) -> set[str] | None:

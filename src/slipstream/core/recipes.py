@@ -22,6 +22,7 @@ from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.files import read_whole
+from slipstream.core.other_names import leaves, sentence_of_value, sentences
 from slipstream.core.plain import shortened, shown, wrong_path
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
@@ -51,21 +52,6 @@ _ALLOWED = {
 }
 
 MAX_TOML_BYTES = 4 * 2**20
-
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "max_tokens": "max_new_tokens",
-    "max_completion_length": "max_new_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "num_generations": "completions_per_group",
-    "group_size": "completions_per_group",
-    "staleness": "max_staleness",
-    "max_steps": "steps",
-    "kl_coef": "coef",
-    "ppo_epochs": "epochs",
-    "num_epochs": "epochs",
-}
-"""What other trainers call our fields."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +124,13 @@ def check_path(path: str | Path, what: str) -> None:
 def resolve(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> RunConfig:
-    """The run's configuration: `recipe` (name, path or tables), then `preset`, then nested `overrides`.
+    """The run's configuration: `recipe` (name, path or tables), then `preset`, then `overrides`.
 
-    A value of the preset and an explicit override that contradict each other are an error: neither silently wins.
+    Tables and overrides are nested, or have keys with dots (`{"loss.name": "ppo"}`), or both. A value of the preset
+    and an explicit override that contradict each other are an error: neither silently wins.
     """
-    tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
-    overrides = overrides or {}
+    tables = nested(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
+    overrides = nested(overrides or {})
     chosen = _preset(preset)
     for name, value in chosen.items():
         if name in overrides and overrides[name] != value:
@@ -186,6 +173,33 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseMode
         else:
             merged[name] = value
     return merged
+
+
+def nested(tables: Mapping[str, Any], model: type[BaseModel] = RunConfig, at: str = "") -> dict[str, Any]:
+    """Return `tables` with `{"trainer.optimizer.lr": 1e-4}` as `{"trainer": {"optimizer": {"lr": 1e-4}}}`.
+
+    Keys inside of free-form tables stay as they are. ConfigError for a field that is given twice.
+    """
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        first, dot, rest = name.partition(".") if isinstance(name, str) else (name, "", "")
+        inner = {rest: value} if dot else value
+        section = _section_of(model, first)
+        if section is not None and isinstance(inner, Mapping):
+            inner = nested(inner, section, f"{at}{first}.")
+        _join(found, first, inner, at)
+    return found
+
+
+def _join(tables: dict[str, Any], name: str, value: Any, at: str) -> None:
+    """Set `name` in `tables`, which have it already only where both values are tables."""
+    if name not in tables:
+        tables[name] = dict(value) if isinstance(value, Mapping) else value
+    elif isinstance(tables[name], dict) and isinstance(value, Mapping):
+        for inner, one in value.items():
+            _join(tables[name], inner, one, f"{at}{name}.")
+    else:
+        raise ConfigError(f"'{at}{name}' is given twice", got=f"{shown(tables[name])} and {shown(value)}")
 
 
 def config_toml(config: RunConfig) -> str:
@@ -280,7 +294,8 @@ def _preset(name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
-        raise ConfigError(f"unknown preset '{name}'", allowed=", ".join(PRESETS), hint=did_you_mean(name, PRESETS))
+        hint = sentence_of_value("preset", name) or did_you_mean(name, PRESETS)
+        raise ConfigError(f"unknown preset '{name}'", allowed=", ".join(PRESETS), hint=hint)
     return PRESETS[name]
 
 
@@ -330,16 +345,17 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     model, name = _owner(first["loc"])
     path = _dotted(first["loc"])
     if first["type"] == "extra_forbidden":
-        guess = _guess_field(name, model)
+        elsewhere = sentences(leaf for error in errors for leaf in _unknown_leaves(error))
+        guess = None if elsewhere else _guess_field(path, first["input"], model)
         return ConfigError(
             f"unknown field '{name}'" + (f"; {guess}" if guess else ""),
             got=path,
             allowed=f"fields of {_dotted(first['loc'][:-1]) or 'the top level'}: {', '.join(model.model_fields)}",
-            hint=also,
+            hint="; ".join(filter(None, [elsewhere, also])) or None,
         )
     template = _ALLOWED.get(first["type"])
     info = model.model_fields.get(name)
-    guess = _guess_value(first)
+    guess = sentence_of_value(_field_at(first["loc"]), first["input"]) or _guess_value(first)
     hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
@@ -363,10 +379,29 @@ def _owner(loc: Sequence[str | int]) -> tuple[type[BaseModel], str]:
     return model, name
 
 
-def _guess_field(name: str, model: type[BaseModel]) -> str | None:
-    """A near field of the same section, else the full path of a field of that very name in another one."""
-    elsewhere = [path for path in field_paths() if path.split(".")[-1] == OTHER_NAMES.get(name, name)]
-    return f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(name, model.model_fields)
+def _unknown_leaves(error: Any) -> Iterator[str]:
+    """The paths of the fields in what `error` is about, where that is not known."""
+    if error["type"] == "extra_forbidden":
+        yield from leaves(_dotted(error["loc"]), error["input"])
+
+
+def _guess_field(path: str, value: Any, model: type[BaseModel]) -> str | None:
+    """A field of that very name in another section, as a full path, else a near one of the same section."""
+    name = path.rpartition(".")[2]
+    near = did_you_mean(name, model.model_fields)
+    elsewhere = same_name(name) or (None if near else next(filter(None, map(same_name, leaves(path, value))), None))
+    return f"did you mean '{elsewhere}'?" if elsewhere else near
+
+
+def same_name(path: str) -> str | None:
+    """The first field of the schema whose name is the last one of `path`."""
+    name = path.rpartition(".")[2]
+    return next((known for known in field_paths() if known.rpartition(".")[2] == name), None)
+
+
+def _field_at(loc: Sequence[str | int]) -> str:
+    """The path of the field at `loc`, without the places in lists."""
+    return _dotted([part for part in loc if isinstance(part, str)])
 
 
 def _guess_value(error: Any) -> str | None:
