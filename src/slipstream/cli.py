@@ -11,6 +11,7 @@ import dataclasses
 import io
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
-from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
 from slipstream.core.other_names import counterparts, sentence_of_value, sentences
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
@@ -81,7 +82,7 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
 def _exit_code(work: Callable[[], int]) -> int:
     """What `work` returns, or the code of what it raises, which is told."""
     try:
-        with Interrupts():
+        with Interrupts(ends_imports=True):
             return work()
     except ConfigError as error:
         _print_error(error)
@@ -93,10 +94,9 @@ def _exit_code(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except KeyboardInterrupt as interrupt:
-        code = interrupt.exit_code if isinstance(interrupt, Interrupted) else EXIT_INTERRUPTED
-        by = "" if code == EXIT_INTERRUPTED else f" by {interrupt}"
-        _errors.print(f"interrupted{by}", style="yellow")
-        return code
+        number = interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT
+        _errors.print(in_words(number), style="yellow")
+        return 128 + number
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -802,6 +802,8 @@ def script() -> NoReturn:
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = main()
+    for number in SIGNALS:  # the command has ended: all that is left is Python's own end
+        signal.signal(number, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
