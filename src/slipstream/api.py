@@ -28,7 +28,7 @@ from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import wrong_text
-from slipstream.core.recipes import check_path, merge, nested, resolve
+from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.stages.chain import check_data, check_stages, run_stages
@@ -51,7 +51,7 @@ class Result:
 
 
 def run(
-    config: RunConfig | str | Path | Mapping[str, Any],
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
     preset: str | None = None,
@@ -69,9 +69,11 @@ def run(
     **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process
     with `rewards.timeout_s` as its deadline. `prompts` (strings, or rows with `prompt` and `answer`) replace the
     config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty;
-    `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is not
-    done. `pipeline` replaces the default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and
-    generators are not started here: they join, from wherever they are.
+    `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is
+    not done, under the configuration that it saved: `config` is not looked at, and `overrides` may change what
+    `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also one that is done). `pipeline` replaces the
+    default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and generators are not started here:
+    they join, from wherever they are.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
     written so far stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
@@ -83,7 +85,11 @@ def run(
     with _interruptible() as interrupts:
         given = FromPython(reward=reward, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts)
         if resume is not None:
-            return _resume(Path(resume), given)
+            if given_too := [name for name, value in (("preset", preset), ("prompts", prompts), ("out", out)) if value]:
+                raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
+            return _resume(Path(resume), overrides, given)
+        if config is None:
+            raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
         return _run(config, overrides, preset, prompts, out, given)
 
 
@@ -236,13 +242,10 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     return resolve(tables)
 
 
-def _resume(run_dir: Path, given: FromPython) -> Result:
+def _resume(run_dir: Path, overrides: Mapping[str, Any] | None, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
     check_path(run_dir, "the run's directory")
-    config_path = run_dir / "config.toml"
-    if not config_path.exists():
-        raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
-    config = resolve(config_path)
+    config = resumed_config(run_dir, overrides)
     check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)

@@ -35,6 +35,7 @@ from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_word
 from slipstream.core.other_names import counterparts, sentence_of_value, sentences
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
+    RESUMED_WITH,
     check_model_path,
     check_path,
     defaults,
@@ -45,6 +46,7 @@ from slipstream.core.recipes import (
     read_toml,
     recipes_dir,
     resolve,
+    resumed_config,
     same_name,
 )
 from slipstream.core.run_lock import check_free
@@ -109,6 +111,9 @@ def _train(config: RunConfig | str, options: Any, **more: Any) -> int:
     """Run; the exit code is the run's, whatever becomes of the terminal."""
     from slipstream.api import run
     from slipstream.observe.outlet import lasting_output
+
+    if options.resume is not None and options.overrides:
+        more["overrides"] = as_overrides(options.overrides)
 
     def train() -> int:
         result = run(config, out=options.out, resume=options.resume, **more)
@@ -512,7 +517,12 @@ def _run_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) ->
         ("recipe", "Name of a shipped recipe (`slipstream recipes`), or the path of a .toml file.", str, True),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
-        ("resume", "Folder of a run to go on with, from its last checkpoint. Takes nothing else.", Path, False),
+        (
+            "resume",
+            "Folder of a run to go on with, from its last checkpoint; with --steps N also of one that is done.",
+            Path,
+            False,
+        ),
     )
 
 
@@ -554,7 +564,7 @@ def _launch_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None)
         ("namespace", "Kubernetes: namespace. Default: kubectl's present one.", str, False),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
-        ("resume", "Folder of a run to go on with, from its last checkpoint.", Path, False),
+        ("resume", "Folder of a run to go on with, as in `slipstream run`.", Path, False),
     )
 
 
@@ -598,7 +608,7 @@ def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:
     """The values that --help shows: those of the run on the command line, where it names one."""
     folders = (Path(word) for word in argv if wrong_path(word) is None)
     folder = next((folder for folder in folders if (folder / "config.toml").is_file()), None)
-    return defaults() if folder is None else merge(defaults(), _saved_config(folder))
+    return defaults() if folder is None else merge(defaults(), read_toml(folder / "config.toml"))
 
 
 def _eval_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -> Any:
@@ -745,13 +755,16 @@ def _run_config(options: Any) -> RunConfig:
 
 
 def _resumed_config(options: Any, overrides: Mapping[str, Any]) -> RunConfig:
-    """The configuration that the run saved: a resumed run is the same run."""
-    refused = [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None] + list(overrides)
-    if refused:
-        raise ConfigError("a resumed run keeps its configuration", got=", ".join(refused), allowed="--resume alone")
-    saved = _saved_config(options.resume)
+    """The configuration that the run saved, but for what may change: a resumed run is the same run."""
+    if refused := [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None]:
+        raise ConfigError(
+            "a resumed run keeps its configuration",
+            got=", ".join(refused),
+            allowed=f"--resume alone, or with {', '.join(RESUMED_WITH)}",
+        )
+    config = resumed_config(options.resume, overrides)
     check_free(options.resume)
-    return resolve(saved)
+    return config
 
 
 def _eval_config(options: Any) -> tuple[Path, RunConfig]:
@@ -761,13 +774,6 @@ def _eval_config(options: Any) -> tuple[Path, RunConfig]:
     from slipstream.evals.target import eval_target
 
     return eval_target(options.model, recipe=options.recipe, overrides=as_overrides(options.overrides))
-
-
-def _saved_config(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "config.toml"
-    if not path.is_file():
-        raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
-    return read_toml(path)
 
 
 def _print_help() -> None:

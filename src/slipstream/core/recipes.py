@@ -143,6 +143,47 @@ def resolve(
     return validate(merge(merge(merge(defaults(), tables), chosen), overrides))
 
 
+RESUMED_WITH = (
+    "steps",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "deadline_s",
+    "lease_s",
+    "shutdown_grace_s",
+    "max_restarts",
+)
+"""What may change when a run goes on: its length, how often it is saved, and how long it waits."""
+
+
+def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """The configuration that the run in `run_dir` goes on with: what it saved, with `overrides` of RESUMED_WITH.
+
+    An override that changes nothing may name any field. ConfigError for one that does, and for a folder of no run.
+    """
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
+    tables = read_toml(path)
+    saved, config = resolve(tables), resolve(tables, overrides)
+    changed = [field for field in field_paths() if value_at(saved, field) != value_at(config, field)]
+    if refused := [field for field in changed if field not in RESUMED_WITH]:
+        raise ConfigError(
+            "a resumed run keeps its configuration",
+            got=", ".join(refused),
+            allowed=f"--resume alone, or with {', '.join(RESUMED_WITH)}",
+            hint=f"a new run goes on from its policy with model.path = '{run_dir / 'model'}'",
+        )
+    return config
+
+
+def value_at(config: BaseModel, path: str) -> Any:
+    """The value of the field at the dotted `path`."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
 def defaults() -> dict[str, Any]:
     """The schema's defaults as nested tables; merging onto them keeps a section's own (`warm_start.optimizer.lr`)."""
     return RunConfig.model_construct().model_dump()
