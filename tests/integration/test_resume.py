@@ -298,6 +298,7 @@ def test_ahead_of_the_trainer_an_extended_run_loses_nothing_and_says_what_its_sc
         assert line["lr"] == pytest.approx(1e-3 * (1 - (updates * step + updates - 1) / planned)), step
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_may_become_shorter_but_not_than_it_has_begun(small, tmp_path, monkeypatch):
     cut_off(monkeypatch, small | AHEAD | {"steps": 20}, tmp_path / "run", after_step(2))
     with pytest.raises(ConfigError, match=r"after 2 steps(.|\n)*at least [45]"):

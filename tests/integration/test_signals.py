@@ -183,7 +183,14 @@ def test_from_python_the_run_is_saved_and_the_signal_goes_on_to_the_program(
     audit(tmp_path / "run")
 
 
-@pytest.mark.parametrize("when", ["between two steps", "while a step is trained", "at the last evaluation"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param("between two steps", marks=pytest.mark.slow),
+        "while a step is trained",
+        pytest.param("at the last evaluation", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
     when: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,7 +231,7 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
 def test_what_goes_on_with_a_run_is_what_began_it(tmp_path: Path) -> None:
     given = rl.FromPython(reward=lambda **_: [], pipeline=lambda _: None)  # type: ignore[arg-type,return-value]
     assert given.resume_call(tmp_path) == f"slipstream.run(resume='{tmp_path}', ...) with the same reward and pipeline"
-    cluster = cluster_of("127.0.0.1:0", None, None, ())
+    cluster = cluster_of("127.0.0.1:0", tmp_path / "key", None, ())
     assert (
         rl.FromPython(cluster=cluster).resume_call(tmp_path).startswith("slipstream launch --group controller --resume")
     )
