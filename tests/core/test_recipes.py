@@ -121,7 +121,7 @@ def test_another_loss_has_its_own_defaults_from_a_preset(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", sorted(name for name, loss in LOSSES.items() if loss.kind == "policy"))
 def test_every_loss_can_be_named_over_every_recipe(name: str) -> None:
-    """By tables, keys with dots and flags: with its defaults, and the recipe's parameters where it is the recipe's own."""
+    """By tables, dots or flags: with its defaults, and with the recipe's parameters where it is the recipe's own."""
     argv = ["RECIPE", "--loss.name", name]
     flags = cli.as_overrides(cli._parse("run", cli._run_options({}, argv), argv, cli.run_command).overrides)
     for recipe in list_recipes():
