@@ -20,6 +20,7 @@ from slipstream.controller.controller import Controller
 from slipstream.core.errors import ConfigError, DiskError, ExecutorDied, ExecutorLost, SlipstreamError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import StepDone
+from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.samples import read_samples
 from slipstream.rewards.pool import Scored, ScoringPool
@@ -246,6 +247,7 @@ def test_an_extended_run_is_one_that_was_as_long_from_the_start(small, tmp_path,
     short = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
     assert (short.status, short.summary["steps"]) == ("done", 4)
     before = trained(short.out)
+    (short.out / EVALUATION_FILE).write_text("{}")  # as the stage evaluate leaves it
     capsys.readouterr()
     extended = slipstream.run(resume=short.out, overrides={"steps": STEPS, "trainer.checkpoint_every": 1})
     told = capsys.readouterr().out
@@ -269,6 +271,8 @@ def test_an_extended_run_is_one_that_was_as_long_from_the_start(small, tmp_path,
         assert extended.summary[key] == whole.summary[key], key
     assert extended.summary["earlier_s"] > 0
     assert resolve(extended.out / "config.toml").trainer.checkpoint_every == 1
+    assert not (extended.out / EVALUATION_FILE).exists(), "it is of another policy: the stage is to be done again"
+    assert (extended.out / "attempt_1" / EVALUATION_FILE).is_file()
     again = slipstream.replay(extended.out)
     assert again.is_sound
     assert again.is_complete
