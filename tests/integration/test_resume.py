@@ -303,6 +303,22 @@ def test_ahead_of_the_trainer_an_extended_run_loses_nothing_and_says_what_its_sc
 
 
 @pytest.mark.slow
+def test_the_policy_of_an_extended_run_is_evaluated_again(small, tmp_path):
+    tables = small | SYNC | {"steps": 2, "stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 4}}
+    run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out
+    first = (run / EVALUATION_FILE).stat().st_ino
+    again = slipstream.run(resume=run, display=False)
+    assert again.summary["steps"] == 2
+    assert (run / EVALUATION_FILE).stat().st_ino == first, "what is done is not done again"
+    extended = slipstream.run(resume=run, overrides={"steps": 4}, display=False)
+    assert (extended.status, extended.summary["steps"]) == ("done", 4)
+    assert (run / "attempt_1" / EVALUATION_FILE).stat().st_ino == first
+    assert extended.summary["evaluation"] == json.loads((run / EVALUATION_FILE).read_text())
+    with pytest.raises(ConfigError, match="gone further than that"):
+        slipstream.run(resume=run, overrides={"steps": 3}, display=False)
+
+
+@pytest.mark.slow
 def test_a_run_that_was_stopped_may_become_shorter_but_not_than_it_has_begun(small, tmp_path, monkeypatch):
     cut_off(monkeypatch, small | AHEAD | {"steps": 20}, tmp_path / "run", after_step(2))
     with pytest.raises(ConfigError, match=r"after 2 steps(.|\n)*at least [45]"):
