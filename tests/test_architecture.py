@@ -1,7 +1,7 @@
 """The architecture as a test: who may import whom, and what may not be in the library at all.
 
 core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages
-     < api, doctor, jobs, launch < cli
+     < api, doctor, jobs, launch < cli < __main__
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ LAYERS = (
     ("stages",),
     ("api", "doctor", "jobs", "launch"),
     ("cli",),
+    ("__main__",),
 )
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 

@@ -900,6 +900,10 @@ def admitted(folder: Path) -> None:
     (folder / "run" / "ledger.jsonl").write_bytes(bytes(500))
 
 
+def without_checkpoints(folder: Path) -> None:
+    shutil.rmtree(folder / "run" / "checkpoints")
+
+
 STEP = "run/checkpoints/step_1"
 RUNS = [
     refused("run recipe.toml --out out", "not empty", "out", "--resume out", prepare=used),
@@ -914,7 +918,9 @@ RUNS = [
     refused("run --resume model", "'model' is no run"),
     refused("run --resume data.jsonl", "'data.jsonl' is no run"),
     refused("run --resume run", "the run is already complete", "2 of 2 steps", "hint", prepare=complete),
-    refused("run --resume run --steps 5", "keeps its configuration", "got:     steps", "--resume alone"),
+    refused("run --resume run --seed 5", "keeps its configuration", "got:     seed", "--resume alone, or with steps"),
+    refused("run --resume run --steps 1", "gone further than that", "at least 2", prepare=complete),
+    refused("run --resume run --steps 4", "no checkpoint to go on from", prepare=both(complete, without_checkpoints)),
     refused("run recipe.toml --resume run", "keeps its configuration", "recipe"),
     refused("run --resume run --preset sync --out x", "keeps its configuration", "preset, out"),
     refused("run --resume run", "'run/config.toml' is not valid TOML", prepare=text("run/config.toml", "steps = ")),

@@ -31,7 +31,7 @@ from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.hub import Tell, pinned, with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import wrong_text
-from slipstream.core.recipes import check_path, merge, resolve
+from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.rewards.given import Functions, Reward, with_given
@@ -60,7 +60,7 @@ class Result:
 
 
 def run(
-    config: RunConfig | str | Path | Mapping[str, Any],
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
     preset: str | None = None,
@@ -81,9 +81,11 @@ def run(
     "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
     in the sum. `prompts` (strings, or rows with `prompt` and `answer`) replace the
     config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty;
-    `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is not
-    done. `pipeline` replaces the default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and
-    generators are not started here: they join, from wherever they are.
+    `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is
+    not done, under the configuration that it saved: `config` is not looked at, and `overrides` may change what
+    `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also one that is done). `pipeline` replaces the
+    default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and generators are not started here:
+    they join, from wherever they are.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
     written so far stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
@@ -93,10 +95,17 @@ def run(
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
     with _interruptible() as interrupts:
-        resolved = None if resume is not None else _resolved(config, overrides, preset, has_prompts=prompts is not None)
+        if resume is not None:
+            if given_too := [name for name, value in (("preset", preset), ("prompts", prompts), ("out", out)) if value]:
+                raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
+        elif config is None:
+            raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
+        resolved: RunConfig | None = None
         functions: Functions = {}
-        if resolved is not None:
-            is_measure_given = isinstance(own := (overrides or {}).get("eval"), Mapping) and "measure" in own
+        if config is not None and resume is None:
+            over = nested(overrides or {})
+            resolved = _resolved(config, over, preset, has_prompts=prompts is not None)
+            is_measure_given = isinstance(own := over.get("eval"), Mapping) and "measure" in own
             resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
             check_named(resolved, given=functions, has_own_prompts=prompts is not None)
             resolved = pinned(resolved, tell=_tell(display=display))
@@ -109,7 +118,7 @@ def run(
         if resolved is not None:
             return _run(resolved, prompts, out, given)
         assert resume is not None, "there is a configuration, or a run to go on with"
-        return _resume(Path(resume), (reward, reward_weights), given)
+        return _resume(Path(resume), overrides, (reward, reward_weights), given)
 
 
 @contextmanager
@@ -276,18 +285,16 @@ def _tell(*, display: bool) -> Tell | None:
     return partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True) if display else None
 
 
-def _resume(run_dir: Path, scored_by: ScoredBy, given: FromPython) -> Result:
+def _resume(run_dir: Path, overrides: Mapping[str, Any] | None, scored_by: ScoredBy, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
     from slipstream.controller.meeting import check_listening
     from slipstream.stages.chain import check_stages, run_stages
     from slipstream.stages.rl import resume_rl
 
     check_path(run_dir, "the run's directory")
-    config_path = run_dir / "config.toml"
-    if not config_path.exists():
-        raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
     tell = _tell(display=given.display)
-    config, functions = with_given(pinned(resolve(config_path), tell=tell, is_resumed=True), *scored_by)
+    config = pinned(resumed_config(run_dir, overrides), tell=tell, is_resumed=True)
+    config, functions = with_given(config, *scored_by)
     given = dataclasses.replace(given, functions=functions)
     with_folders(config, tell=tell)
     check_stages(config, given=functions, remote=given.remote)

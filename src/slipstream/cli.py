@@ -11,6 +11,7 @@ import dataclasses
 import io
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
@@ -30,9 +32,11 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
-from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
+from slipstream.core.other_names import counterparts, sentence_of_value, sentences
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
+    RESUMED_WITH,
     check_path,
     defaults,
     field_paths,
@@ -42,6 +46,8 @@ from slipstream.core.recipes import (
     read_toml,
     recipes_dir,
     resolve,
+    resumed_config,
+    same_name,
 )
 from slipstream.core.run_lock import check_free
 from slipstream.core.sections import Precision
@@ -78,7 +84,7 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
 def _exit_code(work: Callable[[], int]) -> int:
     """What `work` returns, or the code of what it raises, which is told."""
     try:
-        with Interrupts():
+        with Interrupts(ends_imports=True):
             return work()
     except ConfigError as error:
         _print_error(error)
@@ -90,10 +96,9 @@ def _exit_code(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except KeyboardInterrupt as interrupt:
-        code = interrupt.exit_code if isinstance(interrupt, Interrupted) else EXIT_INTERRUPTED
-        by = "" if code == EXIT_INTERRUPTED else f" by {interrupt}"
-        _errors.print(f"interrupted{by}", style="yellow")
-        return code
+        number = interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT
+        _errors.print(in_words(number), style="yellow")
+        return 128 + number
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -106,6 +111,9 @@ def _train(config: RunConfig | str, options: Any, **more: Any) -> int:
     """Run; the exit code is the run's, whatever becomes of the terminal."""
     from slipstream.api import run
     from slipstream.observe.outlet import lasting_output
+
+    if options.resume is not None and options.overrides:
+        more["overrides"] = as_overrides(options.overrides)
 
     def train() -> int:
         result = run(config, out=options.out, resume=options.resume, **more)
@@ -525,7 +533,12 @@ def _run_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) ->
         ("recipe", "Name of a shipped recipe (`slipstream recipes`), or the path of a .toml file.", str, True),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
-        ("resume", "Folder of a run to go on with, from its last checkpoint. Takes nothing else.", Path, False),
+        (
+            "resume",
+            "Folder of a run to go on with, from its last checkpoint; with --steps N also of one that is done.",
+            Path,
+            False,
+        ),
     )
 
 
@@ -567,7 +580,7 @@ def _launch_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None)
         ("namespace", "Kubernetes: namespace. Default: kubectl's present one.", str, False),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
-        ("resume", "Folder of a run to go on with, from its last checkpoint.", Path, False),
+        ("resume", "Folder of a run to go on with, as in `slipstream run`.", Path, False),
     )
 
 
@@ -611,7 +624,7 @@ def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:
     """The values that --help shows: those of the run on the command line, where it names one."""
     folders = (Path(word) for word in argv if wrong_path(word) is None)
     folder = next((folder for folder in folders if (folder / "config.toml").is_file()), None)
-    return defaults() if folder is None else merge(defaults(), _saved_config(folder))
+    return defaults() if folder is None else merge(defaults(), read_toml(folder / "config.toml"))
 
 
 def _eval_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -> Any:
@@ -652,11 +665,40 @@ def _options(
         annotation = annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=field.upper())]
         fields.append((field, positional[annotation] if is_positional else annotation, None))
     fields += more
-    given = _given(argv, {field for field, *_ in fields})
+    own_flags = {field for field, *_ in fields}
+    if argv is not None and "--help" not in argv:
+        _check_words(argv, own_flags)
+    given = _given(argv, own_flags)
     if given is not None:
         only = given if only is None else given & set(only)
     flags = annotated[override_flags(RunConfig, shown, only), tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
+
+
+def _check_words(argv: Sequence[str], own: Collection[str]) -> None:
+    """Raise ConfigError for flags of another trainer or of another section, and another trainer's values of ours."""
+    known = set(field_paths(RunConfig))
+    foreign: list[str] = []
+    for word, following in pairwise([*argv, ""]):
+        if not word.startswith("--"):
+            continue
+        flag, is_joined, joined = word.partition("=")
+        field = flag[2:].replace("-", "_")
+        value = joined if is_joined else following
+        if field in known:
+            if (said := sentence_of_value(field, value, as_flags=True)) is not None:
+                raise ConfigError(f"unknown value of '{flag}'", got=value, hint=said)
+        elif field not in own and re.sub(r"(^|\.)no_", r"\1", field) not in known:
+            if counterparts(field):
+                foreign.append(field)
+            elif not foreign and (meant := same_name(field)) is not None:
+                raise ConfigError(f"unknown flag '{flag}'", hint=f"did you mean '--{meant.replace('_', '-')}'?")
+    if foreign:
+        raise ConfigError(
+            "unknown flag " + ", ".join(f"'--{field}'" for field in foreign),
+            allowed="fields of the configuration; --help lists them",
+            hint=sentences(foreign, as_flags=True),
+        )
 
 
 def _given(argv: Sequence[str] | None, own: Collection[str]) -> set[str] | None:
@@ -736,13 +778,16 @@ def _run_config(options: Any) -> RunConfig:
 
 
 def _resumed_config(options: Any, overrides: Mapping[str, Any]) -> RunConfig:
-    """The configuration that the run saved: a resumed run is the same run."""
-    refused = [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None] + list(overrides)
-    if refused:
-        raise ConfigError("a resumed run keeps its configuration", got=", ".join(refused), allowed="--resume alone")
-    saved = _saved_config(options.resume)
+    """The configuration that the run saved, but for what may change: a resumed run is the same run."""
+    if refused := [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None]:
+        raise ConfigError(
+            "a resumed run keeps its configuration",
+            got=", ".join(refused),
+            allowed=f"--resume alone, or with {', '.join(RESUMED_WITH)}",
+        )
+    config = resumed_config(options.resume, overrides)
     check_free(options.resume)
-    return resolve(saved)
+    return config
 
 
 def _eval_config(options: Any) -> tuple[Path, RunConfig]:
@@ -757,13 +802,6 @@ def _eval_config(options: Any) -> tuple[Path, RunConfig]:
         overrides=as_overrides(options.overrides),
         tell=partial(_console.print, highlight=False, markup=False, soft_wrap=True),
     )
-
-
-def _saved_config(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "config.toml"
-    if not path.is_file():
-        raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
-    return read_toml(path)
 
 
 def _print_help() -> None:
@@ -798,6 +836,8 @@ def script() -> NoReturn:
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = main()
+    for number in SIGNALS:  # the command has ended: all that is left is Python's own end
+        signal.signal(number, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

@@ -12,6 +12,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream import cli
 from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.core import recipes
 from slipstream.core.config import (
@@ -144,12 +145,15 @@ def test_another_loss_has_its_own_defaults_from_a_preset(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", sorted(name for name, loss in LOSSES.items() if loss.kind == "policy"))
 def test_every_loss_can_be_named_over_every_recipe(name: str) -> None:
-    """The loss trains with its defaults, and with the recipe's own parameters where it is the recipe's own."""
+    """By tables, dots or flags: with its defaults, and with the recipe's parameters where it is the recipe's own."""
+    argv = ["RECIPE", "--loss.name", name]
+    flags = cli.as_overrides(cli._parse("run", cli._run_options({}, argv), argv, cli.run_command).overrides)
     for recipe in list_recipes():
         below = resolve(recipe.name).loss
         given = below.params if below.name == name else {}
-        found = resolve(recipe.name, {"loss": {"name": name}}).loss
-        assert loss_named(name, found.params).params == LOSSES[name].params | given
+        for overrides in ({"loss": {"name": name}}, {"loss.name": name}, flags):
+            found = resolve(recipe.name, overrides).loss
+            assert loss_named(name, found.params).params == LOSSES[name].params | given
 
 
 def test_a_partly_given_section_keeps_its_own_defaults() -> None:

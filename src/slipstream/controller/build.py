@@ -22,6 +22,7 @@ from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
 from slipstream.core.hub import check_model_path
+from slipstream.core.other_names import sentence_of_value
 from slipstream.core.types import WarmStart
 from slipstream.generator.device import check_device
 from slipstream.generator.executor import Generator
@@ -144,6 +145,7 @@ def check_loss(config: RunConfig) -> None:
             f"'{config.loss.name}' is not a loss of a policy",
             got=f"a {loss.kind.replace('_', ' ')} loss",
             allowed=", ".join(sorted(name for name, other in LOSSES.items() if other.kind == "policy")),
+            hint=sentence_of_value("loss.name", config.loss.name),
         )
     if config.loss.select not in loss.selects:
         raise ConfigError(

@@ -150,6 +150,7 @@ class Controller:
         self.is_checkpoint_wanted = False  # out of turn: who holds the weights is about to end
         self.partials = dict(partials or {})  # by ordinal: what a resume has found, for its first admission
         self.interrupts = Interrupts() if interrupts is None else interrupts
+        self.has_told_of_interrupt = False
 
     # The run
 
@@ -200,15 +201,25 @@ class Controller:
             self._evaluate_first(first)
         self._run_until(lambda: self.schedule.is_finished or self.is_interrupted, "training")
         if self.is_interrupted:
-            self._tell_of_interrupt()
+            self._tell_of_interrupt()  # before the schedule hears of it, which then has no next step
             self._decide(Stop())
             self._run_until(lambda: not self.schedule.training, "the current step")
 
     def _tell_of_interrupt(self) -> None:
-        number = self.interrupts.number
-        grace = "" if number == signal.SIGINT else f", at most {self.config.shutdown_grace_s:g} s"
-        what = "ends after the current step, with a checkpoint" if self.schedule.versions else "ends"
-        self.observer.note(f"{signal.Signals(number or 0).name}: the run {what}{grace} (once more: at once)")
+        """Say once what the run still does, and that a second signal stops that, too."""
+        number, done = self.interrupts.number, self.schedule.steps_done
+        if number is None or self.has_told_of_interrupt:
+            return
+        self.has_told_of_interrupt = True
+        if not self.schedule.versions:
+            what = "ending, as there is nothing to save yet"
+        elif self.schedule.training:
+            what = f"finishing step {done + 1}, then a checkpoint"
+        else:
+            what = f"writing a checkpoint of step {done}"
+        who = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        grace = "" if number == signal.SIGINT else f", within {self.config.shutdown_grace_s:g} s"
+        self.observer.note(f"{who}: {what}{grace}; once more to stop now")
 
     def _evaluate_first(self, first: int) -> None:
         """The policy that RL begins with; after a resume what a crash has cut off, if that was due."""
@@ -222,9 +233,14 @@ class Controller:
         last = self.schedule.steps_done
         if not self.is_interrupted:
             versions = self.schedule.versions
-            self._run_until(lambda: bool(versions) and min(versions.values()) >= last, "the last version in generators")
+            self._run_until(
+                lambda: (bool(versions) and min(versions.values()) >= last) or self.is_interrupted,
+                "the last version in generators",
+            )
+        if not self.is_interrupted:  # else a resume makes what is left out here
             self._evaluate(self.tally.unevaluated(last))  # after a resume, the checkpoint may have what is known
-            self._run_until(lambda: not self.evaluations, "the last evaluation")
+            self._run_until(lambda: not self.evaluations or self.is_interrupted, "the last evaluation")
+        self._tell_of_interrupt()
         self._checkpoint()
         self.executors.send("trainer", Export(path=str(self.run_dir / "model")))
         self._run_until(lambda: self.checkpointed == last and self.is_exported, "checkpoint and export")
@@ -238,6 +254,7 @@ class Controller:
         """
         started_s = self.clock.now_s()
         while not is_done():
+            self._tell_of_interrupt()
             has_worked = self._take_events()
             has_worked |= self.executors.work()
             if not has_worked and not is_done():

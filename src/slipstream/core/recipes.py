@@ -23,6 +23,7 @@ from slipstream.core.config import PRESETS, STAGES, RewardsConfig, RunConfig, st
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.files import read_whole
+from slipstream.core.other_names import leaves, sentence_of_value, sentences
 from slipstream.core.plain import shortened, shown, wrong_path
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
@@ -52,21 +53,6 @@ _ALLOWED = {
 }
 
 MAX_TOML_BYTES = 4 * 2**20
-
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "max_tokens": "max_new_tokens",
-    "max_completion_length": "max_new_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "num_generations": "completions_per_group",
-    "group_size": "completions_per_group",
-    "staleness": "max_staleness",
-    "max_steps": "steps",
-    "kl_coef": "coef",
-    "ppo_epochs": "epochs",
-    "num_epochs": "epochs",
-}
-"""What other trainers call our fields."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +133,13 @@ def check_path(path: str | Path, what: str) -> None:
 def resolve(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> RunConfig:
-    """The run's configuration: `recipe` (name, path or tables), then `preset`, then nested `overrides`.
+    """The run's configuration: `recipe` (name, path or tables), then `preset`, then `overrides`.
 
-    A value of the preset and an explicit override that contradict each other are an error: neither silently wins.
+    Tables and overrides are nested, or have keys with dots (`{"loss.name": "ppo"}`), or both. A value of the preset
+    and an explicit override that contradict each other are an error: neither silently wins.
     """
-    tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
-    overrides = overrides or {}
+    tables = nested(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
+    overrides = nested(overrides or {})
     chosen = _preset(preset)
     for name, value in chosen.items():
         if name in overrides and overrides[name] != value:
@@ -163,6 +150,47 @@ def resolve(
                 hint=f"drop the preset, or drop the override of {name}",
             )
     return validate(merge(merge(merge(defaults(), tables), chosen), overrides))
+
+
+RESUMED_WITH = (
+    "steps",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "deadline_s",
+    "lease_s",
+    "shutdown_grace_s",
+    "max_restarts",
+)
+"""What may change when a run goes on: its length, how often it is saved, and how long it waits."""
+
+
+def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """The configuration that the run in `run_dir` goes on with: what it saved, with `overrides` of RESUMED_WITH.
+
+    An override that changes nothing may name any field. ConfigError for one that does, and for a folder of no run.
+    """
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
+    tables = read_toml(path)
+    saved, config = resolve(tables), resolve(tables, overrides)
+    changed = [field for field in field_paths() if value_at(saved, field) != value_at(config, field)]
+    if refused := [field for field in changed if field not in RESUMED_WITH]:
+        raise ConfigError(
+            "a resumed run keeps its configuration",
+            got=", ".join(refused),
+            allowed=f"--resume alone, or with {', '.join(RESUMED_WITH)}",
+            hint=f"a new run goes on from its policy with model.path = '{run_dir / 'model'}'",
+        )
+    return config
+
+
+def value_at(config: BaseModel, path: str) -> Any:
+    """The value of the field at the dotted `path`."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def defaults() -> dict[str, Any]:
@@ -218,6 +246,33 @@ def _loses_measure(base: Mapping[str, Any], over: Mapping[str, Any], merged: Map
     if measure is None or "measure" in inside(over, "eval") or "rewards" not in over:
         return False
     return measure in names(base) and measure not in names(merged)
+
+
+def nested(tables: Mapping[str, Any], model: type[BaseModel] = RunConfig, at: str = "") -> dict[str, Any]:
+    """Return `tables` with `{"trainer.optimizer.lr": 1e-4}` as `{"trainer": {"optimizer": {"lr": 1e-4}}}`.
+
+    Keys inside of free-form tables stay as they are. ConfigError for a field that is given twice.
+    """
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        first, dot, rest = name.partition(".") if isinstance(name, str) else (name, "", "")
+        inner = {rest: value} if dot else value
+        section = _section_of(model, first)
+        if section is not None and isinstance(inner, Mapping):
+            inner = nested(inner, section, f"{at}{first}.")
+        _join(found, first, inner, at)
+    return found
+
+
+def _join(tables: dict[str, Any], name: str, value: Any, at: str) -> None:
+    """Set `name` in `tables`, which have it already only where both values are tables."""
+    if name not in tables:
+        tables[name] = dict(value) if isinstance(value, Mapping) else value
+    elif isinstance(tables[name], dict) and isinstance(value, Mapping):
+        for inner, one in value.items():
+            _join(tables[name], inner, one, f"{at}{name}.")
+    else:
+        raise ConfigError(f"'{at}{name}' is given twice", got=f"{shown(tables[name])} and {shown(value)}")
 
 
 def config_toml(config: RunConfig) -> str:
@@ -320,7 +375,8 @@ def _preset(name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
-        raise ConfigError(f"unknown preset '{name}'", allowed=", ".join(PRESETS), hint=did_you_mean(name, PRESETS))
+        hint = sentence_of_value("preset", name) or did_you_mean(name, PRESETS)
+        raise ConfigError(f"unknown preset '{name}'", allowed=", ".join(PRESETS), hint=hint)
     return PRESETS[name]
 
 
@@ -370,16 +426,17 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     model, name = _owner(first["loc"])
     path = _dotted(first["loc"])
     if first["type"] == "extra_forbidden":
-        guess = _guess_field(name, model)
+        elsewhere = sentences(leaf for error in errors for leaf in _unknown_leaves(error))
+        guess = None if elsewhere else _guess_field(path, first["input"], model)
         return ConfigError(
             f"unknown field '{name}'" + (f"; {guess}" if guess else ""),
             got=path,
             allowed=f"fields of {_dotted(first['loc'][:-1]) or 'the top level'}: {', '.join(model.model_fields)}",
-            hint=also,
+            hint="; ".join(filter(None, [elsewhere, also])) or None,
         )
     template = _ALLOWED.get(first["type"])
     info = model.model_fields.get(name)
-    guess = _guess_value(first)
+    guess = sentence_of_value(_field_at(first["loc"]), first["input"]) or _guess_value(first)
     hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
@@ -403,10 +460,29 @@ def _owner(loc: Sequence[str | int]) -> tuple[type[BaseModel], str]:
     return model, name
 
 
-def _guess_field(name: str, model: type[BaseModel]) -> str | None:
-    """A near field of the same section, else the full path of a field of that very name in another one."""
-    elsewhere = [path for path in field_paths() if path.split(".")[-1] == OTHER_NAMES.get(name, name)]
-    return f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(name, model.model_fields)
+def _unknown_leaves(error: Any) -> Iterator[str]:
+    """The paths of the fields in what `error` is about, where that is not known."""
+    if error["type"] == "extra_forbidden":
+        yield from leaves(_dotted(error["loc"]), error["input"])
+
+
+def _guess_field(path: str, value: Any, model: type[BaseModel]) -> str | None:
+    """A field of that very name in another section, as a full path, else a near one of the same section."""
+    name = path.rpartition(".")[2]
+    near = did_you_mean(name, model.model_fields)
+    elsewhere = same_name(name) or (None if near else next(filter(None, map(same_name, leaves(path, value))), None))
+    return f"did you mean '{elsewhere}'?" if elsewhere else near
+
+
+def same_name(path: str) -> str | None:
+    """The first field of the schema whose name is the last one of `path`."""
+    name = path.rpartition(".")[2]
+    return next((known for known in field_paths() if known.rpartition(".")[2] == name), None)
+
+
+def _field_at(loc: Sequence[str | int]) -> str:
+    """The path of the field at `loc`, without the places in lists."""
+    return _dotted([part for part in loc if isinstance(part, str)])
 
 
 def _guess_value(error: Any) -> str | None:

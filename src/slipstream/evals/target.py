@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import Tell, checkpoint_folder, hub_id, pinned, with_folders
-from slipstream.core.recipes import load_recipe, merge, resolve, with_stage_paths
+from slipstream.core.recipes import load_recipe, merge, nested, resolve, with_stage_paths
 
 
 def eval_target(
@@ -43,7 +43,8 @@ def eval_target(
     if recipe is None:
         recipe = path / "config.toml"
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
-    config = resolve(tables, merge(overrides or {}, {"model": {"path": str(checkpoint), "revision": None}}))
+    over = {"model": {"path": str(checkpoint), "revision": None}}
+    config = resolve(tables, merge(nested(overrides or {}), over))
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)

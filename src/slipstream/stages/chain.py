@@ -149,7 +149,8 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
                         run_in_child(stage, run_dir, display=given.display)
             except KeyboardInterrupt:
                 with watch(config, stage, display=given.display) as watcher:
-                    watcher.note(f"interrupted in the stage {stage}: go on with --resume {run_dir}")
+                    watcher.note(f"interrupted in the stage {stage}, which begins again then")
+                    watcher.note(f"go on with: {given.resume_call(run_dir)}")
                 return told | {"status": "interrupted"}
         told = _publish_evaluation(config, run_dir, given) if stage == "evaluate" else read_record(run_dir, stage)
     return {"status": "done"} | told
@@ -169,7 +170,7 @@ def is_done(stage: str, run_dir: Path) -> bool:
 
 
 def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
-    if is_rl_done(run_dir):
+    if is_rl_done(config, run_dir):
         found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
     check(with_folders(with_stage_paths(config, run_dir)), given=given.functions, remote=given.remote)
