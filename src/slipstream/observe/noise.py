@@ -1,0 +1,92 @@
+"""Whether a difference is more than noise: numbers with their standard errors. What rests on too little says nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+ERRORS = 2.0
+"""Standard errors of a difference that it has to exceed: noise alone does so once in twenty times."""
+TREND_ERRORS = 3.0
+"""Those of a slope, which is looked at in run after run: once in seven hundred times."""
+LEAST_VALUES = 10
+"""With fewer the spread of values is not known well enough for an error of their mean."""
+LEAST_TREND = 20
+"""Steps with which a trend is told."""
+MOST_CORRELATION = 0.95
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number and its standard error; None where that is not known, and then it is beyond nothing."""
+
+    value: float
+    error: float | None = None
+
+    def differs(self, other: Measured) -> bool:
+        """Whether the two differ by more than `ERRORS` standard errors of their difference."""
+        if self.error is None or other.error is None:
+            return False
+        return abs(self.value - other.value) > ERRORS * math.hypot(self.error, other.error)
+
+
+def share(value: float, count: int) -> Measured:
+    """`value`, the share of `count` independent trials that succeeded.
+
+        error^2 = p (1 - p) / (count + 4),  p = (value count + 2) / (count + 4)
+
+    Agresti and Coull's (1998), so that 0 of 10 and 10 of 10 have an error, too. The errors of two shares make the test
+    of two proportions.
+    """
+    if count < 1:
+        return Measured(value)
+    trials = count + 4
+    p = (value * count + 2) / trials
+    return Measured(value, math.sqrt(p * (1 - p) / trials))
+
+
+def mean_of(values: Sequence[float]) -> Measured | None:
+    """The mean of `values` in the order in which they were measured; None for none of them.
+
+    The error is the deviation over the root of their number, widened as neighbours are alike (`_widened`).
+    """
+    if not values:
+        return None
+    middle = fmean(values)
+    if len(values) < LEAST_VALUES:
+        return Measured(middle)
+    residuals = [value - middle for value in values]
+    variance = sum(one * one for one in residuals) / (len(values) - 1)
+    return Measured(middle, math.sqrt(variance / len(values)) * _widened(residuals))
+
+
+def rises(values: Sequence[float]) -> bool:
+    """Whether `values` still rise: the slope of their last quarter, at least `LEAST_TREND` of them, is above 0 by
+    `TREND_ERRORS` of its standard errors, and so is not what noise makes.
+
+        slope = sum (i - mean i) v_i / sum (i - mean i)^2,   error^2 = residuals' variance / sum (i - mean i)^2
+
+    The error is widened as neighbouring residuals are alike (`_widened`). False where it cannot be told.
+    """
+    recent = list(values[-max(LEAST_TREND, len(values) // 4) :])
+    if len(recent) < LEAST_TREND:
+        return False
+    centre, middle = (len(recent) - 1) / 2, fmean(recent)
+    spread = sum((i - centre) ** 2 for i in range(len(recent)))
+    slope = sum((i - centre) * value for i, value in enumerate(recent)) / spread
+    residuals = [value - middle - slope * (i - centre) for i, value in enumerate(recent)]
+    variance = sum(one * one for one in residuals) / (len(recent) - 2)
+    return slope > TREND_ERRORS * math.sqrt(variance / spread) * _widened(residuals) + 1e-12
+
+
+def _widened(residuals: Sequence[float]) -> float:
+    """The factor by which the error of a mean grows where neighbours are alike: sqrt((1 + r) / (1 - r)), r being the
+    correlation of residuals with the ones behind them; 1 where that is negative."""
+    whole = sum(one * one for one in residuals)
+    if whole <= 0.0:
+        return 1.0
+    r = sum(a * b for a, b in zip(residuals, residuals[1:], strict=False)) / whole
+    r = min(max(r, 0.0), MOST_CORRELATION)
+    return math.sqrt((1 + r) / (1 - r))
