@@ -158,7 +158,8 @@ NOTHING = Verdict(starves=None, bottleneck=None, sentence="")
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
     """`balance` of `summary.json`: over the loop, from the first admission to the end of the last step.
 
-    `idle`: process -> share of waiting. `starves`: the side that lacks work. `verdict` is empty where it cannot be told.
+    `idle`: process -> share of waiting. `starves`: the side that lacks work. `verdict` is empty where none
+    can be told.
     """
 
     idle: dict[str, float]

@@ -22,10 +22,11 @@ from rich.text import Text
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
+from slipstream.observe.balance import COMPUTING
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.outlet import Outlet
 from slipstream.observe.samples import Sample
-from slipstream.observe.states import colour, in_words, shares
+from slipstream.observe.states import colour, in_words, shares, side_of
 from slipstream.observe.summary import Summary
 from slipstream.observe.timeline import TIME_PREFIX, UNLABELLED
 
@@ -179,17 +180,20 @@ class Display:
     def finish(self, summary: Summary, files: Mapping[str, Path]) -> None:
         """End the live picture; print the table before/after, the cost, and where the files are."""
         self.close()
-        self._print(_before_after(summary))
+        if summary.eval.before is not None or summary.eval.after is not None:
+            self._print(_before_after(summary))
         staleness, throughput = summary.staleness, summary.throughput
-        self._say(
-            f"{summary.status}: {summary.steps} steps in {duration(summary.wall_s)}  "
-            f"generated {throughput.generated_tokens_per_s:,.0f} tokens/s  "
-            f"trained {throughput.trained_tokens_per_s:,.0f} tokens/s"
-        )
-        self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
+        rates = {
+            "generated": throughput.generated_tokens_per_s,
+            "trained": throughput.trained_tokens_per_s,
+        }
+        told = "".join(f"  {word} {rate:,.0f} tokens/s" for word, rate in rates.items() if rate is not None)
+        self._say(f"{summary.status}: {summary.steps} steps in {duration(summary.total_s)}{told}")
+        if staleness.histogram:
+            self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
-        if summary.balance is not None:
+        if summary.balance is not None and summary.balance.verdict:
             self._say(summary.balance.verdict)
         for name, path in files.items():
             self._say(f"{name:<10} {path}")
@@ -268,6 +272,8 @@ class Display:
             if m.get(name) is not None
         ]
         for process, states in self.waits().items():
+            if side_of(process) not in COMPUTING:  # that rewards have nothing to do holds nobody up
+                continue
             state, share = next(((s, p) for s, p in states if s.startswith("wait_")), ("", 0.0))
             if share >= 0.05:
                 parts.append(f"{process} {in_words(state)} {share:.0%}")

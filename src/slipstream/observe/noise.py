@@ -1,10 +1,11 @@
-"""Whether a difference is more than noise: numbers with their standard errors. What rests on too little says nothing."""
+"""Whether a difference is more than noise: numbers with their standard errors, and trends. Too little says nothing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 ERRORS = 2.0
@@ -40,7 +41,7 @@ def share(value: float, count: int) -> Measured:
     Agresti and Coull's (1998), so that 0 of 10 and 10 of 10 have an error, too. The errors of two shares make the test
     of two proportions.
     """
-    if count < 1:
+    if count < 1 or not 0.0 <= value <= 1.0:
         return Measured(value)
     trials = count + 4
     p = (value * count + 2) / trials
@@ -87,6 +88,6 @@ def _widened(residuals: Sequence[float]) -> float:
     whole = sum(one * one for one in residuals)
     if whole <= 0.0:
         return 1.0
-    r = sum(a * b for a, b in zip(residuals, residuals[1:], strict=False)) / whole
+    r = sum(a * b for a, b in pairwise(residuals)) / whole
     r = min(max(r, 0.0), MOST_CORRELATION)
     return math.sqrt((1 + r) / (1 - r))

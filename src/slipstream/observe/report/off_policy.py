@@ -43,11 +43,13 @@ def _staleness(run: Run) -> str:
         missing="No token was trained yet.",
     )
     share = run.staleness.get(0, 0.0) / max(sum(run.staleness.values()), 1.0)
-    told = "The bound holds for every token." if run.bound is not None else "This schedule promises no bound."
-    note = (
-        f"How many training steps old a token was when it was trained on; 0 is fresh. {told} "
-        f"Fresh: {percent_name(share)}."
-    )
+    note = "How many training steps old a token was when it was trained on; 0 is fresh."
+    if run.bound is None:
+        note += " This schedule promises no bound."
+    elif run.max_staleness is not None and run.max_staleness <= run.bound:
+        note += " The bound holds for every token."
+    if run.staleness:
+        note += f" Fresh: {percent_name(share)}."
     return card("Age of the trained tokens", note, chart, details=column_numbers(columns, rows, "step"))
 
 
@@ -108,7 +110,7 @@ def _gap(run: Run) -> str:
 
 def _kl(run: Run) -> str:
     series = [Series("KL", run.history.points("kl_k3"), BLUE, smooth=run.history.window())]
-    note = "From the policy that sampled to the trained one. 0.002 is usual; from 0.1 on it runs away from its batch."
+    note = "From the policy that sampled to the trained one. From 0.1 on an alarm rings."
     axis = Axis("KL(sampler ‖ trained), nats per token", low=0.0)
     return chart_card("Drift within a batch", note, series, axis, alarm_bands(run, ("policy_drift",)))
 

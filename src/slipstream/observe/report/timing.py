@@ -109,6 +109,8 @@ def _waste(run: Run) -> str:
     note = "Tokens that were sampled, or read again, and that nobody was trained on; in percent of those trained on."
     if not waste:
         is_known = run.times.balance is not None and (run.path / "events.jsonl").exists()
+        if is_known and not run.history.steps:
+            return ""
         why = (
             "None: every sampled token was trained on."
             if is_known
