@@ -21,31 +21,38 @@ MOST_CORRELATION = 0.95
 
 @dataclass(frozen=True)
 class Measured:
-    """A number and its standard error; None where that is not known, and then it is beyond nothing."""
+    """A number and its standard error; None where that is not known, and then it differs from nothing.
+
+    `num_trials`: it is the share of so many independent ones that succeeded.
+    """
 
     value: float
     error: float | None = None
+    num_trials: int = 0
 
     def differs(self, other: Measured) -> bool:
-        """Whether the two differ by more than `ERRORS` standard errors of their difference."""
+        """Whether the two differ by more than `ERRORS` standard errors of their difference.
+
+        Of two means that is the root of the sum of their squared errors. Of two shares p1 of n1 and p2 of n2 it is
+        that under which they are one, as in the test of two proportions:
+
+            error^2 = p (1 - p) (1 / n1 + 1 / n2),  p = (n1 p1 + n2 p2) / (n1 + n2)
+        """
         if self.error is None or other.error is None:
             return False
-        return abs(self.value - other.value) > ERRORS * math.hypot(self.error, other.error)
+        error = math.hypot(self.error, other.error)
+        if self.num_trials and other.num_trials:
+            trials = self.num_trials + other.num_trials
+            p = (self.num_trials * self.value + other.num_trials * other.value) / trials
+            error = math.sqrt(p * (1 - p) * (1 / self.num_trials + 1 / other.num_trials))
+        return abs(self.value - other.value) > ERRORS * error
 
 
-def share(value: float, count: int) -> Measured:
-    """`value`, the share of `count` independent trials that succeeded.
-
-        error^2 = p (1 - p) / (count + 4),  p = (value count + 2) / (count + 4)
-
-    Agresti and Coull's (1998), so that 0 of 10 and 10 of 10 have an error, too. The errors of two shares make the test
-    of two proportions.
-    """
-    if count < 1 or not 0.0 <= value <= 1.0:
+def share(value: float, num_trials: int) -> Measured:
+    """`value`, the share of `num_trials` independent ones that succeeded. Without an error where it is no share."""
+    if num_trials < 1 or not 0.0 <= value <= 1.0:
         return Measured(value)
-    trials = count + 4
-    p = (value * count + 2) / trials
-    return Measured(value, math.sqrt(p * (1 - p) / trials))
+    return Measured(value, math.sqrt(value * (1 - value) / num_trials), num_trials)
 
 
 def mean_of(values: Sequence[float]) -> Measured | None:
@@ -83,11 +90,14 @@ def rises(values: Sequence[float]) -> bool:
 
 
 def _widened(residuals: Sequence[float]) -> float:
-    """The factor by which the error of a mean grows where neighbours are alike: sqrt((1 + r) / (1 - r)), r being the
-    correlation of residuals with the ones behind them; 1 where that is negative."""
-    whole = sum(one * one for one in residuals)
+    """The factor by which the error of a mean grows where neighbours are alike: sqrt((1 + r) / (1 - r)).
+
+    r is the correlation of residuals with the ones behind them, 0 where that is negative. Around a fitted line of n
+    values it comes out as r - (2 + 4 r) / n (Kendall 1954), which is undone.
+    """
+    whole, count = sum(one * one for one in residuals), len(residuals)
     if whole <= 0.0:
         return 1.0
-    r = sum(a * b for a, b in pairwise(residuals)) / whole
+    r = (count * sum(a * b for a, b in pairwise(residuals)) / whole + 2) / (count - 4)
     r = min(max(r, 0.0), MOST_CORRELATION)
     return math.sqrt((1 + r) / (1 - r))
