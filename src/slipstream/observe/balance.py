@@ -325,13 +325,9 @@ def _less_beside(dials: Dials, generator: Side) -> Dial | None:
     field, now, suggested = spared[state]
     if generator.share(state) < SMALL or now == suggested:
         return None
-    share = f"{generator.share(state):.0%}"
-    return Dial(
-        field=field,
-        now=now,
-        suggested=suggested,
-        effect=f"{field} = {suggested} (now {now}) would spare generators of the {share} in {in_words(state)}",
-    )
+    less = "halve" if state == "evaluate" else "spare"
+    effect = f"would {less} the {generator.share(state):.0%} of their time that generators spend in {in_words(state)}"
+    return Dial(field=field, now=now, suggested=suggested, effect=f"{field} = {suggested} (now {now}) {effect}")
 
 
 def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial | None:

@@ -33,7 +33,7 @@ def heading(run: Run) -> str:
         facts += [
             f"{summary.steps} steps in {_time(run)}",
             f"seed {summary.seed}",
-            f"{summary.model_params / 1e6:,.3g} M parameters",
+            *([f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []),
             f"Slipstream {summary.versions.slipstream}",
             f"torch {summary.versions.torch}",
         ]
@@ -141,6 +141,8 @@ def learned(run: Run) -> str:
         how = f"({count} prompts, greedy) in {summary.steps} steps"
         if before is None:
             return f"Held-out accuracy went to {accuracy(after)} {how}."
+        if accuracy(before) == accuracy(after):
+            return f"Held-out accuracy was {accuracy(after)} before and after {how}."
         is_noise = not share(before, count).differs(share(after, count))
         noise = ", which may be chance" if is_noise else ""
         return f"Held-out accuracy went from {accuracy(before)} to {accuracy(after)} {how}{noise}."
