@@ -21,6 +21,7 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -331,7 +332,7 @@ def _balance(
 def _is_valid(config: RunConfig, dial: Dial) -> bool:
     """Whether the run could be started with its dial as suggested."""
     section, _, name = dial.field.rpartition(".")
-    change = {section: {name: dial.suggested}} if section else {name: dial.suggested}
+    change: dict[str, Any] = {section: {name: dial.suggested}} if section else {name: dial.suggested}
     if dial.field == "completions_per_group" and config.loss.select == "all":
         change["loss"] = {"select": "best_and_worst"}
     try:

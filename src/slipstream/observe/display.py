@@ -22,11 +22,10 @@ from rich.text import Text
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
-from slipstream.observe.balance import COMPUTING
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.outlet import Outlet
 from slipstream.observe.samples import Sample
-from slipstream.observe.states import colour, in_words, shares, side_of
+from slipstream.observe.states import colour, in_words, shares
 from slipstream.observe.summary import Summary
 from slipstream.observe.timeline import TIME_PREFIX, UNLABELLED
 
@@ -180,8 +179,7 @@ class Display:
     def finish(self, summary: Summary, files: Mapping[str, Path]) -> None:
         """End the live picture; print the table before/after, the cost, and where the files are."""
         self.close()
-        if summary.eval.before is not None or summary.eval.after is not None:
-            self._print(_before_after(summary))
+        self._print(_before_after(summary))
         staleness, throughput = summary.staleness, summary.throughput
         rates = {
             "generated": throughput.generated_tokens_per_s,
@@ -193,7 +191,7 @@ class Display:
             self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
-        if summary.balance is not None and summary.balance.verdict:
+        if summary.balance is not None:
             self._say(summary.balance.verdict)
         for name, path in files.items():
             self._say(f"{name:<10} {path}")
@@ -240,7 +238,8 @@ class Display:
         self._live.update(self._picture(), refresh=True)
 
     def _say(self, line: str) -> None:
-        self._print(Text(self._encodable(line)))
+        if line:  # there may be no verdict
+            self._print(Text(self._encodable(line)))
 
     def _print(self, renderable: RenderableType) -> None:
         self._console.print(renderable, soft_wrap=isinstance(renderable, Text), highlight=False)
@@ -272,8 +271,6 @@ class Display:
             if m.get(name) is not None
         ]
         for process, states in self.waits().items():
-            if side_of(process) not in COMPUTING:  # that rewards have nothing to do holds nobody up
-                continue
             state, share = next(((s, p) for s, p in states if s.startswith("wait_")), ("", 0.0))
             if share >= 0.05:
                 parts.append(f"{process} {in_words(state)} {share:.0%}")

@@ -20,7 +20,7 @@ MOST_CORRELATION = 0.95
 
 
 @dataclass(frozen=True)
-class Measured:
+class Estimate:
     """A number and its standard error; None where that is not known, and then it differs from nothing.
 
     `num_trials`: it is the share of so many independent ones that succeeded.
@@ -30,7 +30,7 @@ class Measured:
     error: float | None = None
     num_trials: int = 0
 
-    def differs(self, other: Measured) -> bool:
+    def differs(self, other: Estimate) -> bool:
         """Whether the two differ by more than `ERRORS` standard errors of their difference.
 
         Of two means that is the root of the sum of their squared errors. Of two shares p1 of n1 and p2 of n2 it is
@@ -48,14 +48,14 @@ class Measured:
         return abs(self.value - other.value) > ERRORS * error
 
 
-def share(value: float, num_trials: int) -> Measured:
+def share(value: float, num_trials: int) -> Estimate:
     """`value`, the share of `num_trials` independent ones that succeeded. Without an error where it is no share."""
     if num_trials < 1 or not 0.0 <= value <= 1.0:
-        return Measured(value)
-    return Measured(value, math.sqrt(value * (1 - value) / num_trials), num_trials)
+        return Estimate(value)
+    return Estimate(value, math.sqrt(value * (1 - value) / num_trials), num_trials)
 
 
-def mean_of(values: Sequence[float]) -> Measured | None:
+def mean_of(values: Sequence[float]) -> Estimate | None:
     """The mean of `values` in the order in which they were measured; None for none of them.
 
     The error is the deviation over the root of their number, widened as neighbours are alike (`_widened`).
@@ -64,10 +64,10 @@ def mean_of(values: Sequence[float]) -> Measured | None:
         return None
     middle = fmean(values)
     if len(values) < LEAST_VALUES:
-        return Measured(middle)
+        return Estimate(middle)
     residuals = [value - middle for value in values]
     variance = sum(one * one for one in residuals) / (len(values) - 1)
-    return Measured(middle, math.sqrt(variance / len(values)) * _widened(residuals))
+    return Estimate(middle, math.sqrt(variance / len(values)) * _widened(residuals))
 
 
 def rises(values: Sequence[float]) -> bool:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from slipstream.observe.display import duration
-from slipstream.observe.noise import ERRORS, LEAST_TREND, Measured, mean_of
+from slipstream.observe.noise import ERRORS, LEAST_TREND, Estimate, mean_of
 from slipstream.observe.report.html import table, text
 from slipstream.observe.report.run import Run
 from slipstream.observe.svg import Point, number, smoothed
@@ -26,7 +26,7 @@ class Outcome:
     """
 
     name: str
-    measure: Callable[[Run], Measured | float | None]
+    measure: Callable[[Run], Estimate | float | None]
     words: Callable[[float], str]
     best: Callable[[Sequence[float]], float] | None = None
 
@@ -40,7 +40,7 @@ def outcome_table(runs: Mapping[str, Run]) -> str:
         Outcome("held-out accuracy before, greedy", lambda run: run.accuracies[0], "{:.1%}".format),
         Outcome(
             "held-out accuracy after, greedy",
-            lambda run: run.held_out,
+            lambda run: run.held_out_score,
             "{:.1%}".format,
             max if are_alike(several) else None,
         ),
@@ -126,7 +126,7 @@ def span(seconds: float) -> str:
 
 def _row(line: Outcome, runs: Sequence[Run]) -> list[str]:
     found = [line.measure(run) for run in runs]
-    measured = [one if isinstance(one, Measured) or one is None else Measured(one) for one in found]
+    measured = [one if isinstance(one, Estimate) or one is None else Estimate(one) for one in found]
     if not any(measured):
         return []
     words = ["-" if one is None else text(line.words(one.value)) for one in measured]
@@ -140,7 +140,7 @@ def _row(line: Outcome, runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _best(line: Outcome, known: Sequence[Measured]) -> Measured | None:
+def _best(line: Outcome, known: Sequence[Estimate]) -> Estimate | None:
     """The one that is better than each of the others by more than noise."""
     if line.best is None or len(known) < 2:
         return None
@@ -154,14 +154,14 @@ def _num_held_out(run: Run) -> float | None:
     return None if after is None else float(after.num_prompts)
 
 
-def _rate(run: Run, which: Literal["generated", "trained"]) -> Measured | None:
+def _rate(run: Run, which: Literal["generated", "trained"]) -> Estimate | None:
     """Its error is that of the mean of the steps' rates."""
     if run.summary is None or not run.history.steps:
         return None
     speed = run.summary.throughput
     value = speed.generated_tokens_per_s if which == "generated" else speed.trained_tokens_per_s
     by_step = mean_of([value for _, value in run.history.points(f"{which}_tokens_per_s")])
-    return None if value is None else Measured(value, None if by_step is None else by_step.error)
+    return None if value is None else Estimate(value, None if by_step is None else by_step.error)
 
 
 def _mean_ess(run: Run) -> float | None:

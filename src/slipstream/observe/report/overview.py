@@ -141,12 +141,15 @@ def learned(run: Run) -> str:
         how = f"({count} prompts, greedy) in {summary.steps} steps"
         if before is None:
             return f"Held-out accuracy went to {accuracy(after)} {how}."
-        if accuracy(before) == accuracy(after):
-            return f"Held-out accuracy was {accuracy(after)} before and after {how}."
-        is_noise = not share(before, count).differs(share(after, count))
-        noise = ", which may be chance" if is_noise else ""
-        return f"Held-out accuracy went from {accuracy(before)} to {accuracy(after)} {how}{noise}."
+        chance = may_be_chance(before, after, count)
+        return f"Held-out accuracy went from {accuracy(before)} to {accuracy(after)} {how}{chance}."
     return _rewarded([value for _, value in run.history.points("reward")])
+
+
+def may_be_chance(before: float, after: float, num_prompts: int) -> str:
+    """A clause where two shares of so many prompts differ by no more than noise."""
+    is_noise = before != after and not share(before, num_prompts).differs(share(after, num_prompts))
+    return ", which may be chance" if is_noise else ""
 
 
 def _rewarded(rewards: list[float]) -> str:

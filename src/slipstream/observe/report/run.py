@@ -24,7 +24,7 @@ from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.health import ALARMS_FILE, AlarmSpan, read_alarms, spans
 from slipstream.observe.jsonl import sample_jsonl
 from slipstream.observe.metrics import Metrics, read_metrics
-from slipstream.observe.noise import Measured, share
+from slipstream.observe.noise import Estimate, share
 from slipstream.observe.recorder import Outcome, RolloutLine
 from slipstream.observe.report.times import Times, earlier_s, read_times
 from slipstream.observe.samples import Sample, read_samples
@@ -195,7 +195,7 @@ class Run:
         return max(self.staleness, default=None)
 
     @property
-    def held_out(self) -> Measured | None:
+    def held_out_score(self) -> Estimate | None:
         """The held-out score of the last version, with the error of so many prompts."""
         after = None if self.summary is None else self.summary.eval.after
         return None if after is None or after.accuracy is None else share(after.accuracy, after.num_prompts)

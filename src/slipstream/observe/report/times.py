@@ -18,7 +18,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.attempts import read_attempts
 from slipstream.observe.balance import Balance
-from slipstream.observe.noise import Measured, mean_of
+from slipstream.observe.noise import Estimate, mean_of
 from slipstream.observe.report.window import read_from
 from slipstream.observe.states import side_of
 from slipstream.observe.summary import Summary
@@ -59,7 +59,7 @@ class Times:
         return "" if self.balance is None else self.balance.verdict
 
     @property
-    def step_s(self) -> Measured | None:
+    def step_s(self) -> Estimate | None:
         """Mean seconds of a step."""
         return mean_of([span.end_s - span.start_s for span in self.spans])
 
