@@ -22,7 +22,7 @@ from slipstream.core.recipes import resolve
 from slipstream.observe import display, noise
 from slipstream.observe.health import RULES, WATCHED_STEPS, Alarm, Health, unfit
 from slipstream.observe.jsonl import JsonlWriter
-from slipstream.observe.report import overview
+from slipstream.observe.report import overview, write_report
 from slipstream.observe.report.run import Run, read_run
 from slipstream.observe.summary import Evaluation, Evaluations, Throughput, write_summary
 
@@ -74,6 +74,7 @@ def made(
     line: Mapping[str, Any] | None = None,
     waste: Mapping[str, int] | None = None,
     timeline: bool = False,
+    decisions: bool = False,
 ) -> Run:
     """A run of which everything but this is as it should be. `held_out`: version -> accuracy, of those measured."""
     make_run_dir(run_dir, steps=steps)
@@ -95,6 +96,8 @@ def made(
     writer = JsonlWriter(run_dir / "alarms.jsonl")
     writer.write(*alarms)
     writer.close()
+    if decisions:
+        (run_dir / "events.jsonl").write_text("")
     if timeline:
         (run_dir / "timeline.json").write_text("{}")
     run = read_run(run_dir)
@@ -235,6 +238,26 @@ def test_a_page_says_of_a_run_what_its_sentences_do(steps: int, status: str, tmp
     for told in (overview.sentences(run), overview.advice(run)):
         assert all(sentence.strip() for sentence in told)
         assert len(set(told)) == len(told)
+
+
+NOTES = {
+    "a bound that was broken": ({"line": {"staleness_tokens/lag_3": 9.0}}, "The bound holds for every token", NOT_SAID),
+    "a bound that was kept": ({}, "The bound holds for every token", SAID),
+    "a synchronous run": ({"config": "max_staleness = 0\n"}, "should go on decoding", NOT_SAID),
+    "nothing trained": ({"steps": 0, "decisions": True}, "every sampled token was trained on", NOT_SAID),
+    "all trained": ({"decisions": True}, "every sampled token was trained on", SAID),
+    "functions from Python": ({}, "Enough to repeat it", NOT_SAID),
+    "rewards that are no verdicts": ({}, "all right or all wrong", NOT_SAID),
+    "lengths": ({}, "short answers are preferred", NOT_SAID),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_a_note_beside_a_picture_holds_in_its_run(case: str, tmp_path: Path) -> None:
+    settings, words, is_said = NOTES[case]
+    made(tmp_path, **settings)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert (words in page) == is_said
 
 
 # Trends and differences

@@ -228,7 +228,10 @@ def _off_policy(runs: Sequence[Compared]) -> str:
         ),
     )
     return part(
-        "off-policy", "Whose data was older?", "While one batch is trained the next ones are sampled.", [pictures]
+        "off-policy",
+        "Whose data was older?",
+        "What was sampled while others were trained comes from older versions of the policy.",
+        [pictures],
     )
 
 

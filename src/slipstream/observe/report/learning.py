@@ -121,7 +121,7 @@ def _entropy(run: Run) -> str:
 
 def _gradient(run: Run) -> str:
     series = [Series("gradient norm", run.history.points("grad_norm"), BLUE, smooth=run.history.window())]
-    note = "Single spikes happen; again and again means single tokens rule the update. Before clipping."
+    note = "Before clipping. Single spikes happen."
     axis = Axis("norm, logarithmic", is_log=True)
     return chart_card("Size of the gradient", note, series, axis, alarm_bands(run, ("grad_norm_spikes",)))
 

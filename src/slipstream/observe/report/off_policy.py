@@ -20,7 +20,7 @@ def off_policy(run: Run) -> str:
         cards(_staleness(run), _ratios(run)),
         cards(_gap(run), _kl(run), _cost(run), *_reference(run)),
     ]
-    lead = "While one batch is trained the next ones are sampled, so tokens come from older versions of the policy."
+    lead = "Where the next batches are sampled while one is trained, tokens come from older versions of the policy."
     return part("off-policy", "How old was the data, and did it matter?", lead, pictures)
 
 
@@ -134,7 +134,7 @@ def _reference(run: Run) -> Iterable[str]:
     if not points:
         return
     series = [Series("KL", points, BLUE, smooth=window)]
-    note = "How far training has moved from the frozen reference. Reward bought with much of it often fools the judge."
+    note = "How far training has moved from the frozen reference."
     bands = alarm_bands(run, ("kl_runaway",))
     yield chart_card("KL to the reference", note, series, Axis("nats per completion", low=0.0), bands)
     coefficients = run.history.points("kl_coef")
