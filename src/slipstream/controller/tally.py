@@ -117,8 +117,10 @@ class Tally:
         metrics["step_s"] = now_s - self.last_step_s
         self.last_step_s = now_s
         metrics |= _known(
-            trained_tokens_per_s=rate(metrics["tokens_trained"], metrics["step_s"]),
-            generated_tokens_per_s=self.generated_tokens_per_s,
+            {
+                "trained_tokens_per_s": rate(metrics["tokens_trained"], metrics["step_s"]),
+                "generated_tokens_per_s": self.generated_tokens_per_s,
+            }
         )
         if self.config.has_critic:
             metrics |= self._published_times(now_s, metrics["step_s"])
@@ -133,7 +135,7 @@ class Tally:
         steps = self.config.completions_per_step * self.config.generator.max_new_tokens
         fps = rate(steps, step_s)
         return {"elapsed/time": self.wall_s(now_s)} | _known(
-            **{
+            {
                 "elapsed/fps": None if fps is None else float(int(fps)),
                 "ppo/eps": rate(self.trained_completions, now_s - self.rl_started_s),
             }
@@ -254,6 +256,6 @@ class Tally:
         )
 
 
-def _known(**rates: float | None) -> dict[str, float]:
+def _known(rates: Mapping[str, float | None]) -> dict[str, float]:
     """Those that are: a line of metrics leaves out what it has nothing to say of."""
     return {name: value for name, value in rates.items() if value is not None}
