@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def made(
     reward: Reward = wobbling,
     held_out: Mapping[int, float] | None = None,
     num_prompts: int = 500,
+    score: str = "eval_accuracy",
     status: str = "done",
     checkpoint: bool = False,
     refused: bool = False,
@@ -75,6 +77,7 @@ def made(
     waste: Mapping[str, int] | None = None,
     timeline: bool = False,
     decisions: bool = False,
+    has_dial: bool = False,
 ) -> Run:
     """A run of which everything but this is as it should be. `held_out`: version -> accuracy, of those measured."""
     make_run_dir(run_dir, steps=steps)
@@ -82,7 +85,7 @@ def made(
     held_out = held_out or {}
     lines = [json.loads(one) for one in (run_dir / "metrics.jsonl").read_text().splitlines()]
     lines = [one | {"reward": reward(one["step"])} | dict(line or {}) for one in lines if "reward" in one]
-    lines += [{"step": v, "version": v, "wall_s": 0.62 * v, "eval_accuracy": value} for v, value in held_out.items()]
+    lines += [{"step": v, "version": v, "wall_s": 0.62 * v, score: value} for v, value in held_out.items()]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     scores = {v: Evaluation(value, None, num_prompts) for v, value in held_out.items()}
     summary = make_summary(
@@ -101,6 +104,8 @@ def made(
     if timeline:
         (run_dir / "timeline.json").write_text("{}")
     run = read_run(run_dir)
+    if has_dial:
+        run = replace(run, times=replace(run.times, balance=make_summary().balance))
     if waste is not None and run.times.balance is not None:
         run.times.balance.wasted_tokens.clear()
         run.times.balance.wasted_tokens.update(waste)
@@ -177,7 +182,8 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "notice": ({"alarms": (alarm("began", severity="notice"),)}, "ess collapse", NOT_SAID),
     },
     "use_idle": {
-        "idle": ({}, "Use what is idle: ", NOT_SAID),  # what is suggested has tests of its own
+        "idle": ({"has_dial": True}, "Use what is idle: trainer.epochs = 2 would use it.", SAID),
+        "no dial": ({}, "Use what is idle: ", NOT_SAID),
         "short": ({"steps": 9}, "Use what is idle", NOT_SAID),
     },
     "go_further": {
@@ -189,6 +195,21 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         ),
         "held-out scores fall, rewards rise": (
             {"reward": learning, "held_out": {0: 0.5, 45: 0.850, 60: 0.734}},
+            "rose",
+            NOT_SAID,
+        ),
+        "held-out mean rewards rise": (
+            {"reward": flat, "held_out": {0: 0.5, 45: 0.734, 60: 0.850}, "score": "eval_reward"},
+            "The held-out mean reward still rose at the end",
+            SAID,
+        ),
+        "held-out mean rewards of unknown spread": (
+            {"reward": flat, "held_out": {0: -9.0, 45: -8.0, 60: -7.0}, "score": "eval_reward"},
+            "rose",
+            NOT_SAID,
+        ),
+        "held-out mean rewards of unknown spread fall": (
+            {"reward": learning, "held_out": {0: -9.0, 45: -7.0, 60: -8.0}, "score": "eval_reward"},
             "rose",
             NOT_SAID,
         ),
@@ -238,6 +259,22 @@ def test_a_page_says_of_a_run_what_its_sentences_do(steps: int, status: str, tmp
     for told in (overview.sentences(run), overview.advice(run)):
         assert all(sentence.strip() for sentence in told)
         assert len(set(told)) == len(told)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_run_whose_step_takes_long_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
+) -> None:
+    """Nor has one that was interrupted and resumed since: another process holds its folder."""
+    monkeypatch.setattr("slipstream.observe.report.run.is_held", lambda _: is_held)
+    made(tmp_path, status="interrupted", checkpoint=True)
+    run = read_run(tmp_path)
+    assert overview.status_of(run) == ("running" if is_held else "interrupted")
+    assert bool(overview.go_on(run)) != is_held
+    (tmp_path / "summary.json").unlink()
+    run = replace(read_run(tmp_path), written_s=OLD_S)
+    assert overview.status_of(run) == ("running" if is_held else "not finished")
+    assert bool(overview.go_on(run)) != is_held
 
 
 NOTES = {

@@ -49,7 +49,10 @@ class Estimate:
 
 
 def share(value: float, num_trials: int) -> Estimate:
-    """`value`, the share of `num_trials` independent ones that succeeded. Without an error where it is no share."""
+    """`value`, the share of `num_trials` independent ones that succeeded. Without an error where it is no share.
+
+    A mean of values between 0 and 1 has this error at most.
+    """
     if num_trials < 1 or not 0.0 <= value <= 1.0:
         return Estimate(value)
     return Estimate(value, math.sqrt(value * (1 - value) / num_trials), num_trials)

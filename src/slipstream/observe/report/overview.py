@@ -24,6 +24,7 @@ from slipstream.observe.waste import WASTE
 
 RECENT_S = 60.0  # a run that wrote a line so recently is taken to be going on
 MAX_ADVICE = 6
+HELD_OUT = {"eval_accuracy": "Held-out accuracy", "eval_reward": "The held-out mean reward"}
 
 
 def heading(run: Run) -> str:
@@ -231,19 +232,23 @@ def go_further(run: Run) -> str:
     """Whether what was learned still grew at the end, of a run that is done.
 
     By the last two held-out scores, where there are three, and they differ by more than the noise of so many prompts;
-    else by the trend of the rewards (`noise.rises`), where held-out scores do not speak against it. That something no
-    longer grows is never said: rewards are of the prompts that still teach, which get harder as a policy gets better.
+    else by the trend of the rewards (`noise.rises`), unless the last held-out score lies below the one before. That
+    something no longer grows is never said: rewards are of the prompts that still teach, which get harder as a policy
+    gets better.
     """
     if status_of(run) != "done" or run.summary is None:
         return ""
     count = 0 if run.summary.eval.after is None else run.summary.eval.after.num_prompts
-    held_out = [share(value, count) for _, value in run.history.evaluated("eval_accuracy")]
-    before, after = held_out[-2:] if len(held_out) > 2 else (None, None)
-    if before is not None and after is not None and before.differs(after):
-        is_growing, what = after.value > before.value, "Held-out accuracy"
-    else:
-        is_growing, what = rises([value for _, value in run.history.points("reward")]), "The reward"
-    return f"{what} still rose at the end: more steps may help." if is_growing else ""
+    for name, what in HELD_OUT.items():
+        held_out = [share(value, count) for _, value in run.history.evaluated(name)]
+        if len(held_out) > 2:
+            before, after = held_out[-2:]
+            if after.value < before.value:
+                return ""
+            if after.differs(before):
+                return f"{what} still rose at the end: more steps may help."
+    is_rising = rises([value for _, value in run.history.points("reward")])
+    return "The reward still rose at the end: more steps may help." if is_rising else ""
 
 
 def open_timeline(run: Run) -> str:
