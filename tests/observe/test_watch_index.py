@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_loop import RAW_START_S, VERDICT, Loop
 
+from slipstream.observe.accounting import read_accounting
 from slipstream.observe.recorder import read_rollouts
 from slipstream.observe.timeline import Slice, read_timeline
 from slipstream.observe.tokens import TokenRecorder, read_tokens
@@ -589,14 +591,18 @@ def test_the_verdict_is_that_of_the_summary(run_dir: Path) -> None:
     assert not verdict.update(caught_up(RunIndex(run_dir)), now_s=1.0)
 
 
-def test_while_a_run_goes_on_the_verdict_is_accountings(made: Loop, folder: Path) -> None:
+def test_while_a_run_goes_on_the_verdict_is_accountings(
+    made: Loop, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made.write(folder, until_s=9.0)
     index, verdict = caught_up(RunIndex(folder)), Verdict(folder)
-    verdict.update(index, now_s=100.0)
-    first = verdict.sentence
-    assert first
-    verdict.sentence = "marked"
-    verdict.update(index, now_s=102.0)
-    assert verdict.sentence == "marked", "not more than now and then"
-    verdict.update(index, now_s=1000.0)
-    assert verdict.sentence == first
+    assert not verdict.update(index, now_s=100.0)
+    assert verdict.sentence is None, "these timelines tell of no step"
+    found = read_accounting(folder)
+    balance = msgspec.structs.replace(found.balance, verdict="The trainer starves.")
+    monkeypatch.setattr(
+        "slipstream.observe.watch.verdict.read_accounting", lambda _: msgspec.structs.replace(found, balance=balance)
+    )
+    assert not verdict.update(index, now_s=102.0), "not more than now and then"
+    assert verdict.update(index, now_s=1000.0)
+    assert verdict.sentence == "The trainer starves."

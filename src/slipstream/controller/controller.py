@@ -68,7 +68,7 @@ from slipstream.core.types import (
     Waiting,
     WarmStart,
 )
-from slipstream.observe.health import Alarm, Watchman, in_a_line
+from slipstream.observe.health import Alarm, Watchman, in_a_line, unfit
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
@@ -127,7 +127,7 @@ class Controller:
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=[one.metrics for one in told])
         self.vitals = Vitals(config.samples_per_group, config.max_staleness)
         self.decided = Decided(schedule.next_ordinal)
-        self.watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told])
+        self.watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told], silent=unfit(config))
         self.executors = Executors(
             config,
             pipeline,

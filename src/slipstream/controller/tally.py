@@ -26,6 +26,7 @@ from slipstream.core.types import (
 from slipstream.observe import summary as s
 from slipstream.observe.accounting import read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
+from slipstream.observe.metrics import rate
 
 
 @dataclass
@@ -127,8 +128,12 @@ class Tally:
         assert self.last_step_s is not None
         metrics["step_s"] = now_s - self.last_step_s
         self.last_step_s = now_s
-        metrics["trained_tokens_per_s"] = metrics["tokens_trained"] / max(metrics["step_s"], 1e-9)
-        metrics["generated_tokens_per_s"] = self.generated_tokens_per_s
+        metrics |= _known(
+            {
+                "trained_tokens_per_s": rate(metrics["tokens_trained"], metrics["step_s"]),
+                "generated_tokens_per_s": self.generated_tokens_per_s,
+            }
+        )
         if self.config.has_critic:
             metrics |= self._published_times(now_s, metrics["step_s"])
         return metrics
@@ -140,11 +145,13 @@ class Tally:
         """
         assert self.rl_started_s is not None
         steps = self.config.completions_per_step * self.config.generator.max_new_tokens
-        return {
-            "elapsed/time": self.wall_s(now_s),
-            "elapsed/fps": float(int(steps / max(step_s, 1e-9))),
-            "ppo/eps": self.trained_completions / max(now_s - self.rl_started_s, 1e-9),
-        }
+        fps = rate(steps, step_s)
+        return {"elapsed/time": self.wall_s(now_s)} | _known(
+            {
+                "elapsed/fps": None if fps is None else float(int(fps)),
+                "ppo/eps": rate(self.trained_completions, now_s - self.rl_started_s),
+            }
+        )
 
     def wall_s(self, now_s: float) -> float:
         """Since the run began, without what was abandoned and the time between attempts."""
@@ -204,12 +211,12 @@ class Tally:
         return sum(values.get("generated_tokens", 0.0) for values in self.counters.values())
 
     @property
-    def generated_tokens_per_s(self) -> float:
-        """Over the last few reports of the generators."""
+    def generated_tokens_per_s(self) -> float | None:
+        """Over the last few reports of the generators; None before there are two."""
         if len(self.generated) < 2:
-            return 0.0
+            return None
         (first_s, first), (last_s, last) = self.generated[0], self.generated[-1]
-        return (last - first) / max(last_s - first_s, 1e-9)
+        return rate(last - first, last_s - first_s)
 
     @property
     def staleness_mean(self) -> float:
@@ -226,7 +233,7 @@ class Tally:
     def summary(self, run_dir: Path) -> s.Summary:
         """`summary.json` of the run; accounting is read back from the timelines, so a killed process is in it too."""
         rl_start_s = self.started_s if self.rl_started_s is None else self.rl_started_s
-        rl_s = max((self.last_step_s or rl_start_s) - rl_start_s, 1e-9)
+        rl_s = (self.last_step_s or rl_start_s) - rl_start_s  # 0 where this attempt has finished no step
         swaps = [swap for swap in self.swaps if swap.version > 0]
         pauses = [swap.pause_s for swap in swaps]
         found = read_accounting(run_dir, window_s=(self.started_s, self.ended_s))
@@ -241,9 +248,9 @@ class Tally:
             model_params=self.num_params,
             eval=s.Evaluations(before=self.evaluation(0), after=self.evaluation(self.steps_done)),
             throughput=s.Throughput(
-                generated_tokens_per_s=self.generated_tokens / rl_s,
-                trained_tokens_per_s=self.trained_tokens / rl_s,
-                completions_per_s=self.trained_completions / rl_s,
+                generated_tokens_per_s=rate(self.generated_tokens, rl_s),
+                trained_tokens_per_s=rate(self.trained_tokens, rl_s),
+                completions_per_s=rate(self.trained_completions, rl_s),
             ),
             staleness=s.Staleness(
                 max=max(self.staleness, default=0),
@@ -273,3 +280,8 @@ class Tally:
             data=self.data,
             alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
         )
+
+
+def _known(rates: Mapping[str, float | None]) -> dict[str, float]:
+    """Those that are: a line of metrics leaves out what it has nothing to say of."""
+    return {name: value for name, value in rates.items() if value is not None}

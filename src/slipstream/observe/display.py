@@ -182,12 +182,14 @@ class Display:
         if (table := _before_after(summary)).row_count:
             self._print(table)
         staleness, throughput = summary.staleness, summary.throughput
-        self._say(
-            f"{summary.status}: {summary.steps} steps in {duration(summary.wall_s)}  "
-            f"generated {throughput.generated_tokens_per_s:,.0f} tokens/s  "
-            f"trained {throughput.trained_tokens_per_s:,.0f} tokens/s"
-        )
-        self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
+        rates = {
+            "generated": throughput.generated_tokens_per_s,
+            "trained": throughput.trained_tokens_per_s,
+        }
+        told = "".join(f"  {word} {rate:,.0f} tokens/s" for word, rate in rates.items() if rate is not None)
+        self._say(f"{summary.status}: {summary.steps} steps in {duration(summary.total_s)}{told}")
+        if staleness.histogram:
+            self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
         if summary.prompts.failed_completions:
@@ -242,7 +244,8 @@ class Display:
         self._live.update(self._picture(), refresh=True)
 
     def _say(self, line: str) -> None:
-        self._print(Text(self._encodable(line)))
+        if line:  # there may be no verdict
+            self._print(Text(self._encodable(line)))
 
     def _print(self, renderable: RenderableType) -> None:
         self._console.print(renderable, soft_wrap=isinstance(renderable, Text), highlight=False)

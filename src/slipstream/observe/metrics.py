@@ -21,6 +21,13 @@ from typing import Any
 from slipstream.observe.jsonl import JsonlWriter, finite, read_jsonl
 
 Metrics = dict[str, Any]
+LEAST_S = 0.01
+"""A rate is told of so many seconds or more: in less, the time between two events is that of their messages."""
+
+
+def rate(count: float, seconds: float) -> float | None:
+    """`count` over `seconds`; None where these are fewer than `LEAST_S`."""
+    return count / seconds if seconds >= LEAST_S else None
 
 
 class MetricsWriter:

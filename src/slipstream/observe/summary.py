@@ -68,11 +68,11 @@ class Evaluations(msgspec.Struct, frozen=True):
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """Over the RL phase: from the first admission to the end of the last step."""
+    """Over the RL phase: from the first admission to the end of the last step; None where no step was finished."""
 
-    generated_tokens_per_s: float
-    trained_tokens_per_s: float
-    completions_per_s: float
+    generated_tokens_per_s: float | None
+    trained_tokens_per_s: float | None
+    completions_per_s: float | None
 
 
 class Staleness(msgspec.Struct, frozen=True):
@@ -164,6 +164,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     data: Data | None = None
     restarts: dict[str, int] = {}  # executor -> how often it was started again
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all attempts, without what was abandoned."""
+        return self.earlier_s + self.wall_s
 
 
 def write_summary(summary: Summary, path: Path) -> None:

@@ -11,7 +11,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.observe.report.gains import Evaluated, gains_of_several
 from slipstream.observe.report.html import card, cards, document, items, part, table, text
 from slipstream.observe.report.learning import numbers, three_clocks
-from slipstream.observe.report.outcomes import faster, outcome_table
+from slipstream.observe.report.outcomes import BOLD, are_alike, faster, outcome_table
 from slipstream.observe.report.overview import status_of
 from slipstream.observe.report.run import Clock, Run, read_run
 from slipstream.observe.report.setup import as_saved, flat, meaning, shown
@@ -91,15 +91,16 @@ def comparison_page(runs: Sequence[Compared]) -> str:
 
 def _overview(runs: Sequence[Compared]) -> str:
     told = faster({one.name: one.run for one in runs})
-    if len({one.run.recipe for one in runs}) > 1:
-        told.append("The recipes differ, so rewards need not mean the same.")
+    if not are_alike([one.run for one in runs]):
+        told.append("Prompts or rewards differ, so rewards and held-out scores need not mean the same.")
+    if resumed := [one.name for one in runs if one.run.num_attempts > 1]:
+        told.append(f"Resumed: {', '.join(resumed)}. Curves over time leave out what was abandoned.")
     for one in runs:
         if (status := status_of(one.run)) != "done":
             told.append(f"{one.name}: {status}, {len(one.run.history.steps)} steps so far.")
     lead = "Every run has one colour on this page."
     summary = card("What happened", "", items(told, kind="plain"), size="wide") if told else ""
-    note = "The best of each line is bold, where one is better than another."
-    outcomes = card("Outcomes", note, outcome_table({one.name: one.run for one in runs}), size="wide")
+    outcomes = card("Outcomes", BOLD, outcome_table({one.name: one.run for one in runs}), size="wide")
     return part("overview", "In short", lead, [_names(runs), summary, outcomes])
 
 
@@ -153,7 +154,7 @@ def _learning(runs: Sequence[Compared]) -> str:
             ),
         ),
     ]
-    lead = "Asynchrony costs a little per step and wins time: compare the first picture of a row with its last."
+    lead = "The first picture of a row tells what a step teaches, the last one what an hour does."
     return part("learning", "Who learns faster?", lead, pictures)
 
 
@@ -217,7 +218,7 @@ def _off_policy(runs: Sequence[Compared]) -> str:
             "Drift within a batch",
             "kl_k3",
             Axis("KL(sampler ‖ trained), nats per token", low=0.0),
-            "How far the trained policy is from the one that sampled. From 0.1 on, the batch is no longer its own.",
+            "How far the trained policy is from the one that sampled.",
         ),
         _overlay(
             runs,
@@ -227,7 +228,12 @@ def _off_policy(runs: Sequence[Compared]) -> str:
             "How much of a batch still counts after the correction.",
         ),
     )
-    return part("off-policy", "Whose data was older?", "What the speed costs, if it costs anything.", [pictures])
+    return part(
+        "off-policy",
+        "Whose data was older?",
+        "What was sampled while others were trained comes from older versions of the policy.",
+        [pictures],
+    )
 
 
 def _time(runs: Sequence[Compared]) -> str:
@@ -261,7 +267,7 @@ def _time(runs: Sequence[Compared]) -> str:
             _overlay(runs, "Trained on", "trained_tokens_per_s", Axis("tokens per second", low=0.0), "By the trainer."),
         ),
     ]
-    return part("time", "Whose time went where?", "Two runs of the same steps differ by what they wait for.", pictures)
+    return part("time", "Whose time went where?", "Means over the steps of each run's last attempt.", pictures)
 
 
 def _evaluation(runs: Sequence[Compared]) -> str:

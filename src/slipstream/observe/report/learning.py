@@ -26,9 +26,7 @@ def learning(run: Run) -> str:
         _clocks(run, smooth),
         cards(_terms(run), _signal(run), _lengths(run), _entropy(run), _gradient(run), *_critic(run)),
     ]
-    return part(
-        "learning", "Is it learning?", "Up and to the left is good, and the held-out lines are the proof.", pictures
-    )
+    return part("learning", "Is it learning?", "Up and to the left is good; held-out lines are the proof.", pictures)
 
 
 def reward_series(run: Run, clock: Clock) -> list[Series]:
@@ -108,7 +106,7 @@ def _terms(run: Run) -> str:
 def _signal(run: Run) -> str:
     points = [(x, 1.0 - share) for x, share in run.history.points("no_signal_frac")]
     series = [Series("groups with signal", points, BLUE, smooth=run.history.window())]
-    note = "Groups whose answers all have the same reward teach nothing. Near 0, harder or easier prompts are needed."
+    note = "Groups whose answers all have the same reward teach nothing."
     axis = Axis("share of groups", low=0.0, high=1.0, is_share=True)
     return chart_card("Groups that can teach", note, series, axis, alarm_bands(run, ("no_signal",)))
 
@@ -134,7 +132,7 @@ def _entropy(run: Run) -> str:
 
 def _gradient(run: Run) -> str:
     series = [Series("gradient norm", run.history.points("grad_norm"), BLUE, smooth=run.history.window())]
-    note = "Single spikes happen; again and again means single tokens rule the update. Before clipping."
+    note = "Before clipping. Single spikes happen."
     axis = Axis("norm, logarithmic", is_log=True)
     return chart_card("Size of the gradient", note, series, axis, alarm_bands(run, ("grad_norm_spikes",)))
 

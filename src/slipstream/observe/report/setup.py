@@ -48,7 +48,12 @@ def setup(run: Run, hardware: Hardware | None) -> str:
         folded("Everything in summary.json", facts(outcome)) if outcome else "",
         folded("The machine", facts(hardware.lines())) if hardware else "",
     ]
-    return part("setup", "What was run?", "Enough to repeat it: slipstream run config.toml.", pictures)
+    return part(
+        "setup",
+        "What was run?",
+        "What the run was started with. Functions given from Python are not in its files.",
+        pictures,
+    )
 
 
 def lost(run: Run, name: str) -> str:

@@ -55,7 +55,7 @@ def _bars(run: Run) -> str:
 
 def _gantt(run: Run, window: Window | None) -> str:
     title = "A closer look" if window is None else f"A closer look: {window.title}"
-    note = "Who does what at the same time. Between two steps of the trainer the generators should go on decoding."
+    note = "Who does what at the same time."
     if window is None:
         return ""
     if window.num_left_out:
@@ -82,7 +82,7 @@ def _over_time(run: Run) -> str:
         seen |= dict.fromkeys(state for state in order if totals[state] >= LEGEND_SHARE * sum(totals.values()))
         chart = areas(spans, title=f"Time of {process}, step by step", x=axis, order=order)
         charts.append(f"<div><h4>{text(process)}</h4>{chart}</div>")
-    note = "The same, step by step: work below, waiting on top. A band that widens is a bottleneck that grows."
+    note = "The same, step by step: work below, waiting on top."
     content = state_legend(seen, is_hatched=False) + f'<div class="triple">{"".join(charts)}</div>'
     return card("Over time", note, content, size="wide")
 
@@ -93,7 +93,7 @@ def _speed(run: Run) -> str:
         Series("sampled", run.history.points("generated_tokens_per_s"), BLUE, smooth=window),
         Series("trained on", run.history.points("trained_tokens_per_s"), GREEN, smooth=window),
     ]
-    note = "Sampled, a mean of the last reports, lags a little. Well above trained on, it is wasted or piles up."
+    note = "Sampled, a mean of the last reports, lags a little."
     return chart_card("Speed", note, series, Axis("tokens per second", low=0.0))
 
 
@@ -109,6 +109,8 @@ def _waste(run: Run) -> str:
     note = "Tokens that were sampled, or read again, and that nobody was trained on; in percent of those trained on."
     if not waste:
         is_known = run.times.balance is not None and (run.path / "events.jsonl").exists()
+        if is_known and not run.history.steps:
+            return ""
         why = (
             "None: every sampled token was trained on."
             if is_known

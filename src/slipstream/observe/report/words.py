@@ -69,10 +69,7 @@ def _lengths(run: Run) -> list[str]:
     ]
     axis = Axis("tokens" if width == 1 else f"tokens, in bins of {width}")
     chart = line_chart(series, title="Lengths of completions", x=axis, y=Axis("share", low=0.0, is_share=True))
-    note = (
-        "If the dashed line lies left of the other, short answers are preferred, because long ones come too late or "
-        "are dropped."
-    )
+    note = "Where the dashed line lies left of the other, long answers were trained on less often than sampled."
     return [
         card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens")),
         _lengths_over_time(trained, width, num_bins),
@@ -115,5 +112,5 @@ def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> 
         label="tokens",
         left=46 if width == 1 else 76,
     )
-    note = "What the batch of a step was made of. Rows that darken at the top are completions running into the limit."
+    note = "What the batch of a step was made of."
     return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"))

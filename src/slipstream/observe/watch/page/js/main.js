@@ -197,9 +197,10 @@ function onPulse(pulse) {
 }
 
 /** Who starves, once there are steps to tell it by. */
-function showVerdict({ verdict, version, life }) {
-  byId('verdict').hidden = !verdict || version < 2;
-  say(byId('verdict').firstElementChild, OVER.includes(life) ? 'The whole run: ' : 'So far: ');
+function showVerdict({ verdict, life }) {
+  byId('verdict').hidden = !verdict;
+  const isResumed = state.info?.attempts > 1;
+  say(byId('verdict').firstElementChild, isResumed ? 'Since the resume: ' : OVER.includes(life) ? 'The whole run: ' : 'So far: ');
   say(byId('verdict').lastElementChild, verdict ?? '');
 }
 
