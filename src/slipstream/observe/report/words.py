@@ -72,7 +72,7 @@ def _lengths(run: Run) -> list[str]:
         "are dropped."
     )
     return [
-        card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens")),
+        card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens"), folds=True),
         _lengths_over_time(trained, width, num_bins),
     ]
 
@@ -114,4 +114,4 @@ def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> 
         left=46 if width == 1 else 76,
     )
     note = "What the batch of a step was made of. Rows that darken at the top are completions running into the limit."
-    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"))
+    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"), folds=True)
