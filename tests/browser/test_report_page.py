@@ -62,8 +62,8 @@ BROKEN_WORDS = """() => {
         const range = document.createRange();
         range.setStart(node, word.index);
         range.setEnd(node, word.index + word[0].length);
-        const lines = new Set([...range.getClientRects()].filter((box) => box.width > 0.5).map((box) => Math.round(box.top)));
-        if (lines.size > 1) found.push(word[0]);
+        const boxes = [...range.getClientRects()].filter((box) => box.width > 0.5);
+        if (new Set(boxes.map((box) => Math.round(box.top))).size > 1) found.push(word[0]);
       }
     }
   }
@@ -108,9 +108,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         run_dir = tmp_path_factory.mktemp(name)
         make_run_dir(run_dir, steps=min(steps, 60))
         add_evaluation(run_dir, (0.0, 0.25), (8.0, 0.5 if name == "first" else 0.2))
-        (run_dir / "config.toml").write_text(
+        config = (
             'recipe = "quickstart"\nmax_staleness = 2\n[prompts]\ntemplate = "{q}"\n[model]\nintermediate_size = 9\n'
         )
+        (run_dir / "config.toml").write_text(config)
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
         more = {
             "kl_reference_sum": 1.5,
