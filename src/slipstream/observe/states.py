@@ -81,11 +81,11 @@ STATES: dict[str, State] = {
     "wait_ranks": State("waits for its other ranks", "#684613", "the slowest rank of its group has not come", "wait"),
     # Waits of those that are ready before they are needed
     "wait_nothing": State(
-        "waits for nothing", "#707889", "its part of the run is done, or a command is on its way", "wait", is_ready=True
+        "waits for nothing", "#636363", "its part of the run is done, or a command is on its way", "wait", is_ready=True
     ),
-    "wait_completions": State("waits for completions", "#9d9ca3", "nothing to score", "wait", is_ready=True),
-    "wait_rollouts": State("waits for rollouts", "#4b5458", "nothing to measure", "wait", is_ready=True),
-    "idle": State("idle", "#c5c6c7", "waits for whatever comes first", "wait", is_ready=True),
+    "wait_completions": State("waits for completions", "#888893", "nothing to score", "wait", is_ready=True),
+    "wait_rollouts": State("waits for rollouts", "#403e49", "nothing to measure", "wait", is_ready=True),
+    "idle": State("idle", "#b0b2b4", "waits for whatever comes first", "wait", is_ready=True),
     # No process
     ABSENT: State("absent", "#eef0f2", "not started yet, or ended", "gone"),
     LOST: State("lost", "#4a4a4a", "killed: from its last written line until its successor is there", "gone"),
