@@ -233,6 +233,7 @@ def test_on_paper_there_are_no_menus_and_no_dark(visit: Visit, pages: dict[str, 
     page = visit(pages["first"], dark=True)
     page.emulate_media(media="print", color_scheme="dark")
     assert not page.locator("nav").is_visible()
+    assert all(one.is_visible() for one in page.locator(".folds .note").all()), "nothing is folded on paper"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.evaluate(FAINT) == []
 
