@@ -141,7 +141,7 @@ def test_the_pages_state_is_the_servers_at_any_time(visit: Visit, page_of_made: 
 
 def test_a_finished_run_opens_at_what_it_came_to(visit: Visit, page_of_made: Watch) -> None:
     page = visit(page_of_made.url)
-    until(page, "document.querySelector('#headline dd').textContent === '20'")
+    until(page, "document.querySelector('#headline dd')?.textContent === '20'")
     assert text(page, "#life") == "done"
     assert float(page.locator("#slider").input_value()) == pytest.approx(page_of_made.index.end_s, abs=0.02)
     assert page.get_by_role("button", name="Play", exact=True).is_visible(), "it stands still"
@@ -152,7 +152,7 @@ def test_a_finished_run_opens_at_what_it_came_to(visit: Visit, page_of_made: Wat
 
 def test_it_plays_from_its_start_and_pauses(visit: Visit, page_of_made: Watch) -> None:
     page = visit(page_of_made.url)
-    until(page, "document.querySelector('#headline dd').textContent === '20'")
+    until(page, "document.querySelector('#headline dd')?.textContent === '20'")
     page.locator("#play").click()
     until(page, "Number(document.getElementById('slider').value) < 8")
     until(page, "Number(document.getElementById('slider').value) > 2.2")
@@ -303,7 +303,7 @@ def test_a_click_on_a_dot_opens_its_group_and_one_on_a_curve_goes_to_its_step(
     until(page, f"document.querySelector('#reader h3')?.textContent.startsWith('Group {ordinal} ')")
     plot = page.locator(".plot").first
     plot.click(position={"x": plot.bounding_box()["width"] - 2, "y": 20})  # type: ignore[index]
-    until(page, "document.querySelector('#headline dd').textContent === '20'")
+    until(page, "document.querySelector('#headline dd')?.textContent === '20'")
 
 
 def test_alarms_are_shown_as_they_were(visit: Visit, page_of_made: Watch) -> None:
@@ -349,7 +349,7 @@ def test_it_follows_a_run_that_grows_is_resumed_and_ends(
         until(page, "document.getElementById('life').textContent === 'done'")
         assert page.locator("#go-live").is_hidden()
         page.keyboard.press("End")
-        until(page, "document.querySelector('#headline dd').textContent === '2'")
+        until(page, "document.querySelector('#headline dd')?.textContent === '2'")
         assert dots(page) == {}
 
 
@@ -446,7 +446,7 @@ def test_on_a_phone_dots_cover_nothing_that_is_written(visit: Visit, tmp_path_fa
     )
     with Watch(run_dir) as watch:
         page = visit(watch.url, width=390, height=844, still=True)
-        until(page, "document.querySelector('#headline dd').textContent === '2'")
+        until(page, "document.querySelector('#headline dd')?.textContent === '2'")
         most = 0
         begin_s = watch.index.events.step_starts[0]
         for time_s in (0.5 * begin_s, begin_s - 0.02, begin_s + 0.05, begin_s + 20.0):
