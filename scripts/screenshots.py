@@ -18,6 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from slipstream.observe.report import report
@@ -32,6 +33,9 @@ def shoot(page: Page, path: Path, selector: str | None = None) -> None:
         page.screenshot(path=path)
     else:
         page.locator(selector).screenshot(path=path)
+    with Image.open(path) as picture:
+        fewer = picture.convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    fewer.save(path, optimize=True)
     if (size := path.stat().st_size) > MAX_BYTES:
         raise SystemExit(f"{path} has {size:,} bytes, more than {MAX_BYTES:,}")
     print(f"{path}: {size:,} bytes")
@@ -43,6 +47,7 @@ def shoot_report(browser: Browser, run: Path, out: Path) -> None:
         page = browser.new_page(viewport={"width": 1280, "height": 1180}, color_scheme="light")
         page.goto(address)
         shoot(page, out / "report.png")
+        page.locator("nav").evaluate("menu => menu.remove()")  # it would lie across the part
         shoot(page, out / "report_time.png", "#time")
         frames = "".join(
             f'<iframe src="{address}{part}" width="390" height="1076" style="border:0"></iframe>'
