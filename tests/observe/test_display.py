@@ -132,6 +132,16 @@ def test_shares_are_those_of_the_recent_window():
     assert display.waits()["trainer"] == [("wait_rewards", 1.0)]
 
 
+def test_rewards_that_are_ready_are_not_told_as_a_fault():
+    display, clock, _ = make_display(is_terminal=False)
+    for second in range(10):
+        clock.advance(1.0)
+        display.counters("rewards", {"time/score": 0.3 * second, "time/wait_completions": 0.7 * second})
+        display.counters("trainer", {"time/forward_backward": 0.8 * second, "time/wait_generation": 0.2 * second})
+    assert "trainer waits for generation 20%" in display._step_line()
+    assert "completions" not in display._step_line()
+
+
 def test_forced_colours_do_not_make_a_notebook_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-color")

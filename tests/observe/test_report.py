@@ -84,6 +84,8 @@ class Page(HTMLParser):
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += attrs
+        if tag == "wbr":  # the word goes on behind it
+            self.text = self.text.removesuffix("\n")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

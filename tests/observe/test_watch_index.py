@@ -541,6 +541,18 @@ def test_texts_and_lists_in_answers_are_bounded(folder: Path) -> None:
     assert len(answer(index, "curves", names=names, points=10**9)["curves"]) == 1
 
 
+def test_axes_of_curves_follow_the_rule_of_the_report(tmp_path: Path) -> None:
+    lines = [
+        {"step": i, "completion_tokens_mean": 5.74 + i / 100, "loss": 5.0 + i / 9, "wait_of_mine": -0.5}
+        for i in range(10)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = "completion_tokens_mean,loss,wait_of_mine"
+    found = answer(caught_up(RunIndex(tmp_path)), "curves", names=names)["curves"]
+    axes = {name: curve["axis"] for name, curve in found.items()}
+    assert axes == {"completion_tokens_mean": [0.0, 5.83], "loss": [4.0, 7.0], "wait_of_mine": [-0.625, -0.375]}
+
+
 def test_curves_lie_at_their_steps(made: Loop, run_dir: Path) -> None:
     found = answer(caught_up(RunIndex(run_dir)), "curves", names="reward,eval_accuracy", points=500)["curves"]
     assert [point[0] for point in found["reward"]["points"]] == list(range(20))

@@ -19,6 +19,11 @@ class Metric:
     meaning: str
 
     @property
+    def is_amount(self) -> bool:
+        """Whether it is a share, a count or a time, which begin at 0: everything with a unit but what is in nats."""
+        return bool(self.unit) and "nats" not in self.unit
+
+    @property
     def in_words(self) -> str:
         return f"{self.meaning} ({self.unit})" if self.unit else self.meaning
 

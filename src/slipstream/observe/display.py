@@ -26,7 +26,7 @@ from slipstream.core.measure import Measured
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.outlet import Outlet
 from slipstream.observe.samples import Sample
-from slipstream.observe.states import colour, in_words, shares
+from slipstream.observe.states import colour, in_words, is_missed, shares
 from slipstream.observe.summary import Summary
 from slipstream.observe.timeline import TIME_PREFIX, UNLABELLED
 
@@ -278,7 +278,7 @@ class Display:
             if m.get(name) is not None
         ]
         for process, states in self.waits().items():
-            state, share = next(((s, p) for s, p in states if s.startswith("wait_")), ("", 0.0))
+            state, share = next(((s, p) for s, p in states if is_missed(s)), ("", 0.0))
             if share >= 0.05:
                 parts.append(f"{process} {in_words(state)} {share:.0%}")
         if (eta_s := self._eta_s()) is not None and self._num_done < self._steps:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from slipstream.core.config import AlarmName
-from slipstream.observe.report.html import card, cards, folded, part, table, text
+from slipstream.observe.report.html import card, cards, folded, folded_on_phones, part, table, text
 from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, rescaled
 from slipstream.observe.svg import MAX_POINTS, Axis, Band, Series, empty, line_chart, line_legend, number, thin
 from slipstream.observe.svg_blocks import Column, merged, percent_name
@@ -84,7 +84,9 @@ def three_clocks(
         chart = line_chart(series, title=f"{title} by {axis.label}", x=axis, y=y, height=height, has_legend=False)
         charts.append(f"<div>{chart}</div>")
     series = series_of("step")
-    content = f'{line_legend(series)}<div class="triple">{"".join(charts)}</div>'
+    first, *others = charts
+    rest = folded_on_phones("The same by tokens and by time", "".join(others))
+    content = f'{line_legend(series)}<div class="triple">{first}{rest}</div>'
     return card(title, note, content, size="wide", details=numbers(series, "step"))
 
 
@@ -162,7 +164,7 @@ def chart_card(
     if not series:
         return ""
     chart = line_chart(series, title=title, x=Axis(x), y=y, bands=bands, limits=limits)
-    return card(title, note, chart, details=numbers(series, x))
+    return card(title, note, chart, details=numbers(series, x), folds=True)
 
 
 def alarm_bands(run: Run, names: Iterable[AlarmName]) -> list[Band]:

@@ -81,7 +81,7 @@ def _ratios(run: Run) -> str:
         "How much likelier the trained policy finds a token than the policy that sampled it. 1 is no difference; "
         "what is far from it is clipped or weighs too much."
     )
-    return card("Importance ratios", note, chart, details=column_numbers(columns, rows, "step"))
+    return card("Importance ratios", note, chart, details=column_numbers(columns, rows, "step"), folds=True)
 
 
 def ratio_row(low: float, high: float) -> str:

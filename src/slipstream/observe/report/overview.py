@@ -332,4 +332,4 @@ def _alarms(alarms: list[AlarmSpan]) -> str:
     ]
     note = "What looked wrong in the numbers. Each is a suspicion, not a verdict; charts are shaded where one was on."
     head = ["alarm", "", "steps", "value", "threshold", "what it means"]
-    return card("Alarms", note, table(head, rows, kind="alarms"), size="wide") if rows else ""
+    return card("Alarms", note, table(head, rows, kind="alarms", stacks=True), size="wide", folds=True) if rows else ""

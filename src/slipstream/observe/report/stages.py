@@ -53,7 +53,7 @@ def _reward_model(folder: Path) -> list[str]:
         share = record["held_out_accuracy"]
         note += f" Of {number(record['num_held_out'])} held-out preferences it gets {share:.0%} right."
     return [
-        card("Reward model: loss", "On the preferences it learns from.", loss),
+        card("Reward model: loss", "On the preferences it learns from.", loss, folds=True),
         card("Reward model: accuracy", note, accuracy),
     ]
 

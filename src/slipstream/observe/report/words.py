@@ -71,7 +71,7 @@ def _lengths(run: Run) -> list[str]:
     chart = line_chart(series, title="Lengths of completions", x=axis, y=Axis("share", low=0.0, is_share=True))
     note = "Where the dashed line lies left of the other, long answers were trained on less often than sampled."
     return [
-        card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens")),
+        card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens"), folds=True),
         _lengths_over_time(trained, width, num_bins),
     ]
 
@@ -113,4 +113,4 @@ def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> 
         left=46 if width == 1 else 76,
     )
     note = "What the batch of a step was made of."
-    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"))
+    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"), folds=True)

@@ -116,7 +116,7 @@ class Chart {
     this.low = el('span');
     this.high = el('span');
     this.last = el('span', { class: 'x-last' });
-    const plot = el('div', { class: 'plot' }, this.picture, el('div', { class: 'y-axis', 'aria-hidden': true }, this.high, this.low));
+    const plot = el('div', { class: 'plot' }, el('div', { class: 'y-axis', 'aria-hidden': true }, this.high, this.low), this.picture);
     plot.addEventListener('click', (event) => {
       const box = this.picture.getBoundingClientRect();
       onStep(Math.round(this.right * ((event.clientX - box.left) / box.width)));
@@ -131,10 +131,8 @@ class Chart {
     const all = found.flat();
     if (!all.length) return;
     this.right = Math.max(1, ...all.map((point) => point[0]));
-    const least = Math.min(...all.map((point) => point[2]));
-    const most = Math.max(...all.map((point) => point[3]));
-    const low = least >= 0 && least < 0.5 * most ? 0 : least;
-    const high = most > low ? most : low + 1;
+    const ends = this.series.map((one) => curves[one.name]?.axis).filter(Boolean); // the server knows the rule
+    const [low, high] = [Math.min(...ends.map((one) => one[0])), Math.max(...ends.map((one) => one[1]))];
     const x = (step) => ((step / this.right) * WIDTH).toFixed(2);
     const y = (value) => (HEIGHT - 4 - ((value - low) / (high - low)) * (HEIGHT - 8)).toFixed(2);
     this.cursor = svg('line', { class: 'cursor', y1: 0, y2: HEIGHT, x1: 0, x2: 0, 'vector-effect': 'non-scaling-stroke' });
