@@ -79,7 +79,7 @@ def test_isolation_is_reported() -> None:
         ("raise", "ValueError"),
         ("exit", "SystemExit"),
         ("many", "100 rewards for 1 completion"),
-        ("text", "ValueError"),
+        ("text", "TypeError"),
         ("closes", "worker died"),
         ("fill", "OSError"),
     ],

@@ -74,7 +74,7 @@ def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Coll
         build_judge(config.judge)
 
 
-def check_data(config: RunConfig, run_dir: Path, functions: Functions) -> None:
+def check_data(config: RunConfig, run_dir: Path, functions: Functions | None = None) -> None:
     """Raise ConfigError for data that a stage could not work on, by reading all of it, before the first one starts.
 
     Rewards are called on two of the prompts; `functions` are those from Python.
@@ -99,7 +99,7 @@ def check_data(config: RunConfig, run_dir: Path, functions: Functions) -> None:
         read_preferences(config, run_dir, tokenizer, Quiet())
 
 
-def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, functions: Functions) -> None:
+def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, functions: Functions | None) -> None:
     """The dry call of all rewards that any stage scores with."""
     tasks, two, private = task_table(config.prompts.tasks), two_prompts(prompts), [str(run_dir)]
     if "rl" in config.stages:

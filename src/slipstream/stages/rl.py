@@ -101,8 +101,6 @@ def run_rl(
     where it has been made; else ConfigError for bad data, before anything is written.
     """
     restarts = Restarts(config.max_restarts, WallClock())
-    if prepared is None:
-        prepared = _work(with_stage_paths(config, run_dir), run_dir, given, is_resumed=False)
     while True:
         try:
             return _attempt(config, run_dir, given, restarts.counts, resumed, prepared)
@@ -134,7 +132,9 @@ def _attempt(
     """One run of the pipeline, to its end or to its first error. `restarts` goes on counting over attempts."""
     with_paths = with_stage_paths(config, run_dir)
     checkpoint = None if resumed is None else resumed.checkpoint
-    work, prompt_set = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)
+    if prepared is None and resumed is None:
+        prepared = _work(with_paths, run_dir, given, is_resumed=False)
+    work, prompt_set = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
     report = prompt_set.report
     with_paths = _with_longest_prompt(with_paths, report)
     tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
