@@ -125,7 +125,7 @@ def test_a_finished_run_is_there_and_its_dots_lie_where_its_groups_are(visit: Vi
     assert "4 prompts × 4 completions" in text(page, "#facts")
     assert text(page, "#headline div:nth-child(1) .note") == "of 20"
     assert page.locator(".lane").count() == 5
-    assert page.locator(".chart").count() == 5
+    assert page.locator(".chart").count() == 6
     rng = random.Random(0)
     for time_s in [6.05, *(round(rng.uniform(3, 14), 2) for _ in range(5))]:
         at(page, time_s)
