@@ -304,7 +304,8 @@ def test_ahead_of_the_trainer_an_extended_run_loses_nothing_and_says_what_its_sc
 
 @pytest.mark.slow
 def test_the_policy_of_an_extended_run_is_evaluated_again(small, tmp_path):
-    tables = small | SYNC | {"steps": 2, "stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 4}}
+    tables = small | SYNC | {"steps": 2, "stages": ["sft", "rl", "evaluate"], "evaluation": {"num_prompts": 4}}
+    tables |= {"sft": {"steps": 3}, "warm_start": {"steps": 0}, "model": small["model"] | {"path": "stage:sft"}}
     run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out
     first = (run / EVALUATION_FILE).stat().st_ino
     again = slipstream.run(resume=run, display=False)
