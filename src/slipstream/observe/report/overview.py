@@ -147,20 +147,16 @@ def learned(run: Run) -> str:
     before, after = run.held_out
     if summary is not None and summary.eval.after is not None and (told := _held_out(before, after)):
         count = summary.eval.after.num_prompts
-        is_judged = after.accuracy is not None
-        ends = (before.accuracy, after.accuracy) if is_judged else (before.reward, after.reward)
-        chance = may_be_chance(*ends, count)
+        chance = may_be_chance(before.accuracy, after.accuracy, count)  # of a mean reward the error is not known
         return f"{told} ({count} prompts, greedy) in {summary.steps} steps{chance}."
     return _rewarded([value for _, value in run.history.points("reward")])
 
 
 def may_be_chance(before: float | None, after: float | None, num_prompts: int) -> str:
-    """A clause where two shares of so many prompts differ by no more than noise; none where they are no shares."""
+    """A clause where two shares of so many prompts differ by no more than noise."""
     if before is None or after is None or before == after:
         return ""
-    first, last = share(before, num_prompts), share(after, num_prompts)
-    is_known = first.error is not None and last.error is not None
-    return ", which may be chance" if is_known and not first.differs(last) else ""
+    return "" if share(before, num_prompts).differs(share(after, num_prompts)) else ", which may be chance"
 
 
 def _rewarded(rewards: list[float]) -> str:
