@@ -1,4 +1,4 @@
-"""Run experiments and write what they found into docs/results.md, and in short into README.md.
+"""Run experiments and write what they found into docs/results.md, with a table of all of them at its top.
 
     python -m experiments                     the headline set
     python -m experiments --all               every experiment
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from experiments.catalogue import EXPERIMENTS, HEADLINE
 from experiments.lab import DEFAULT_FOLDER, Lab, RunFailed, Unavailable
-from experiments.readme import write_table
+from experiments.overview import write_table
 from experiments.section import render, write
 
 

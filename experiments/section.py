@@ -35,7 +35,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Section:
-    """`tables` are Markdown, by caption; `figures` alt text -> SVG. The first of `verdicts` is the one of the README.
+    """`tables` are Markdown, by caption; `figures` alt text -> SVG. The first of `verdicts` goes into the overview.
 
     `cost` is a word on what it takes to get all of it; what it took is added (`Lab.cost`).
     """

@@ -28,8 +28,11 @@ edit by hand.
 A recipe is a TOML file with these fields. Layers, later over earlier: defaults, recipe, preset, flags. On the command
 line a field is a flag with its section in front (`--max-staleness 0`, `--trainer.optimizer.lr 1e-4`); lists of tables
 (`prompts.tasks`, `rewards.terms`, `warm_start.demonstrations`) are set in TOML only. In Python the same names are keys
-of `overrides`. Unknown fields, values out of range and fields that contradict each other are errors before anything
-starts, and the resolved configuration is saved as `config.toml` in the run's folder.
+of `overrides`, nested or with dots (`{"trainer.optimizer.lr": 1e-4}`). Another `loss.name` than the recipe's means that
+loss's own parameters. Unknown fields, values out of range and fields that contradict each other are errors before
+anything starts; for names and values of TRL, verl, prime-rl and OpenRLHF the error says what they are here. The
+resolved configuration is saved as `config.toml` in the run's folder; a resume may change a few fields of it
+([reliability.md](reliability.md#resume)).
 """
 
 _WORDS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", Any: "value"}

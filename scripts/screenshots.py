@@ -1,8 +1,11 @@
-"""Pictures of the watch page for the docs: python scripts/screenshots.py RUN --at SECONDS --group ORDINAL
+"""Pictures of a run's pages for the docs: python scripts/screenshots.py RUN --at SECONDS --group ORDINAL
 
-watch.png          the page of RUN at that time of the run, as a desktop shows it
+report.png         the top of the report
+report_time.png    its part on time
+report_phone.png   three parts of it on a phone
+watch.png          the watch page of RUN at that time of the run, as a desktop shows it
 watch_tokens.png   reading a group token by token, by logprob gap
-watch_phone.png    the same page on a phone, in dark
+watch_phone.png    the watch page on a phone, in dark
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page, sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
 
+from slipstream.observe.report import report
 from slipstream.observe.watch import watch
 
 MAX_BYTES = 250_000
@@ -27,9 +33,31 @@ def shoot(page: Page, path: Path, selector: str | None = None) -> None:
         page.screenshot(path=path)
     else:
         page.locator(selector).screenshot(path=path)
+    with Image.open(path) as picture:
+        fewer = picture.convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    fewer.save(path, optimize=True)
     if (size := path.stat().st_size) > MAX_BYTES:
         raise SystemExit(f"{path} has {size:,} bytes, more than {MAX_BYTES:,}")
     print(f"{path}: {size:,} bytes")
+
+
+def shoot_report(browser: Browser, run: Path, out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        address = report(run, out=Path(folder) / "report.html").resolve().as_uri()
+        page = browser.new_page(viewport={"width": 1280, "height": 1180}, color_scheme="light")
+        page.goto(address)
+        shoot(page, out / "report.png")
+        page.locator("nav").evaluate("menu => menu.remove()")  # it would lie across the part
+        shoot(page, out / "report_time.png", "#time")
+        frames = "".join(
+            f'<iframe src="{address}{part}" width="390" height="1076" style="border:0"></iframe>'
+            for part in ("", "#off-policy", "#time")
+        )
+        beside = Path(folder) / "phones.html"
+        beside.write_text(f'<body style="margin:0;display:flex;gap:24px;background:#c8ccd6">{frames}', encoding="utf-8")
+        phones = browser.new_page(viewport={"width": 3 * 390 + 2 * 24, "height": 1076}, color_scheme="light")
+        phones.goto(beside.as_uri())
+        shoot(phones, out / "report_phone.png")
 
 
 def ask(url: str, question: str) -> dict[str, Any]:
@@ -49,6 +77,7 @@ def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with watch(options.run) as served, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        shoot_report(browser, options.run, options.out)
         link = f"{served.url}#t={options.at}"
         page = browser.new_page(viewport={"width": 1280, "height": 960}, color_scheme="light")
         page.goto(link)

@@ -18,7 +18,9 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "experiments").rglob("README.md")),
 ]
-PROGRAMS = r"(?:\.venv[\w-]*/bin/)?(?:slipstream|python3?|pip|make|kubectl|scancel|wandb|trackio|ssh|hf)|jobs/\S+\.sh"
+PROGRAMS = (
+    r"(?:\.venv[\w-]*/bin/)?(?:slipstream|python3?|pytest|pip|make|kubectl|scancel|wandb|trackio|ssh|hf)|jobs/\S+\.sh"
+)
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:for \w+ in .*; do )?(?:{PROGRAMS})(?: |$)")
 
 

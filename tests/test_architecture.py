@@ -1,7 +1,7 @@
 """The architecture as a test: who may import whom, and what may not be in the library at all.
 
 core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages
-     < api, doctor, jobs, launch < cli
+     < api, doctor, jobs, launch < cli < __main__
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ LAYERS = (
     ("stages",),
     ("api", "doctor", "jobs", "launch"),
     ("cli",),
+    ("__main__",),
 )
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
@@ -147,13 +148,14 @@ FORBIDDEN_NAMES = {
     "recv_object_list": "pickles of peers",
 }
 PATTERNS_ON_BOUNDED_TEXT = {
+    "core/hub.py",  # linear ones, for names of the configuration, and commits that the hub tells
     "core/plain.py",  # linear ones, for paths and flags of the user
     "evals/judge.py",  # linear ones, see docs/rewards.md
     "observe/outlet.py",  # a linear one, for what a run itself has shown
     "observe/trackers.py",  # linear ones, for names and values of the configuration
 }
 RUNS_TEXT = {  # who may compile and run text, and why
-    "rewards/functions.py": "the user's own reward function",
+    "rewards/calls.py": "the user's own reward function",
     "rewards/jailed.py": "a model's program and its tests, in a jail",
 }
 

@@ -48,7 +48,8 @@ from slipstream.observe.summary import (
 from slipstream.trainer.checkpoint import crc32, save_checkpoint
 from slipstream.trainer.optim import FlatAdamW
 
-TRIES_TEXT = "slipstream.models.foreign_text"  # the one process that a check may start
+TRIES_TEXT = "slipstream.models.foreign_text"  # processes that a check may start
+CALLS_REWARDS = "slipstream.rewards.worker"
 MAX_LINES, MAX_COLUMNS = 24, 480
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -402,6 +403,75 @@ LOSSES_AND_REWARDS = [
         "line 1",
         prepare=text("mine.py", "def score(:\n"),
     ),
+    wrong(
+        "reward fails",
+        {"rewards": {"terms": [{"function": "mine.py:score"}]}},
+        "a reward fails in a dry call, before the run",
+        "ZeroDivisionError: division by zero (mine.py, line 3)",
+        "the prompt was 'word ",
+        "one finite number or None for each completion",
+        "rewards.dry_call = false",
+        prepare=text(
+            "mine.py", "def score(completions, **columns):\n    x = 0\n    return [1 / x for _ in completions]\n"
+        ),
+    ),
+    wrong(
+        "reward of no such column",
+        {"rewards": {"terms": [{"function": "mine.py:score"}]}},
+        "a reward fails in a dry call, before the run",
+        "missing 1 required keyword-only argument: 'solution'",
+        "the columns answer",
+        prepare=text("mine.py", "def score(*, completions, solution, **columns):\n    return [0.0]\n"),
+    ),
+    wrong(
+        "reward of no such module",
+        {"rewards": {"terms": [{"function": "mine.py:score"}]}},
+        "the reward functions cannot be set up",
+        "No module named 'nowhere' (mine.py, line 1)",
+        prepare=text("mine.py", "import nowhere\ndef score(completions, **columns):\n    return [0.0]\n"),
+    ),
+    wrong(
+        "reward over the network",
+        {"rewards": {"terms": [{"function": "mine.py:score"}]}},
+        "a reward fails in a dry call, before the run",
+        "rewards have no network: set rewards.allow_network = true",
+        prepare=text(
+            "mine.py",
+            "import urllib.request\ndef score(completions, **columns):\n"
+            "    return [float(urllib.request.urlopen('http://127.0.0.1:9').read())]\n",
+        ),
+    ),
+    wrong(
+        "gold fails",
+        {**PREFERENCES, "gold": {"terms": [{"function": "mine.py:score"}]}},
+        "a reward fails in a dry call, before the run",
+        "KeyError: 'solution' (mine.py, line 2)",
+        prepare=text("mine.py", "def score(completions, **columns):\n    return columns['solution']\n"),
+    ),
+    wrong(
+        "reward from nowhere",
+        {"rewards": {"terms": [{"function": "python:accuracy"}]}},
+        "the reward 'accuracy' is a Python function",
+        "slipstream.run(..., reward=...)",
+    ),
+    wrong(
+        "network for what evaluates text",
+        {"rewards": {"terms": [{"function": "math"}], "allow_network": True}},
+        "'math' evaluates model text",
+        "allow_network = true",
+    ),
+    wrong("variable", {"rewards": {"environment": ["A=B"]}}, "no environment variable has such a name", "'A=B'"),
+    wrong(
+        "built-in of groups",
+        {"rewards": {"terms": [{"function": "exact_match", "per": "group"}]}},
+        "'exact_match' scores each completion by itself",
+    ),
+    wrong(
+        "group too large",
+        {"completions_per_group": 5000, "rewards": {"terms": [{"function": "mine.py:score", "per": "group"}]}},
+        "a worker's answer for a group is too large",
+        "at most 4,096",
+    ),
     wrong("parameters of ours", {"rewards": {"terms": [{"function": "a:b", "params": {"x": 1}}]}}, "are for built-in"),
     wrong(
         "no reward model", {"rewards": {"models": [{"path": "nowhere"}]}}, "no reward model", "nowhere", "config.json"
@@ -615,9 +685,9 @@ DATA = [
     wrong(
         "Latin-1", {}, "data.jsonl", "UTF-8", prepare=text("data.jsonl", '{"prompt": "caf\xe9"}\n'.encode("latin-1"))
     ),
-    wrong("no column", {}, "record 2 has no column 'prompt'", "promt", prepare=rows(*ROWS[:2], {"promt": "x"})),
+    wrong("no column", {}, "line 3 has no column 'prompt'", "promt", prepare=rows(*ROWS[:2], {"promt": "x"})),
     wrong("column", {"prompts": {"prompt_column": "promt"}}, "no column 'promt'", "did you mean 'prompt'?"),
-    wrong("no text", {}, "record 0: the prompt is neither text nor a chat", "int", prepare=rows({"prompt": 3})),
+    wrong("no text", {}, "line 1: the prompt is neither text nor a chat", "int", prepare=rows({"prompt": 3})),
     wrong("empty chat", {}, "neither text nor a chat", prepare=rows({"prompt": []})),
     wrong(
         "bad role",
@@ -748,7 +818,7 @@ DATA = [
     wrong(
         "sft rows",
         {"stages": ["sft", "rl"], "sft": {"dataset": "sft.jsonl"}},
-        "sft.jsonl, record 0",
+        "sft.jsonl, line 1",
         "no completion to learn",
         prepare=rows(*ROWS, to="sft.jsonl"),
     ),
@@ -761,7 +831,7 @@ DATA = [
     wrong(
         "preference rows",
         {"stages": ["reward_model", "rl"], "reward_model": {"preferences": "data.jsonl"}},
-        "data.jsonl, record 0 is no preference",
+        "data.jsonl, line 1 is no preference",
         "chosen, rejected",
     ),
     wrong(
@@ -830,6 +900,10 @@ def admitted(folder: Path) -> None:
     (folder / "run" / "ledger.jsonl").write_bytes(bytes(500))
 
 
+def without_checkpoints(folder: Path) -> None:
+    shutil.rmtree(folder / "run" / "checkpoints")
+
+
 STEP = "run/checkpoints/step_1"
 RUNS = [
     refused("run recipe.toml --out out", "not empty", "out", "--resume out", prepare=used),
@@ -844,7 +918,9 @@ RUNS = [
     refused("run --resume model", "'model' is no run"),
     refused("run --resume data.jsonl", "'data.jsonl' is no run"),
     refused("run --resume run", "the run is already complete", "2 of 2 steps", "hint", prepare=complete),
-    refused("run --resume run --steps 5", "keeps its configuration", "got:     steps", "--resume alone"),
+    refused("run --resume run --seed 5", "keeps its configuration", "got:     seed", "--resume alone, or with steps"),
+    refused("run --resume run --steps 1", "gone further than that", "at least 2", prepare=complete),
+    refused("run --resume run --steps 4", "no checkpoint to go on from", prepare=both(complete, without_checkpoints)),
     refused("run recipe.toml --resume run", "keeps its configuration", "recipe"),
     refused("run --resume run --preset sync --out x", "keeps its configuration", "preset, out"),
     refused("run --resume run", "'run/config.toml' is not valid TOML", prepare=text("run/config.toml", "steps = ")),
@@ -852,6 +928,15 @@ RUNS = [
     refused("run --resume run", "'steps'", "-2", prepare=in_config("steps = 2", "steps = -2")),
     refused("run --resume run", "cannot be read", "UTF-8", prepare=text("run/config.toml", b"\xff\xfe")),
     refused("run --resume run", "dataset not found", prepare=in_config("data.jsonl", "gone.jsonl")),
+    refused(
+        "run --resume run",
+        "a reward fails in a dry call, before the run",
+        "KeyError: 'solution' (mine.py, line 2)",
+        prepare=both(
+            in_config('"exact_match"', '"mine.py:score"'),
+            text("mine.py", "def score(completions, **columns):\n    return columns['solution']\n"),
+        ),
+    ),
     refused("run --resume run", "belongs to another model", prepare=in_config("hidden_size = 16", "hidden_size = 32")),
     refused("run --resume run", "step_1", "torn", "policy.safetensors", prepare=cut(f"{STEP}/policy.safetensors", -1)),
     refused("run --resume run", "step_1", "torn", "state.json", prepare=remove(f"{STEP}/state.json")),
@@ -1000,13 +1085,13 @@ ABSURD = [
     refused("run r.toml", "'steps'", "allowed: <= ", prepare=text("r.toml", f"steps = {'9' * 4000}\n")),
     refused("run r.toml", "'r.toml' cannot be read", "bytes", prepare=text("r.toml", "#" * 5_000_000)),
     wrong("deep JSON", {}, "line 1 is not JSON", "too deep", prepare=rows(nested(100_000))),
-    wrong("deep column", {}, "record 1 holds", "nested more than 64 deep", prepare=of_row(tag=json.loads(nested(80)))),
+    wrong("deep column", {}, "line 2 holds", "nested more than 64 deep", prepare=of_row(tag=json.loads(nested(80)))),
     wrong("long integer", {}, "line 1 is not JSON", "digits", prepare=rows('{"prompt": ' + "9" * 5000 + "}")),
-    wrong("huge integer", {}, "record 1 holds", "more than 64 bits", prepare=of_row(tag=10**30)),
-    wrong("broken prompt", {}, "record 1 holds", SURROGATE, prepare=of_row(prompt="a\ud800")),
-    wrong("broken answer", {}, "record 1 holds", SURROGATE, prepare=of_row(answer="a\udc00b")),
-    wrong("broken column", {}, "record 1 holds", SURROGATE, prepare=of_row(tag=["a\ud800"])),
-    wrong("broken name of a column", {}, "record 1 holds", SURROGATE, prepare=of_row(**{"a\ud800": 1})),
+    wrong("huge integer", {}, "line 2 holds", "more than 64 bits", prepare=of_row(tag=10**30)),
+    wrong("broken prompt", {}, "line 2 holds", SURROGATE, prepare=of_row(prompt="a\ud800")),
+    wrong("broken answer", {}, "line 2 holds", SURROGATE, prepare=of_row(answer="a\udc00b")),
+    wrong("broken column", {}, "line 2 holds", SURROGATE, prepare=of_row(tag=["a\ud800"])),
+    wrong("broken name of a column", {}, "line 2 holds", SURROGATE, prepare=of_row(**{"a\ud800": 1})),
     wrong(
         "long line",
         {},
@@ -1163,7 +1248,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen.__init__
 
     def start_a_check(self: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
-        if TRIES_TEXT not in arguments:  # it is gone when the check is done: `nothing_is_left`
+        if not {TRIES_TEXT, CALLS_REWARDS} & set(arguments):  # gone when the check is done: `nothing_is_left`
             raise Started("a process")
         start(self, arguments, *args, **kwargs)
 
@@ -1299,7 +1384,7 @@ def test_a_run_that_was_killed_goes_on(place: Path) -> None:
         ({"prompts": [{"prompt": "a", "tag": object()}, "b"]}, ("prompts are kept as JSON", "object")),
         ({"prompts": [{"question": "a"}, {"question": "b"}]}, ("no column 'prompt'", "question")),
         ({"prompts": ["a", "b"]}, ("compares with an answer", "2 of 2")),
-        ({"prompts": ["a", "b\ud800"]}, ("prompt 1 cannot be written", "half of a surrogate pair")),
+        ({"prompts": ["a", "b\ud800"]}, ("prompts[1] cannot be written", "half of a surrogate pair")),
         ({"overrides": {"steps": 10**5000}}, ("'steps'", "4,300 digits")),
         ({"overrides": {"prompts": {"template": "\ud800"}}}, ("'prompts.template'", "half of a surrogate pair")),
         ({"overrides": {"prompts": {"template": "a\0"}}}, ("'prompts.template'", "a null character")),

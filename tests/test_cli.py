@@ -111,15 +111,26 @@ def test_bad_input_is_2_and_explained_on_stderr(
     assert not calls
 
 
-def test_resume_takes_the_saved_configuration_and_nothing_else(
+def test_resume_takes_the_saved_configuration_and_what_may_change(
     recipe: Path, calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = resolve(recipe, {"steps": 11})
     save_config(saved, tmp_path / "config.toml")
     assert run_cli("run", "--resume", str(tmp_path)) == 0
     assert calls == [(saved, {"out": None, "resume": tmp_path})]
-    assert run_cli("run", "tiny", "--resume", str(tmp_path), "--steps", "5") == 2
-    assert "got:     recipe, steps" in capsys.readouterr().err
+    calls.clear()
+    flags = "--steps 20 --trainer.checkpoint-every 5 --max-staleness 2 --deadline-s 60"  # one of them changes nothing
+    assert saved.max_staleness == 2
+    assert run_cli("run", "--resume", str(tmp_path), *flags.split()) == 0
+    overrides = {"steps": 20, "trainer": {"checkpoint_every": 5}, "max_staleness": 2, "deadline_s": 60.0}
+    assert calls == [
+        (resolve(saved.model_dump(), overrides), {"out": None, "resume": tmp_path, "overrides": overrides})
+    ]
+    for wrong, named in (("tiny --steps 5", "recipe"), ("--seed 1 --loss.name ppo", "seed, loss.name")):
+        assert run_cli("run", "--resume", str(tmp_path), *wrong.split()) == 2
+        said = capsys.readouterr().err
+        assert f"got:     {named}" in said
+        assert "steps, trainer.checkpoint_every" in said
 
 
 @pytest.mark.parametrize(

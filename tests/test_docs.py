@@ -87,7 +87,7 @@ def test_commands_and_flags_exist(document: Path) -> None:
     used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+)\b", text, flags=re.MULTILINE))
     assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
     known = OWN_FLAGS | set(field_paths(RunConfig))
-    text = re.sub(r"-m experiments[^`\n]*", "", SCRIPT_CALL.sub("", text))
+    text = re.sub(r"(?:-m experiments|\bhf (?:download|auth))[^`\n]*", "", SCRIPT_CALL.sub("", text))
     flags = {flag.replace("-", "_") for flag in re.findall(r"`?--([a-z][a-z._-]*[a-z])", text)} if used else set()
     assert flags <= known, f"{document.name} uses the flags {flags - known}"
     presets = set(re.findall(r"--preset (\w+)", text))
@@ -135,7 +135,7 @@ def test_shown_flags_parse_and_their_run_resolves(call: str, tmp_path: Path, mon
     """What would be trained is a configuration, whose loss and stages go together."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for name, text in files_of(ROOT / "README.md").items():
+    for name, text in files_of(ROOT / "docs" / "guide.md").items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "planned.toml").write_text((ROOT / "recipes" / "quickstart.toml").read_text(encoding="utf-8"))
     understood = cli._parse

@@ -32,17 +32,17 @@ def test_a_good_machine_and_a_poor_one() -> None:
     poor = {f.name: f for f in features(poor_hardware, holds | {"network": False}, {"dev": ["pytest"]})}
     assert [name for name, feature in poor.items() if feature.works] == ["training on the CPU"]
     assert "not isolated here: network" in poor["verifiers that evaluate model text"].why
-    assert poor["extra 'dev'"].why == "missing: pytest; pip install -e '.[dev]'"
+    assert poor["extra 'dev'"].why == "missing: pytest; `pip install pytest`"
 
 
 def test_text_in_brackets_is_shown() -> None:
     console = Console(record=True, width=200)
     isolation = dict.fromkeys(BARRIERS, True)
-    found = features(HARDWARE, isolation, {"dev": ["pytest"]})
+    found = features(HARDWARE, isolation, {"dev": ["pytest[dev]"]})
     render(
         Findings(
-            versions=versions(), hardware=HARDWARE, isolation=isolation, extras={"dev": ["pytest"]}, features=found
+            versions=versions(), hardware=HARDWARE, isolation=isolation, extras={"dev": ["pytest[dev]"]}, features=found
         ),
         console,
     )
-    assert "pip install -e '.[dev]'" in console.export_text()
+    assert "`pip install pytest[dev]`" in console.export_text()

@@ -34,6 +34,6 @@ def folder(script: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 def test_its_recipes_can_be_run(script: dict[str, Any], folder: Path, case: str, mode: str, tmp_path: Path) -> None:
     """In the case of one length no token ends a completion, and the run has to be told."""
     config = resolve(script["recipe_of"](script["CASES"][case], mode, folder, steps=4))
-    check_stages(config, has_own_reward=False)
+    check_stages(config)
     check_data(config, tmp_path)
     assert config.generator.stop_at_eos is (case == "long")

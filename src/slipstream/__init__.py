@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from slipstream.api import Result, run
     from slipstream.controller.replay import replay
     from slipstream.core.config import RunConfig

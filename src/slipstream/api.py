@@ -10,6 +10,7 @@ a reward given as a Python function (a lambda, too) is called in the caller's pr
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -17,24 +18,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.controller.cluster import Cluster
-from slipstream.controller.meeting import check_listening
+from rich.console import Console
+
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, DiskError
+from slipstream.core.hub import Tell, pinned, with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.plain import wrong_text
-from slipstream.core.recipes import check_path, merge, resolve
+from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
-from slipstream.stages.chain import check_data, check_stages, run_stages
-from slipstream.stages.rl import FromPython, resume_rl, run_rl
+from slipstream.rewards.given import Functions, Reward, with_given
+from slipstream.stages.named import check_named, check_names
+
+if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
+    from slipstream.controller.cluster import Cluster
+    from slipstream.stages.rl import FromPython
 
 PROMPTS_FILE = "prompts.jsonl"  # in the run's directory: the prompts given from Python
+ScoredBy = tuple[Reward | Sequence[Reward] | None, Sequence[float] | None]
+"""`reward` and `reward_weights`."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,12 @@ class Result:
 
 
 def run(
-    config: RunConfig | str | Path | Mapping[str, Any],
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
     preset: str | None = None,
-    reward: Callable[..., Any] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    reward_weights: Sequence[float] | None = None,
     prompts: Sequence[str | Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
@@ -67,11 +77,15 @@ def run(
 
     `config` is a RunConfig, a recipe's name or path, or its tables. `reward(prompts, completions, completion_ids,
     **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process
-    with `rewards.timeout_s` as its deadline. `prompts` (strings, or rows with `prompt` and `answer`) replace the
+    with `rewards.timeout_s` as its deadline. A list may mix functions, names as in `rewards.terms` ("length",
+    "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
+    in the sum. `prompts` (strings, or rows with `prompt` and `answer`) replace the
     config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty;
-    `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is not
-    done. `pipeline` replaces the default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and
-    generators are not started here: they join, from wherever they are.
+    `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is
+    not done, under the configuration that it saved: `config` is not looked at, and `overrides` may change what
+    `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also one that is done). `pipeline` replaces the
+    default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and generators are not started here:
+    they join, from wherever they are.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
     written so far stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
@@ -81,10 +95,30 @@ def run(
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
     with _interruptible() as interrupts:
-        given = FromPython(reward=reward, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts)
         if resume is not None:
-            return _resume(Path(resume), given)
-        return _run(config, overrides, preset, prompts, out, given)
+            if given_too := [name for name, value in (("preset", preset), ("prompts", prompts), ("out", out)) if value]:
+                raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
+        elif config is None:
+            raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
+        resolved: RunConfig | None = None
+        functions: Functions = {}
+        if config is not None and resume is None:
+            over = nested(overrides or {})
+            resolved = _resolved(config, over, preset, has_prompts=prompts is not None)
+            is_measure_given = isinstance(own := over.get("eval"), Mapping) and "measure" in own
+            resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
+            check_named(resolved, given=functions, has_own_prompts=prompts is not None)
+            resolved = pinned(resolved, tell=_tell(display=display))
+            check_names(resolved)
+        from slipstream.stages.rl import FromPython
+
+        given = FromPython(
+            functions=functions, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts
+        )
+        if resolved is not None:
+            return _run(resolved, prompts, out, given)
+        assert resume is not None, "there is a configuration, or a run to go on with"
+        return _resume(Path(resume), overrides, (reward, reward_weights), given)
 
 
 @contextmanager
@@ -100,29 +134,39 @@ def _interruptible() -> Iterator[Interrupts]:
     interrupts.hand_on()
 
 
-def _run(
+def _resolved(
     config: RunConfig | str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None,
     preset: str | None,
-    prompts: Sequence[str | Mapping[str, Any]] | None,
-    out: str | Path | None,
-    given: FromPython,
+    *,
+    has_prompts: bool,
+) -> RunConfig:
+    if isinstance(config, RunConfig):
+        if overrides or preset:
+            raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
+        return config
+    if has_prompts:  # tables need not name a source that would be replaced
+        overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
+    return resolve(config, overrides, preset)
+
+
+def _run(
+    config: RunConfig, prompts: Sequence[str | Mapping[str, Any]] | None, out: str | Path | None, given: FromPython
 ) -> Result:
     """A new run, with the arguments of `run`."""
-    if not isinstance(config, RunConfig):
-        if prompts is not None:  # tables need not name a source that would be replaced
-            overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
-        config = resolve(config, overrides, preset)
-    elif overrides or preset:
-        raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
+    from slipstream.controller.meeting import check_listening
+    from slipstream.stages.chain import check_data, check_stages, run_stages
+    from slipstream.stages.rl import run_rl
+
     run_dir = _new_run_dir(config, out)
-    check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
+    with_folders(config, tell=_tell(display=given.display))  # what is large comes before anything starts
+    check_stages(config, given=given.functions, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
     with _made(run_dir, is_named=out is not None) as run_dir:
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir)
-        check_data(config, run_dir)
+        check_data(config, run_dir, given.functions)
         with lasting_output(run_dir / "logs" / CONSOLE_LOG):
             if config.stages == ["rl"]:
                 return Result(out=run_dir, summary=run_rl(config, run_dir, given))
@@ -220,7 +264,7 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
     for index, line in enumerate(lines):
         if (wrong := wrong_text(line)) is not None:
-            raise ConfigError(f"prompt {index} cannot be written", got=wrong, allowed="Unicode text")
+            raise ConfigError(f"prompts[{index}] cannot be written", got=wrong, allowed="Unicode text")
     replace_file(path, "".join(lines).encode())
     num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
     tables = config.model_dump()
@@ -236,14 +280,24 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
     return resolve(tables)
 
 
-def _resume(run_dir: Path, given: FromPython) -> Result:
+def _tell(*, display: bool) -> Tell | None:
+    """What tells of a download, which comes before there is anything else to watch."""
+    return partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True) if display else None
+
+
+def _resume(run_dir: Path, overrides: Mapping[str, Any] | None, scored_by: ScoredBy, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
+    from slipstream.controller.meeting import check_listening
+    from slipstream.stages.chain import check_stages, run_stages
+    from slipstream.stages.rl import resume_rl
+
     check_path(run_dir, "the run's directory")
-    config_path = run_dir / "config.toml"
-    if not config_path.exists():
-        raise ConfigError("not a run's directory", got=str(run_dir), allowed="a directory with config.toml in it")
-    config = resolve(config_path)
-    check_stages(config, has_own_reward=given.reward is not None, remote=given.remote)
+    tell = _tell(display=given.display)
+    config = pinned(resumed_config(run_dir, overrides), tell=tell, is_resumed=True)
+    config, functions = with_given(config, *scored_by)
+    given = dataclasses.replace(given, functions=functions)
+    with_folders(config, tell=tell)
+    check_stages(config, given=functions, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
     with holding(run_dir), lasting_output(run_dir / "logs" / CONSOLE_LOG):

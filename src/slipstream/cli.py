@@ -11,28 +11,32 @@ import dataclasses
 import io
 import os
 import re
+import signal
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
 import tyro
 from pydantic import BaseModel
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
-from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
+from slipstream.core.other_names import counterparts, sentence_of_value, sentences
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
 from slipstream.core.recipes import (
-    check_model_path,
+    RESUMED_WITH,
     check_path,
     defaults,
     field_paths,
@@ -42,6 +46,8 @@ from slipstream.core.recipes import (
     read_toml,
     recipes_dir,
     resolve,
+    resumed_config,
+    same_name,
 )
 from slipstream.core.run_lock import check_free
 from slipstream.core.sections import Precision
@@ -78,7 +84,7 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
 def _exit_code(work: Callable[[], int]) -> int:
     """What `work` returns, or the code of what it raises, which is told."""
     try:
-        with Interrupts():
+        with Interrupts(ends_imports=True):
             return work()
     except ConfigError as error:
         _print_error(error)
@@ -90,10 +96,9 @@ def _exit_code(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except KeyboardInterrupt as interrupt:
-        code = interrupt.exit_code if isinstance(interrupt, Interrupted) else EXIT_INTERRUPTED
-        by = "" if code == EXIT_INTERRUPTED else f" by {interrupt}"
-        _errors.print(f"interrupted{by}", style="yellow")
-        return code
+        number = interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT
+        _errors.print(in_words(number), style="yellow")
+        return 128 + number
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -107,6 +112,9 @@ def _train(config: RunConfig | str, options: Any, **more: Any) -> int:
     from slipstream.api import run
     from slipstream.observe.outlet import lasting_output
 
+    if options.resume is not None and options.overrides:
+        more["overrides"] = as_overrides(options.overrides)
+
     def train() -> int:
         result = run(config, out=options.out, resume=options.resume, **more)
         return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
@@ -116,7 +124,7 @@ def _train(config: RunConfig | str, options: Any, **more: Any) -> int:
 
 
 def eval_command(argv: Sequence[str]) -> int:
-    """Measure a model's held-out accuracy: greedy, sampled at temperature 1, and pass@k."""
+    """Measure a model on held-out prompts, greedy and sampled: mean reward, and accuracy by `eval.measure`."""
     options = _parse("eval", _eval_options(_recipe_defaults(argv), argv), argv, eval_command)
     model, config = _eval_config(options)
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
@@ -131,12 +139,22 @@ def eval_command(argv: Sequence[str]) -> int:
     several = {f"pass@{k}": value for k, value in result.pass_at_k.items() if k > 1}
     if result.num_samples > 1:
         several["with signal"] = result.signal_frac  # groups that RL could learn from
-    table = Table("model", "prompts", "greedy", "sampled", *several)
-    shares = [result.accuracy, result.sampled_accuracy, *several.values()]
-    table.add_row(str(model), str(result.num_prompts), *(f"{value:.3f}" for value in shares))
+    table = Table(
+        "", "greedy", "sampled", title=f"{model}, {result.num_prompts} held-out prompts", title_justify="left"
+    )
+    rows = [("accuracy", result.accuracy, result.sampled_accuracy), ("reward", result.reward, result.sampled_reward)]
+    parts = result.reward_parts | result.sampled_reward_parts
+    if len(parts) > 1:
+        found = (result.reward_parts, result.sampled_reward_parts)
+        rows += [(f"  {name}", found[0].get(name), found[1].get(name)) for name in parts]
+    rows += [(name, None, value) for name, value in several.items()]
+    for name, *values in rows:
+        if values != [None, None]:
+            table.add_row(Text(name), *("" if value is None else f"{value:.3f}" for value in values))
     _console.print(table)
     if result.num_failed:
-        _console.print(f"{result.num_failed} answers could not be scored: they count as wrong", style="yellow")
+        told = "they count as wrong, with the reward rewards.failure_reward"
+        _console.print(f"{result.num_failed} answers could not be scored: {told}", style="yellow")
     if options.out is not None:
         write_answers(result, options.out)
         _console.print(f"answers: {options.out}", soft_wrap=True)
@@ -271,11 +289,17 @@ def recipes_command(argv: Sequence[str]) -> int:
 
         _console.print("\n".join(task_names()), highlight=False)
         return EXIT_DONE
-    table = Table("recipe", "what it does", show_edge=False)
+    table = Table("recipe", Column("what it does", overflow="fold"), show_edge=False)
     for recipe in list_recipes():
-        table.add_row(recipe.name, recipe.description)
+        needs = f"\nneeds {', '.join(recipe.needs)}" if recipe.needs else ""
+        table.add_row(recipe.name, Text.assemble(recipe.description, (needs, "yellow")))
     _console.print(table)
-    _console.print(f"\nStart one with `slipstream run RECIPE`. Files: {recipes_dir()}", soft_wrap=True)
+    _console.print(
+        "\nStart one with `slipstream run RECIPE`. What it needs of the Hugging Face hub is downloaded then, or before"
+        "\nwith `hf download NAME` (data: `--repo-type dataset`). Files are yours to make, as the recipe's text says."
+        f"\nFiles: {recipes_dir()}",
+        soft_wrap=True,
+    )
     return EXIT_DONE
 
 
@@ -509,7 +533,12 @@ def _run_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) ->
         ("recipe", "Name of a shipped recipe (`slipstream recipes`), or the path of a .toml file.", str, True),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
-        ("resume", "Folder of a run to go on with, from its last checkpoint. Takes nothing else.", Path, False),
+        (
+            "resume",
+            "Folder of a run to go on with, from its last checkpoint; with --steps N also of one that is done.",
+            Path,
+            False,
+        ),
     )
 
 
@@ -551,7 +580,7 @@ def _launch_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None)
         ("namespace", "Kubernetes: namespace. Default: kubectl's present one.", str, False),
         ("preset", f"How asynchronous to be: {', '.join(PRESETS)}.", str, False),
         ("out", "Folder of the run, new or empty. Default: runs/RECIPE-TIME.", Path, False),
-        ("resume", "Folder of a run to go on with, from its last checkpoint.", Path, False),
+        ("resume", "Folder of a run to go on with, as in `slipstream run`.", Path, False),
     )
 
 
@@ -595,7 +624,7 @@ def _shown_of_run(argv: Sequence[str]) -> dict[str, Any]:
     """The values that --help shows: those of the run on the command line, where it names one."""
     folders = (Path(word) for word in argv if wrong_path(word) is None)
     folder = next((folder for folder in folders if (folder / "config.toml").is_file()), None)
-    return defaults() if folder is None else merge(defaults(), _saved_config(folder))
+    return defaults() if folder is None else merge(defaults(), read_toml(folder / "config.toml"))
 
 
 def _eval_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -> Any:
@@ -603,7 +632,12 @@ def _eval_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -
         "EvalOptions",
         shown,
         argv,
-        ("model", "Folder of a run, or of a Hugging Face checkpoint (then --recipe says on what).", Path, True),
+        (
+            "model",
+            "Folder of a run, or a Hugging Face checkpoint: folder or hub id (then --recipe says on what).",
+            Path,
+            True,
+        ),
         ("recipe", "Recipe whose prompts and rewards to use. Default: the run's own configuration.", str, False),
         ("num_prompts", "Held-out prompts to answer. Default: eval.num_prompts.", int, False),
         ("num_samples", "Sampled answers per prompt, for pass@k. Default: 1.", int, False),
@@ -631,11 +665,40 @@ def _options(
         annotation = annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=field.upper())]
         fields.append((field, positional[annotation] if is_positional else annotation, None))
     fields += more
-    given = _given(argv, {field for field, *_ in fields})
+    own_flags = {field for field, *_ in fields}
+    if argv is not None and "--help" not in argv:
+        _check_words(argv, own_flags)
+    given = _given(argv, own_flags)
     if given is not None:
         only = given if only is None else given & set(only)
     flags = annotated[override_flags(RunConfig, shown, only), tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(name, [*fields, ("overrides", flags, dataclasses.field(default_factory=dict))])
+
+
+def _check_words(argv: Sequence[str], own: Collection[str]) -> None:
+    """Raise ConfigError for flags of another trainer or of another section, and another trainer's values of ours."""
+    known = set(field_paths(RunConfig))
+    foreign: list[str] = []
+    for word, following in pairwise([*argv, ""]):
+        if not word.startswith("--"):
+            continue
+        flag, is_joined, joined = word.partition("=")
+        field = flag[2:].replace("-", "_")
+        value = joined if is_joined else following
+        if field in known:
+            if (said := sentence_of_value(field, value, as_flags=True)) is not None:
+                raise ConfigError(f"unknown value of '{flag}'", got=value, hint=said)
+        elif field not in own and re.sub(r"(^|\.)no_", r"\1", field) not in known:
+            if counterparts(field):
+                foreign.append(field)
+            elif not foreign and (meant := same_name(field)) is not None:
+                raise ConfigError(f"unknown flag '{flag}'", hint=f"did you mean '--{meant.replace('_', '-')}'?")
+    if foreign:
+        raise ConfigError(
+            "unknown flag " + ", ".join(f"'--{field}'" for field in foreign),
+            allowed="fields of the configuration; --help lists them",
+            hint=sentences(foreign, as_flags=True),
+        )
 
 
 def _given(argv: Sequence[str] | None, own: Collection[str]) -> set[str] | None:
@@ -706,36 +769,39 @@ def _run_config(options: Any) -> RunConfig:
             hint="try `slipstream run quickstart`",
         )
     config = resolve(options.recipe, overrides, options.preset)
-    check_model_path(config)
+    from slipstream.stages.named import check_named
+
+    check_named(config)
     if options.out is not None:
         check_free(options.out)
     return config
 
 
 def _resumed_config(options: Any, overrides: Mapping[str, Any]) -> RunConfig:
-    """The configuration that the run saved: a resumed run is the same run."""
-    refused = [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None] + list(overrides)
-    if refused:
-        raise ConfigError("a resumed run keeps its configuration", got=", ".join(refused), allowed="--resume alone")
-    saved = _saved_config(options.resume)
+    """The configuration that the run saved, but for what may change: a resumed run is the same run."""
+    if refused := [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None]:
+        raise ConfigError(
+            "a resumed run keeps its configuration",
+            got=", ".join(refused),
+            allowed=f"--resume alone, or with {', '.join(RESUMED_WITH)}",
+        )
+    config = resumed_config(options.resume, overrides)
     check_free(options.resume)
-    return resolve(saved)
+    return config
 
 
 def _eval_config(options: Any) -> tuple[Path, RunConfig]:
     """The checkpoint to load and the configuration to evaluate it under."""
     if options.model is None:
-        raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint")
+        raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint, or a hub id")
     from slipstream.evals.target import eval_target
 
-    return eval_target(options.model, recipe=options.recipe, overrides=as_overrides(options.overrides))
-
-
-def _saved_config(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "config.toml"
-    if not path.is_file():
-        raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
-    return read_toml(path)
+    return eval_target(
+        options.model,
+        recipe=options.recipe,
+        overrides=as_overrides(options.overrides),
+        tell=partial(_console.print, highlight=False, markup=False, soft_wrap=True),
+    )
 
 
 def _print_help() -> None:
@@ -770,6 +836,8 @@ def script() -> NoReturn:
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = main()
+    for number in SIGNALS:  # the command has ended: all that is left is Python's own end
+        signal.signal(number, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

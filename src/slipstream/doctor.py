@@ -85,7 +85,7 @@ def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[
         ),
     ]
     for extra, missing in extras.items():
-        why = f"missing: {', '.join(missing)}; pip install -e '.[{extra}]'" if missing else "installed"
+        why = f"missing: {', '.join(missing)}; `pip install {' '.join(missing)}`" if missing else "installed"
         found.append(Feature(f"extra '{extra}'", not missing, why))
     return tuple(found)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,6 +146,7 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
             got=f"{node.ranks} ranks of '{node.name}', --nnodes {job.nnodes}",
             allowed="--nnodes: a divisor of the ranks",
         )
+    node.fetch(_say)
     per_machine = node.ranks // job.nnodes
     threads = max(1, num_cores() // per_machine) if job.threads is None else job.threads
     command = ["--nproc-per-node", str(per_machine), "--max-restarts", str(job.max_restarts)]
@@ -161,6 +163,10 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
     else:
         environment |= keys.as_environment()
     return command, environment, keys
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 def meet(job: Job) -> Store:

@@ -46,6 +46,30 @@ TEXTS = """() => {
   return found;
 }"""
 
+# Everything that a phone folds away, and every table of numbers, as after touching them all.
+OPEN = "() => document.querySelectorAll('details').forEach((one) => (one.open = true))"
+
+# Words that are broken between two letters, of what is no text of a model.
+BROKEN_WORDS = """() => {
+  const found = [];
+  const places = 'h1, h2, h3, h4, p, li, th, code, summary, dt, figcaption, .lane-label, .key, .legend';
+  for (const place of document.querySelectorAll(places)) {
+    const walker = document.createTreeWalker(place, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+      const node = walker.currentNode;
+      if (node.parentElement.closest('.model, .text, svg')) continue;
+      for (const word of node.data.matchAll(/[\\p{L}\\p{N}]+/gu)) {
+        const range = document.createRange();
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        const boxes = [...range.getClientRects()].filter((box) => box.width > 0.5);
+        if (new Set(boxes.map((box) => Math.round(box.top))).size > 1) found.push(word[0]);
+      }
+    }
+  }
+  return found;
+}"""
+
 # Texts whose contrast with what lies behind them (WCAG 2) is below 4.5, or 3 where they are large.
 FAINT = """() => {
   const parse = color => color.match(/[\\d.]+/g).map(Number);
@@ -84,7 +108,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         run_dir = tmp_path_factory.mktemp(name)
         make_run_dir(run_dir, steps=min(steps, 60))
         add_evaluation(run_dir, (0.0, 0.25), (8.0, 0.5 if name == "first" else 0.2))
-        (run_dir / "config.toml").write_text('recipe = "quickstart"\nmax_staleness = 2\n[prompts]\ntemplate = "{q}"\n')
+        config = (
+            'recipe = "quickstart"\nmax_staleness = 2\n[prompts]\ntemplate = "{q}"\n[model]\nintermediate_size = 9\n'
+        )
+        (run_dir / "config.toml").write_text(config)
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
         more = {
             "kl_reference_sum": 1.5,
@@ -116,6 +143,7 @@ def test_nothing_lies_on_anything_or_leaves_the_page(
     visit: Visit, pages: dict[str, str], name: str, width: int
 ) -> None:
     page = visit(pages[name], width=width)
+    page.evaluate(OPEN)
     found: dict[str, Any] = page.evaluate(TEXTS)
     assert found["count"] > 150
     assert found["overlaps"] == []
@@ -123,6 +151,38 @@ def test_nothing_lies_on_anything_or_leaves_the_page(
     assert found["onBars"] >= 4
     assert found["smallest"] >= 12.0  # the height of a line of 11.5 pixels
     assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize("name", ["first", "comparison"])
+def test_no_word_is_broken_between_its_letters(visit: Visit, pages: dict[str, str], name: str, width: int) -> None:
+    page = visit(pages[name], width=width)
+    page.evaluate(OPEN)
+    assert page.evaluate(BROKEN_WORDS) == []
+
+
+@pytest.mark.parametrize("name", ["first", "long", "comparison"])
+def test_a_phone_gets_a_short_page_that_holds_the_whole_one(visit: Visit, pages: dict[str, str], name: str) -> None:
+    """Each part shows its first picture, the others by their titles; a touch opens one, and nothing is left out."""
+    page = visit(pages[name], width=390, height=844)
+    assert page.evaluate("document.documentElement.scrollHeight") < 6000
+    titles = page.locator(".fold summary")
+    assert titles.count() > 5
+    assert all(box["height"] >= 44 for box in (titles.nth(i).bounding_box() for i in range(titles.count())) if box)
+    seen = "() => [...document.querySelectorAll('h3, svg.plot, table, .note')].filter((one) => one.offsetHeight || "
+    seen += "one.getBoundingClientRect().height).map((one) => one.matches('svg') ? one.textContent : one.innerText)"
+    first = titles.first
+    card = page.locator("article:has(> .fold)").first
+    assert not card.locator(".note").is_visible()
+    card.locator("summary").first.tap()
+    assert card.locator(".note").is_visible()
+    page.evaluate(OPEN)
+    on_phone = page.evaluate(seen)
+    wide = visit(pages[name], width=1280)
+    assert wide.locator(".fold:visible").count() == 0
+    wide.evaluate(OPEN)
+    assert len(on_phone) == len(wide.evaluate(seen)) > 20
+    assert first.is_visible()
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -158,10 +218,10 @@ def test_it_can_be_gone_through_by_keyboard_and_by_its_menu(visit: Visit, pages:
     page = visit(pages["first"])
     page.get_by_role("link", name="Time").click()
     until(page, "Math.abs(document.querySelector('#time').getBoundingClientRect().top - 56) < 3")  # below the menu
-    summary = page.locator("#learning summary").first
+    summary = page.locator("#learning summary:visible").first
     summary.focus()
     page.keyboard.press("Enter")
-    assert page.locator("#learning details").first.get_attribute("open") is not None
+    assert page.locator("#learning details:visible").first.get_attribute("open") is not None
     assert page.locator("#learning table").first.is_visible()
     strip = page.locator("#learning rect.strip").nth(3)
     assert strip.evaluate("strip => getComputedStyle(strip).fillOpacity") == "0"
@@ -173,6 +233,7 @@ def test_on_paper_there_are_no_menus_and_no_dark(visit: Visit, pages: dict[str, 
     page = visit(pages["first"], dark=True)
     page.emulate_media(media="print", color_scheme="dark")
     assert not page.locator("nav").is_visible()
+    assert all(one.is_visible() for one in page.locator(".folds .note").all()), "nothing is folded on paper"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.evaluate(FAINT) == []
 

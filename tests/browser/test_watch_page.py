@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from browsing import until
 from made_up_loop import RAW_START_S, VERDICT, Loop
+from test_report_page import BROKEN_WORDS
 
 from slipstream.observe.watch import Watch
 from slipstream.observe.watch.loop import PHASES, decode_decision, loop_at
@@ -32,6 +33,29 @@ HOSTILE = (
 @pytest.fixture(scope="module")
 def made() -> Loop:
     return Loop(seed=1, steps=20, lost_at_s=6.0).run()
+
+
+def without_measure(made: Loop, folder: Path) -> Path:
+    """The same run as one whose reward names no measure: its evaluations have a mean reward, and no accuracy."""
+    for _, line in made.metrics:
+        if "eval_accuracy" in line:
+            line["eval_reward"] = line.pop("eval_accuracy") - 1.0
+    return made.write(folder)
+
+
+def test_the_headline_is_accuracy_where_there_is_a_measure_and_the_mean_reward_elsewhere(
+    page_of_made: Watch, visit: Visit, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    page = visit(page_of_made.url)
+    page.locator("#slider").press("End")
+    until(page, "document.querySelector('#headline div:nth-child(3) dd').textContent.endsWith('%')")
+    assert text(page, "#headline div:nth-child(3) .note") == "accuracy, was 30%"
+    with Watch(without_measure(Loop(seed=1, steps=20).run(), tmp_path_factory.mktemp("runs") / "made")) as other:
+        page = visit(other.url)
+        page.locator("#slider").press("End")
+        until(page, "document.querySelector('#headline div:nth-child(3) dd').textContent === '0.05'")
+        assert text(page, "#headline div:nth-child(3) .note") == "mean reward, was -0.7"
+        assert "accuracy" not in text(page, "body")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +125,7 @@ def test_a_finished_run_is_there_and_its_dots_lie_where_its_groups_are(visit: Vi
     assert "4 prompts × 4 completions" in text(page, "#facts")
     assert text(page, "#headline div:nth-child(1) .note") == "of 20"
     assert page.locator(".lane").count() == 5
-    assert page.locator(".chart").count() == 5
+    assert page.locator(".chart").count() == 6
     rng = random.Random(0)
     for time_s in [6.05, *(round(rng.uniform(3, 14), 2) for _ in range(5))]:
         at(page, time_s)
@@ -138,8 +162,22 @@ def test_the_pages_state_is_the_servers_at_any_time(visit: Visit, page_of_made: 
         assert counts == list(truth.counts.values())
 
 
-def test_it_plays_by_itself_and_pauses(visit: Visit, page_of_made: Watch) -> None:
+def test_a_finished_run_opens_at_what_it_came_to(visit: Visit, page_of_made: Watch) -> None:
     page = visit(page_of_made.url)
+    until(page, "document.querySelector('#headline dd')?.textContent === '20'")
+    assert text(page, "#life") == "done"
+    assert float(page.locator("#slider").input_value()) == pytest.approx(page_of_made.index.end_s, abs=0.02)
+    assert page.get_by_role("button", name="Play", exact=True).is_visible(), "it stands still"
+    until(page, "document.getElementById('loop-readout').textContent.startsWith('Nothing is on its way any more')")
+    at(page, 8.0)
+    assert "Point at a dot" in text(page, "#loop-readout")
+
+
+def test_it_plays_from_its_start_and_pauses(visit: Visit, page_of_made: Watch) -> None:
+    page = visit(page_of_made.url)
+    until(page, "document.querySelector('#headline dd')?.textContent === '20'")
+    page.locator("#play").click()
+    until(page, "Number(document.getElementById('slider').value) < 8")
     until(page, "Number(document.getElementById('slider').value) > 2.2")
     assert page.get_by_role("button", name="Pause").is_visible()
     page.locator("#play").click()
@@ -288,7 +326,7 @@ def test_a_click_on_a_dot_opens_its_group_and_one_on_a_curve_goes_to_its_step(
     until(page, f"document.querySelector('#reader h3')?.textContent.startsWith('Group {ordinal} ')")
     plot = page.locator(".plot").first
     plot.click(position={"x": plot.bounding_box()["width"] - 2, "y": 20})  # type: ignore[index]
-    until(page, "document.querySelector('#headline dd').textContent === '20'")
+    until(page, "document.querySelector('#headline dd')?.textContent === '20'")
 
 
 def test_alarms_are_shown_as_they_were(visit: Visit, page_of_made: Watch) -> None:
@@ -334,7 +372,7 @@ def test_it_follows_a_run_that_grows_is_resumed_and_ends(
         until(page, "document.getElementById('life').textContent === 'done'")
         assert page.locator("#go-live").is_hidden()
         page.keyboard.press("End")
-        until(page, "document.querySelector('#headline dd').textContent === '2'")
+        until(page, "document.querySelector('#headline dd')?.textContent === '2'")
         assert dots(page) == {}
 
 
@@ -401,6 +439,67 @@ def test_on_a_phone_nothing_is_cut_off(visit: Visit, page_of_made: Watch, dark: 
     assert dots(page) == expected_dots(page_of_made.index.run_dir, 8.0)
     page.locator("#play").tap()
     until(page, "Number(document.getElementById('slider').value) > 8.3")
+
+
+# What of the loop is written and lies under a dot at rest, or where dots may fly.
+COVERED = """() => {
+    const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5;
+    const boxOf = (one) => one.getBoundingClientRect();
+    const written = '.stage h3, .tagline, .stage .count, .now, .replica-head, #count-dropped';
+    const texts = [...document.querySelectorAll(written)];
+    const dots = [...document.querySelectorAll('.dots-layer .dot')].map(boxOf);
+    const stage = boxOf(document.getElementById('overlay'));
+    const ground = [...document.querySelectorAll('#open-ground rect')].map((one) => {
+        const [x, y, width, height] = ['x', 'y', 'width', 'height'].map((name) => Number(one.getAttribute(name)));
+        return new DOMRect(stage.left + x, stage.top + y, width, height);
+    });
+    const under = (boxes) =>
+        texts.filter((text) => boxes.some((box) => meet(box, boxOf(text)))).map((text) => text.textContent);
+    const layer = document.querySelector('.dots-layer');
+    return { dots: dots.length, ground: ground.length, clip: layer.getAttribute('clip-path'),
+             atRest: under(dots), inFlight: under(ground) };
+}"""
+
+
+def test_on_a_phone_dots_cover_nothing_that_is_written(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """However many: 330 groups of a step wait, fly and are trained at once."""
+    run_dir = (
+        Loop(steps=2, groups=330, size=2, replicas=1, staleness=2).run().write(tmp_path_factory.mktemp("runs") / "many")
+    )
+    with Watch(run_dir) as watch:
+        page = visit(watch.url, width=390, height=844, still=True)
+        until(page, "document.querySelector('#headline dd')?.textContent === '2'")
+        most = 0
+        begin_s = watch.index.events.step_starts[0]
+        for time_s in (0.5 * begin_s, begin_s - 0.02, begin_s + 0.05, begin_s + 20.0):
+            at(page, round(time_s, 2))
+            found = page.evaluate(COVERED)
+            most = max(most, found["dots"])
+            assert found["atRest"] == []
+            assert found["inFlight"] == []
+            assert found["clip"] == "url(#open-ground)"
+            assert found["ground"] > 8
+        assert most > 300
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_what_axes_say_lies_beside_their_curves_and_no_word_is_broken(
+    visit: Visit, page_of_made: Watch, width: int
+) -> None:
+    page = visit(page_of_made.url + "#t=8", width=width)
+    settled(page, "document.querySelector('.token') && document.querySelectorAll('.chart path').length")
+    found = page.evaluate("""() => [...document.querySelectorAll('.chart')].flatMap((chart) => {
+        const plot = chart.querySelector('svg').getBoundingClientRect();
+        return [...chart.querySelectorAll('.y-axis span')].map((label) => {
+            const box = label.getBoundingClientRect();
+            const [first, last] = [chart.getBoundingClientRect().left, plot.left];
+            return [label.textContent, box.width > 0 && box.left >= first && box.right <= last];
+        });
+    })""")
+    assert len(found) == 10
+    assert [label for label, is_beside in found if not is_beside] == []
+    assert page.evaluate(BROKEN_WORDS) == []
 
 
 CONTRAST = """() => {

@@ -123,7 +123,7 @@ def test_stages_that_score_need_the_gpu_here() -> None:
     gold = {"models": [{"path": "rm"}], "device": "cuda"}
     config = resolve("quickstart", {"stages": ["rl", "evaluate"], "gold": gold, "evaluation": {"num_prompts": 8}})
     with pytest.raises(ConfigError, match=r"gold\.device"):
-        check_stages(config, has_own_reward=False)
+        check_stages(config)
 
 
 def test_losses_that_compare_with_the_reference_may_have_it_elsewhere() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from slipstream.controller.evaluations import GREEDY, SAMPLED
 from slipstream.controller.tally import Tally
+from slipstream.controller.watch import write_samples
+from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, measured
 from slipstream.core.recipes import resolve
-from slipstream.core.types import Counters
+from slipstream.core.types import Counters, EvalScored, StepDone
+from slipstream.observe.metrics import LEAST_S, flatten
 
 
 def test_sampled_tokens_a_second_are_those_since_rl_began_or_of_the_last_reports() -> None:
@@ -18,10 +24,109 @@ def test_sampled_tokens_a_second_are_those_since_rl_began_or_of_the_last_reports
     for now_s in range(60):  # the warm start: it samples nothing
         report(float(now_s), 0.0)
     tally.started(60.0)
-    assert tally.generated_tokens_per_s == 0.0
+    assert tally.generated_tokens_per_s is None, "one report says nothing of a rate"
     report(62.0, 1000.0)
     assert tally.generated_tokens_per_s == pytest.approx(500.0)
     tally.started(63.0)  # it has begun
     for step in range(1, 20):
         report(62.0 + step, 1000.0 + 300.0 * step)
     assert tally.generated_tokens_per_s == pytest.approx(300.0)  # of the last reports alone
+
+
+def answer(ordinal: int, reward: float, **parts: float | None) -> EvalScored:
+    return EvalScored(
+        eval_id=0,
+        ordinal=ordinal,
+        reward=reward,
+        completion_text="c",
+        prompt_text="p",
+        answer="a",
+        num_tokens=1,
+        reward_parts=parts,
+    )
+
+
+def test_an_evaluation_is_known_by_its_reward_whether_or_not_there_is_a_measure() -> None:
+    """Without one, too, nothing is evaluated twice, and a resume knows it from the metrics."""
+    scores = [answer(0, -0.25, brevity=-0.25), answer(1, -0.75, brevity=-0.75)]
+    for measure, accuracy in ((None, None), ("brevity", 0.0)):
+        found = measured(scores, measure)
+        tally = Tally(resolve("quickstart"), started_s=0.0)
+        assert tally.unevaluated(4) == (GREEDY, SAMPLED)
+        tally.evaluated(4, found, scores, is_greedy=True)
+        assert tally.unevaluated(4) == (SAMPLED,)
+        tally.evaluated(4, found, scores[:1], is_greedy=False)
+        evaluation = tally.evaluation(4)
+        assert evaluation is not None
+        assert (evaluation.reward, evaluation.accuracy, evaluation.sampled_accuracy) == (-0.5, accuracy, accuracy)
+        assert evaluation.reward_parts == evaluation.sampled_reward_parts == {"brevity": -0.5}
+        resumed = Tally(resolve("quickstart"), started_s=0.0)
+        for prefix in (GREEDY_PREFIX, SAMPLED_PREFIX):
+            resumed.recall({"step": 4, "version": 4, **flatten(found.metrics(prefix))})
+        assert resumed.unevaluated(4) == ()
+        assert resumed.evaluation(4) == evaluation
+
+
+def test_an_older_run_s_evaluations_are_recalled() -> None:
+    tally = Tally(resolve("quickstart"), started_s=0.0)
+    tally.recall({"step": 4, "version": 4, "eval_accuracy": 0.5})
+    assert tally.unevaluated(4) == (SAMPLED,)
+    found = tally.evaluation(4)
+    assert found is not None
+    assert (found.accuracy, found.reward, found.reward_parts) == (0.5, None, {})
+
+
+@pytest.mark.parametrize(("measure", "marks"), [("task", (False, True)), (None, (None, None))])
+def test_samples_say_what_is_right_where_that_is_known(
+    measure: str | None, marks: tuple[bool | None, bool | None], tmp_path: Path
+) -> None:
+    tally = Tally(resolve("quickstart", {"steps": 1, "eval": {"measure": measure}}), started_s=0.0)
+    for version, task in ((0, 0.25), (1, 1.0)):
+        tally.evaluated(version, Measured(), [answer(0, task - 2.0, task=task, brevity=-2.0)], is_greedy=True)
+    tally.steps_done = 1
+    (sample,) = write_samples(tally, tmp_path)
+    assert (sample.before_reward, sample.after_reward) == (-1.75, -1.0)
+    assert (sample.before_is_right, sample.after_is_right) == marks
+
+
+STEP = {
+    "tokens_trained": 640.0,
+    "tokens_read": 700.0,
+    "padding_frac": 0.0,
+    "staleness_updates_max": 0.0,
+    "staleness_tokens/lag_0": 640.0,
+    "reward_mean": 0.5,
+}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_that_ended_before_its_first_step_has_no_rates(tmp_path: Path, *, begun: bool) -> None:
+    """However many tokens were sampled meanwhile: there is no time to divide them by."""
+    tally = Tally(resolve("quickstart"), started_s=0.0)
+    if begun:
+        tally.started(60.0)
+    tally.counted(Counters(executor="generator-0", values={"generated_tokens": 61336.0}), 60.0)
+    tally.ended_s = 61.0
+    rates = tally.summary(tmp_path).throughput
+    assert (rates.generated_tokens_per_s, rates.trained_tokens_per_s, rates.completions_per_s) == (None, None, None)
+
+
+@pytest.mark.parametrize(("step_s", "is_told"), [(0.0, False), (LEAST_S / 2, False), (2.0, True)])
+def test_a_step_too_short_to_be_timed_has_no_rate(tmp_path: Path, step_s: float, *, is_told: bool) -> None:
+    tally = Tally(resolve("quickstart"), started_s=0.0)
+    tally.started(60.0)
+    tally.counted(Counters(executor="generator-0", values={"generated_tokens": 61336.0}), 60.0 + step_s)
+    metrics = tally.stepped(StepDone(step=0, version=1, metrics=STEP), 60.0 + step_s)
+    tally.ended_s = 63.0
+    rates = tally.summary(tmp_path).throughput
+    assert metrics.get("trained_tokens_per_s") == (320.0 if is_told else None)
+    assert metrics.get("generated_tokens_per_s") == (30668.0 if is_told else None)
+    assert rates.trained_tokens_per_s == (320.0 if is_told else None)
+
+
+def test_an_actor_critics_rates_are_left_out_alike() -> None:
+    tally = Tally(resolve("stylistic_mini"), started_s=0.0)
+    assert tally.config.has_critic
+    tally.started(60.0)
+    assert not {"elapsed/fps", "ppo/eps"} & set(tally.stepped(StepDone(step=0, version=1, metrics=STEP), 60.0))
+    assert {"elapsed/fps", "ppo/eps"} <= set(tally.stepped(StepDone(step=1, version=2, metrics=STEP), 61.0))

@@ -115,3 +115,14 @@ def test_a_scheduling_policy_promises_what_it_keeps(overrides: dict[str, Any], b
 
 def test_sizes_of_a_fresh_model_do_not_matter_with_a_checkpoint() -> None:
     assert resolve(BASE, {"model": {"path": "somewhere", "hidden_size": 130}}).model.path == "somewhere"
+
+
+def test_without_a_limit_a_slot_has_room_for_the_longest_prompt_that_there_is() -> None:
+    config = RunConfig.model_validate({"prompts": {"tasks": [{"name": "spell_backward"}]}})
+    assert config.prompts.max_prompt_tokens is None
+    assert (config.longest_prompt(2048), config.longest_sequence(2048)) == (2048 - 64, 2048)
+    assert config.least_sequence == 1 + 64, "before prompts are read"
+    limited = config.model_copy(update={"prompts": config.prompts.model_copy(update={"max_prompt_tokens": 20})})
+    assert (limited.longest_sequence(2048), limited.longest_sequence(50)) == (84, 50)
+    with pytest.raises(ConfigError, match=r"(?s)do not fit the model.*max_prompt_tokens = null, max_new_tokens = 64"):
+        config.check_lengths(64, of="positions", hint="")

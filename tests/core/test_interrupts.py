@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +161,62 @@ def test_what_a_child_starts_can_be_ended() -> None:
         "sys.exit(0 if inner.wait(60) == -signal.SIGTERM else 1)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
+
+
+# While the program starts
+
+SIGNALLED = """
+import os, sys
+
+class Signalling:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Signalling())
+sys.argv[1:] = {arguments!r}
+from slipstream.__main__ import script
+script()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "number"),
+    [
+        ("run quickstart", "slipstream.cli", signal.SIGINT),
+        ("run quickstart", "tyro", signal.SIGTERM),
+        ("run quickstart", "pydantic_core", signal.SIGHUP),
+        ("run quickstart", "slipstream.api", signal.SIGINT),
+        ("run quickstart", "torch", signal.SIGINT),
+        ("eval run", "slipstream.evals.target", signal.SIGINT),
+        ("report run", "slipstream.observe.report", signal.SIGINT),
+        ("watch run", "slipstream.observe.watch", signal.SIGINT),
+        ("plan llama-3.1-8b --gpus 16", "slipstream.plan.answer", signal.SIGINT),
+        ("simulate run", "slipstream.plan.what_if", signal.SIGINT),
+        ("launch quickstart --group controller", "slipstream.launch", signal.SIGTERM),
+    ],
+)
+def test_while_a_command_is_imported_a_signal_ends_it_with_one_line(
+    command: str, module: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    program = SIGNALLED.format(module=module, number=int(number), arguments=command.split())
+    call = [sys.executable, "-c", program]
+    ended = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    by = "" if number == signal.SIGINT else f" by {number.name}"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", f"interrupted{by}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_others_make_of_an_interrupt_is_one_all_the_same() -> None:
+    """Modules written in C turn any exception into an ImportError."""
+
+    def load() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt as interrupt:
+            raise ImportError("initialization failed") from interrupt
+
+    with pytest.raises(Interrupted, match="SIGTERM"), Interrupts():
+        load()
+    with pytest.raises(ImportError), Interrupts():
+        raise ImportError("of its own")

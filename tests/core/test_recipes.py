@@ -12,6 +12,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream import cli
 from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.core import recipes
 from slipstream.core.config import (
@@ -29,6 +30,7 @@ from slipstream.core.config import (
     WarmStartConfig,
 )
 from slipstream.core.errors import ConfigError
+from slipstream.core.hub import hub_id
 from slipstream.core.recipes import list_recipes, load_recipe, resolve, save_config
 
 BASE: dict[str, Any] = {"recipe": "base", "steps": 7, "prompts": {"tasks": [{"name": "spell_backward"}]}}
@@ -46,6 +48,29 @@ def test_every_shipped_recipe_is_valid_and_described() -> None:
     for recipe in list_recipes():
         assert recipe.description, f"{recipe.path} needs a first comment line"
         assert resolve(recipe.name).recipe == recipe.name
+
+
+def test_recipes_say_what_they_need() -> None:
+    needs = {recipe.name: recipe.needs for recipe in list_recipes()}
+    assert [name for name, needed in needs.items() if not needed] == ["quickstart", "stylistic_mini", "tldr_mini"]
+    assert needs["smollm2"] == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert needs["gsm8k"] == ["realtreetune/rho-1b-sft-GSM8K", "openai/gsm8k"]
+    assert set(needs["stylistic"]) == {"openai-community/gpt2", "data/sentiment.jsonl", "data/books.jsonl"}
+
+
+def test_all_of_them_name_what_the_hub_or_the_user_has() -> None:
+    """No folder that nothing makes: a checkpoint is a hub id, data one or a file."""
+    for recipe in list_recipes():
+        for named in recipe.needs:
+            assert hub_id(named) is not None or named.endswith(".jsonl"), f"{recipe.name} needs {named}"
+            assert not named.startswith("models/")
+
+
+def test_another_path_leaves_the_revision_behind() -> None:
+    recipe = {"prompts": {"tasks": [{"name": "spell_backward"}]}, "model": {"path": "org/name", "revision": "branch"}}
+    assert resolve(recipe).model.revision == "branch"
+    assert resolve(recipe, {"model": {"path": "another/model"}}).model.revision is None
+    assert resolve(recipe, {"model": {"revision": "tag"}}).model.revision == "tag"
 
 
 def test_recipes_are_found_by_name_and_by_path(shelf: Path) -> None:
@@ -120,12 +145,15 @@ def test_another_loss_has_its_own_defaults_from_a_preset(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", sorted(name for name, loss in LOSSES.items() if loss.kind == "policy"))
 def test_every_loss_can_be_named_over_every_recipe(name: str) -> None:
-    """The loss trains with its defaults, and with the recipe's own parameters where it is the recipe's own."""
+    """By tables, dots or flags: with its defaults, and with the recipe's parameters where it is the recipe's own."""
+    argv = ["RECIPE", "--loss.name", name]
+    flags = cli.as_overrides(cli._parse("run", cli._run_options({}, argv), argv, cli.run_command).overrides)
     for recipe in list_recipes():
         below = resolve(recipe.name).loss
         given = below.params if below.name == name else {}
-        found = resolve(recipe.name, {"loss": {"name": name}}).loss
-        assert loss_named(name, found.params).params == LOSSES[name].params | given
+        for overrides in ({"loss": {"name": name}}, {"loss.name": name}, flags):
+            found = resolve(recipe.name, overrides).loss
+            assert loss_named(name, found.params).params == LOSSES[name].params | given
 
 
 def test_a_partly_given_section_keeps_its_own_defaults() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from slipstream.core import run_lock
 from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
-from slipstream.core.run_lock import LOCK_FILE, check_free, holding
+from slipstream.core.run_lock import LOCK_FILE, check_free, holding, is_held
 
 HOLD = """
 import subprocess, sys
@@ -92,7 +92,11 @@ def test_a_second_run_is_told_at_once_who_has_the_folder_and_leaves_it_as_it_is(
         assert str(folder) in told
         assert "-c" in told, "the command"
         assert names_and_times(folder) == before
+        assert is_held(folder)
     ask(folder)
+    assert not is_held(folder)
+    with holding(folder):
+        assert not is_held(folder), "by this process, whose report it is"
 
 
 def test_of_many_that_start_together_one_gets_it(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from slipstream.core.config import RewardsConfig, RewardTerm
@@ -34,10 +36,12 @@ def test_rollouts_come_in_the_order_of_completions() -> None:
 
     texts = ["aaaa", "bad", "a", "aa"] * 20
     completions = [completion(i, text) for i, text in enumerate(texts)]
-    rollouts = score(completions, Rewards(RewardsConfig(failure_reward=-1.0), {}, function=reward))
+    config = RewardsConfig(terms=[RewardTerm(function="python:mine")], failure_reward=-1.0)
+    rollouts = score(completions, Rewards(config, {}, functions={"mine": reward}))
     assert [rollout.completion.text for rollout in rollouts] == texts
     assert [rollout.reward for rollout in rollouts[:4]] == [1.0, -1.0, 0.25, 0.5]
-    assert rollouts[1].failure == "ValueError: no"
+    line = reward.__code__.co_firstlineno + 2
+    assert rollouts[1].failure == f"mine: ValueError: no ({Path(__file__).name}, line {line})"
 
 
 def test_the_first_term_says_what_is_correct() -> None:

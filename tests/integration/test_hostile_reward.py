@@ -60,7 +60,7 @@ def test_a_hostile_verifier_costs_rollouts_and_nothing_else(tiny, tmp_path):
     overrides = tiny | {
         "steps": 3,
         "groups_per_step": 2,
-        "rewards": {"terms": [{"function": f"{source}:reward"}], "timeout_s": 1.0},
+        "rewards": {"terms": [{"function": f"{source}:reward"}], "timeout_s": 1.0, "dry_call": False},
         "eval": {"every": 0, "num_prompts": 8, "num_slots": 8},
         "loss": {"skip_no_signal": False},
     }
@@ -91,7 +91,12 @@ def test_the_others_are_scored_meanwhile_and_the_user_is_told(tiny, tmp_path):
     timeout_s = 2.0
     overrides = tiny | {
         "steps": 20,
-        "rewards": {"terms": [{"function": f"{source}:reward"}], "timeout_s": timeout_s, "num_workers": 2},
+        "rewards": {
+            "terms": [{"function": f"{source}:reward"}],
+            "timeout_s": timeout_s,
+            "num_workers": 2,
+            "dry_call": False,
+        },
         "eval": {"every": 0, "num_prompts": 8, "num_slots": 8},
         "loss": {"skip_no_signal": False},
     }
@@ -106,7 +111,7 @@ def test_the_others_are_scored_meanwhile_and_the_user_is_told(tiny, tmp_path):
     assert len(found) >= 3, {one.failure for one in failed}
     assert all(len(one.failure or "") <= 2000 for one in failed)
     # While one worker hangs the other scores, unless nothing is left to be scored but what hangs.
-    hung = [one for one in failed if one.failure.startswith("timed out")]
+    hung = [one for one in failed if "timed out" in one.failure]
     times_s = [one.scored_s for one in rollouts]
     accompanied = [one for one in hung if any(one.scored_s - timeout_s < t < one.scored_s - 0.1 for t in times_s)]
     assert len(accompanied) >= max(1, len(hung) // 4)
@@ -132,7 +137,7 @@ def test_a_python_function_that_hangs_costs_its_deadline_eight_times(tiny, tmp_p
     overrides = tiny | {
         "steps": 3,
         "warm_start": {"steps": 0},
-        "rewards": {"timeout_s": 0.5},
+        "rewards": {"timeout_s": 0.5, "dry_call": False},
         "eval": tiny["eval"] | {"num_prompts": 8},
         "loss": {"skip_no_signal": False},
     }

@@ -107,7 +107,7 @@ def test_a_row_without_a_number_is_no_rating(tmp_path: Path, wrong: dict[str, An
     torn = tmp_path / "torn.jsonl"
     torn.write_text("".join(json.dumps(row) + "\n" for row in [rows[0], rows[1] | wrong]))
     config["reward_model"]["preferences"] = str(torn)
-    with pytest.raises(ConfigError, match="record 1 is no rating"):
+    with pytest.raises(ConfigError, match="line 2 is no rating"):
         slipstream.run(config, out=tmp_path / "run", display=False)
 
 

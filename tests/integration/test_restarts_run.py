@@ -16,6 +16,7 @@ from processes import is_alive
 from test_endings import await_steps, executors_of, start
 from trace_audit import audit_trace
 
+from slipstream.observe.recorder import read_rollouts
 from slipstream.observe.timeline import Instant, read_timeline, timeline_path
 
 ENDS_WITHIN_S = 90.0
@@ -73,6 +74,33 @@ def test_generator_and_rewards_are_killed_and_the_run_goes_on(tiny, tmp_path):
     assert [i.name for i in instants if i.args.get("executor") == "rewards"] == ["lost", "started again", "joined"]
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
     assert not any(is_alive(pid) for pid in executors.values())
+
+
+@pytest.mark.slow
+def test_groups_are_scored_as_wholes_also_when_who_scores_is_killed(tiny, tmp_path):
+    """Completions come again to a process that knows of none; each group's ranks are those of its own four texts."""
+    source = (
+        "def ranks(completions, **_):\n    return [float(sorted(completions).index(text)) for text in completions]\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    terms = [{"function": f"{tmp_path / 'mine.py'}:ranks", "per": "group"}]
+    rewards = {"terms": terms, "timeout_s": 60.0}
+    overrides = tiny | {"loss": {"skip_no_signal": False}, "warm_start": {"steps": 0}}
+    process = start(overrides, tmp_path / "run", steps=12, rewards=rewards)
+    for steps in (1, 5):
+        await_steps(tmp_path / "run", steps, process)
+        os.kill(pid_of("rewards", process), signal.SIGKILL)
+        await_starts(tmp_path / "run", "rewards", 2 if steps == 1 else 3, process)
+    summary = finished(process, tmp_path / "run", steps=12)
+    assert summary["restarts"] == {"rewards": 2}
+    assert summary["prompts"]["failed_completions"] == 0
+    groups: dict[int, list[Any]] = {}
+    for line in read_rollouts(tmp_path / "run" / "rollouts.jsonl"):
+        groups.setdefault(line.ordinal, []).append(line)
+    assert len(groups) >= 48
+    for group in groups.values():
+        texts = sorted(line.completion for line in group)
+        assert [line.reward for line in group] == [float(texts.index(line.completion)) for line in group]
 
 
 @pytest.mark.slow

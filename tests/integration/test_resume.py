@@ -17,9 +17,11 @@ from test_endings import await_steps, executors_of, start
 
 import slipstream
 from slipstream.controller.controller import Controller
-from slipstream.core.errors import DiskError, ExecutorDied, ExecutorLost, SlipstreamError
+from slipstream.core.errors import ConfigError, DiskError, ExecutorDied, ExecutorLost, SlipstreamError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import StepDone
+from slipstream.observe.evaluation import EVALUATION_FILE
+from slipstream.observe.metrics import read_metrics
 from slipstream.observe.samples import read_samples
 from slipstream.rewards.pool import Scored, ScoringPool
 from slipstream.stages import rl
@@ -233,6 +235,111 @@ def test_a_killed_trainer_comes_back_by_itself_with_what_waited_for_it(ranks, ti
     assert (summary["status"], summary["prompts"]["trained"]) == ("done", 24 * tables["groups_per_step"])
     assert summary["restarts"] == {"trainer": 1}
     assert (run / "attempt_1" / "events.jsonl").is_file()
+
+
+# More steps
+
+
+def test_an_extended_run_is_one_that_was_as_long_from_the_start(small, tmp_path, capsys):
+    """At staleness 0 bit for bit; files, summary and log are those of one run, and nothing is trained again."""
+    tables = small | SYNC | {"steps": 4, "eval": small["eval"] | {"every": 2}}
+    whole = slipstream.run("quickstart", overrides=tables | {"steps": STEPS}, out=tmp_path / "whole", display=False)
+    short = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    assert (short.status, short.summary["steps"]) == ("done", 4)
+    before = trained(short.out)
+    (short.out / EVALUATION_FILE).write_text("{}")  # as the stage evaluate leaves it
+    capsys.readouterr()
+    extended = slipstream.run(resume=short.out, overrides={"steps": STEPS, "trainer.checkpoint_every": 1})
+    told = capsys.readouterr().out
+    assert "steps: 6, which were 4" in told
+    assert "learning rate" not in told
+    assert (extended.status, extended.summary["steps"]) == ("done", STEPS)
+    ours, theirs = ((run.out / "model" / "model.safetensors").read_bytes() for run in (extended, whole))
+    assert ours == theirs
+    assert trained(extended.out) == trained(whole.out)
+    assert trained(extended.out)[: len(before)] == before
+    assert audit(extended.out)["fates"] == audit(whole.out)["fates"]
+    found, expected = (read_metrics(run.out / "metrics.jsonl") for run in (extended, whole))
+    rewards = [[line["reward"] for line in lines if "reward" in line] for lines in (found, expected)]
+    assert rewards[0] == rewards[1]
+    accuracies = [
+        {line["version"]: line["eval_accuracy"] for line in lines if "eval_accuracy" in line}
+        for lines in (found, expected)
+    ]
+    assert accuracies[0] == accuracies[1]
+    for key in ("prompts", "eval", "staleness", "padding_frac"):
+        assert extended.summary[key] == whole.summary[key], key
+    assert extended.summary["earlier_s"] > 0
+    assert resolve(extended.out / "config.toml").trainer.checkpoint_every == 1
+    assert not (extended.out / EVALUATION_FILE).exists(), "it is of another policy: the stage is to be done again"
+    assert (extended.out / "attempt_1" / EVALUATION_FILE).is_file()
+    again = slipstream.replay(extended.out)
+    assert again.is_sound
+    assert again.is_complete
+    assert slipstream.report(extended.out).is_file()
+
+
+def test_ahead_of_the_trainer_an_extended_run_loses_nothing_and_says_what_its_schedules_do(small, tmp_path, capsys):
+    tables = small | AHEAD | {"trainer": {"checkpoint_every": 2, "optimizer": {"lr": 1e-3, "schedule": "linear"}}}
+    run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out
+    before = trained(run)
+    with pytest.raises(ConfigError, match=r"already complete(.|\n)*--steps 12 goes on"):
+        slipstream.run(resume=run, display=False)
+    with pytest.raises(ConfigError, match=r"gone further than that(.|\n)*steps = 5(.|\n)*at least 6"):
+        slipstream.run(resume=run, overrides={"steps": 5}, display=False)
+    assert not list(run.glob("attempt_*")), "what is refused changes nothing"
+    capsys.readouterr()
+    extended = slipstream.run(resume=run, overrides={"steps": 8})
+    told = " ".join(capsys.readouterr().out.split())
+    assert "after step 6 the learning rate is 0.00025 now, where it was to be 0, and falls to 0 at step 8" in told
+    assert extended.summary["prompts"]["trained"] == 8 * small["groups_per_step"]
+    assert trained(run)[: len(before)] == before
+    audit(run)
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "lr" in line]
+    updates = resolve(run / "config.toml").updates_per_step
+    for step, line in enumerate(lines):  # the rate of its last update
+        planned = (6 if step < 6 else 8) * updates
+        assert line["lr"] == pytest.approx(1e-3 * (1 - (updates * step + updates - 1) / planned)), step
+
+
+@pytest.mark.slow
+def test_the_policy_of_an_extended_run_is_evaluated_again(small, tmp_path):
+    tables = small | SYNC | {"steps": 2, "stages": ["sft", "rl", "evaluate"], "evaluation": {"num_prompts": 4}}
+    tables |= {"sft": {"steps": 3}, "warm_start": {"steps": 0}, "model": small["model"] | {"path": "stage:sft"}}
+    run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out
+    first = (run / EVALUATION_FILE).stat().st_ino
+    again = slipstream.run(resume=run, display=False)
+    assert again.summary["steps"] == 2
+    assert (run / EVALUATION_FILE).stat().st_ino == first, "what is done is not done again"
+    extended = slipstream.run(resume=run, overrides={"steps": 4}, display=False)
+    assert (extended.status, extended.summary["steps"]) == ("done", 4)
+    assert (run / "attempt_1" / EVALUATION_FILE).stat().st_ino == first
+    assert extended.summary["evaluation"] == json.loads((run / EVALUATION_FILE).read_text())
+    with pytest.raises(ConfigError, match="gone further than that"):
+        slipstream.run(resume=run, overrides={"steps": 3}, display=False)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_may_become_shorter_but_not_than_it_has_begun(small, tmp_path, monkeypatch):
+    cut_off(monkeypatch, small | AHEAD | {"steps": 20}, tmp_path / "run", after_step(2))
+    with pytest.raises(ConfigError, match=r"after 2 steps(.|\n)*at least [45]"):
+        slipstream.run(resume=tmp_path / "run", overrides={"steps": 3}, display=False)
+    result = slipstream.run(resume=tmp_path / "run", overrides={"steps": STEPS}, display=False)
+    assert (result.status, result.summary["prompts"]["trained"]) == ("done", STEPS * small["groups_per_step"])
+    audit(tmp_path / "run")
+
+
+def test_a_resume_takes_nothing_that_would_make_another_run_of_it(trained, tmp_path):
+    for given, named in (
+        ({"overrides": {"seed": 9}}, "seed"),
+        ({"preset": "sync"}, "preset"),
+        ({"prompts": ["a", "b"]}, "prompts"),
+        ({"out": tmp_path}, "out"),
+    ):
+        with pytest.raises(ConfigError, match=f"keeps its configuration\n  got: .*{named}"):
+            slipstream.run(resume=trained, display=False, **given)
+    with pytest.raises(ConfigError, match="a configuration is needed"):
+        slipstream.run(display=False)
 
 
 class Attempts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import config_toml, resolve
 from slipstream.core.run_lock import LOCK_FILE, holding
 from slipstream.core.types import StepDone
-from slipstream.stages import rl
+from slipstream.launch import cluster_of
+from slipstream.stages import chain, rl
 
 DEADLINE_S = 120.0
 ENDLESS = 100_000  # steps
@@ -89,12 +91,17 @@ def test_a_run_that_is_told_to_end_saves_its_last_step_and_is_gone_on_with(
         os.kill(pid, number)
     assert end_of(process, tmp_path) == code
     said = (tmp_path / "said").read_text()
-    assert f"{number.name}: the run ends after the current step, with a checkpoint, at most 100 s" in said
+    told = re.findall(
+        rf"{number.name}: (?:finishing step (\d+), then|writing) a checkpoint.*, within 100 s; once more", said
+    )
+    assert len(told) == 1, said
+    assert f"go on with: slipstream run --resume {run}" in said.splitlines()
     assert "Traceback" not in said
     assert not [pid for pid in executors.values() if is_alive(pid)]
     assert status(run) == "interrupted"
     done = int(json.loads((run / "summary.json").read_text())["steps"])
     assert (run / "checkpoints" / f"step_{done}" / "manifest.json").is_file(), "nothing that was trained is lost"
+    assert told[0] in ("", str(done)), "the step that it finished is the one that it named"
 
     config = (run / "config.toml").read_text().replace(f"steps = {ENDLESS}", f"steps = {done + 2}")
     (run / "config.toml").write_text(config.replace('host = "process"', 'host = "inline"'))
@@ -126,11 +133,12 @@ def test_a_step_that_does_not_end_is_not_waited_for_for_ever(by: str, tiny: dict
     process.send_signal(signal.SIGTERM)
     if by == "a second signal":
         said = tmp_path / "said"
-        wait_until(lambda: "once more: at once" in said.read_text(), "the note", process, tmp_path)
+        wait_until(lambda: "once more to stop now" in said.read_text(), "the note", process, tmp_path)
         process.send_signal(signal.SIGTERM)
     assert end_of(process, tmp_path) == 143
     assert not [pid for pid in executors.values() if is_alive(pid)]
     assert "ended at once" in (tmp_path / "said").read_text()
+    assert f"go on with: slipstream run --resume {run}" in (tmp_path / "said").read_text().splitlines()
     assert status(run) == "interrupted"
     assert slipstream.report(run).is_file(), "there was no time for it"
 
@@ -173,6 +181,60 @@ def test_from_python_the_run_is_saved_and_the_signal_goes_on_to_the_program(
     result = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
     assert (result.status, result.summary["steps"]) == ("done", 4)
     audit(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param("between two steps", marks=pytest.mark.slow),
+        "while a step is trained",
+        pytest.param("at the last evaluation", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
+    when: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C is told of once; at the last evaluation that is left out, and a resume makes it."""
+    inline = tiny | {"host": "inline", "steps": 3, "warm_start": {"steps": 0}, "eval": {"num_prompts": 4}}
+    decide, evaluate = Controller._decide, Controller._evaluate
+
+    def interrupting(self: Controller, event: Any) -> None:
+        decide(self, event)
+        now = "while a step is trained" if self.schedule.training else "between two steps"
+        if self.interrupts.number is None and self.schedule.steps_done == 1 and when == now:
+            signal.raise_signal(signal.SIGINT)
+
+    def evaluating(self: Controller, temperatures: Any) -> None:
+        evaluate(self, temperatures)
+        if when == "at the last evaluation" and self.schedule.is_finished:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "_decide", interrupting)
+        patch.setattr(Controller, "_evaluate", evaluating)
+        result = slipstream.run("quickstart", overrides=inline, out=tmp_path / "a run")
+    assert result.status == "interrupted"
+    lines = capsys.readouterr().out.splitlines()
+    what, steps = {
+        "between two steps": ("writing a checkpoint of step 1", 1),
+        "while a step is trained": ("finishing step 2, then a checkpoint", 2),
+        "at the last evaluation": ("writing a checkpoint of step 3", 3),
+    }[when]
+    assert [line for line in lines if "once more" in line] == [f"Ctrl-C: {what}; once more to stop now"]
+    assert lines[-1] == f"go on with: slipstream run --resume '{tmp_path / 'a run'}'"
+    assert result.summary["steps"] == steps
+    resumed = slipstream.run(resume=tmp_path / "a run", display=False)
+    assert (resumed.status, resumed.summary["steps"]) == ("done", 3)
+    assert resumed.summary["eval"]["after"]["accuracy"] is not None
+
+
+def test_what_goes_on_with_a_run_is_what_began_it(tmp_path: Path) -> None:
+    given = rl.FromPython(functions={"reward": lambda **_: []}, pipeline=lambda _: None)  # type: ignore[arg-type,return-value]
+    assert given.resume_call(tmp_path) == f"slipstream.run(resume='{tmp_path}', ...) with the same reward and pipeline"
+    cluster = cluster_of("127.0.0.1:0", tmp_path / "key", None, ())
+    assert (
+        rl.FromPython(cluster=cluster).resume_call(tmp_path).startswith("slipstream launch --group controller --resume")
+    )
 
 
 def test_a_run_that_is_interrupted_in_a_pause_says_so(
@@ -246,7 +308,8 @@ def test_a_folder_that_was_used_between_the_look_and_the_lock_is_not_empty(
         (out / "config.toml").write_text("of another run")
         (out / "prompts.jsonl").write_text("of another run")
 
-    monkeypatch.setattr(slipstream.api, "check_stages", another_run)
+    monkeypatch.setattr(chain, "check_stages", another_run)
+    tiny["rewards"] = {"terms": [{"function": "exact_match"}]}
     with pytest.raises(ConfigError, match="not empty"):
         slipstream.run("quickstart", overrides=tiny, out=out, prompts=["a", "b"], display=False)
     assert {path.name for path in out.iterdir()} == {"config.toml", "prompts.jsonl"}

@@ -226,7 +226,7 @@ def test_pairs_of_texts_make_a_reward_model(tmp_path: Path) -> None:
         slipstream.run(tables, out=tmp_path / "none", display=False)
     assert "1 of equal texts" in str(refused.value)
     write(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b"}])
-    with pytest.raises(ConfigError, match="record 0 is no preference"):
+    with pytest.raises(ConfigError, match="line 1 is no preference"):
         slipstream.run(tables, out=tmp_path / "torn", display=False)
 
 

@@ -97,7 +97,8 @@ def test_ctrl_c_ends_a_stage_with_130_and_resume_finishes(stage: str, to: str, t
     (os.killpg if to == "group" else os.kill)(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=END_DEADLINE_S)
     assert process.returncode == 130
-    assert f"interrupted in the stage {stage}" in output
+    assert f"interrupted in the stage {stage}, which begins again then" in output
+    assert f"go on with: slipstream run --resume {run}" in output
     assert "Traceback" not in output
     await_ends(children)
     assert not (run / stage / "stage.json").exists()
@@ -140,7 +141,7 @@ def test_a_stage_in_this_process_is_interrupted_the_same_way(
         patch.setattr(sft, "supervised_updates", interrupted)
         result = slipstream.run(recipe, overrides={"host": "inline"}, out=tmp_path / "run")
     assert result.status == "interrupted"
-    assert f"go on with --resume {tmp_path / 'run'}" in " ".join(capsys.readouterr().out.split())
+    assert f"go on with: slipstream run --resume {tmp_path / 'run'}" in " ".join(capsys.readouterr().out.split())
     assert slipstream.run("quickstart", resume=tmp_path / "run", display=False).status == "done"
 
 

@@ -7,12 +7,14 @@ import msgspec
 import numpy as np
 
 from slipstream.core.clock import VirtualClock
+from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, Measured
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.observe.balance import Balance, Dial, Interference, Split
-from slipstream.observe.metrics import MetricsWriter
+from slipstream.observe.metrics import MetricsWriter, read_metrics
 from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.samples import Sample, write_samples
 from slipstream.observe.summary import (
+    Data,
     Evaluation,
     Evaluations,
     Prompts,
@@ -21,6 +23,7 @@ from slipstream.observe.summary import (
     Throughput,
     Versions,
     WeightSync,
+    read_summary,
     write_summary,
 )
 from slipstream.observe.timeline import Timeline, account_file, timeline_path
@@ -77,6 +80,7 @@ def make_summary(**changes: object) -> Summary:
             count=20, skipped=1, bytes=52_000_000, transfer_s_p50=0.004, pause_s_p50=0.0004, pause_s_max=0.002
         ),
         padding_frac=0.0,
+        data=Data(num_train=4000, num_eval=500, num_too_long=3, max_tokens=64, longest_tokens=61),
         versions=Versions(python="3.11.7", torch="2.13.0", slipstream="0.1.0", commit=None),
         balance=Balance(
             idle={"generator-0": 0.17, "trainer": 0.32},
@@ -166,8 +170,36 @@ def make_run_dir(run_dir: Path, *, steps: int = 20) -> Path:
     accounting = {t.process: account_file(timeline_path(run_dir, t.process), 50.0, end_s) for t in (generator, trainer)}
     summary = make_summary(accounting=accounting, wall_s=end_s - 50.0, steps=steps)
     write_summary(summary, run_dir / "summary.json")
-    write_samples([Sample("abc>", "cba", "abc", HOSTILE, before_reward=0.0)], run_dir / "samples.json")
+    write_samples(
+        [Sample("abc>", "cba", "abc", HOSTILE, before_reward=0.0, before_is_right=False)], run_dir / "samples.json"
+    )
     return run_dir
+
+
+def measure_rewards(run_dir: Path, *, has_accuracy: bool) -> None:
+    """Make of `make_run_dir`'s one that has held-out rewards of two terms, with a measure or without."""
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    metrics = MetricsWriter(run_dir / "metrics.jsonl.new")
+    for line in lines:
+        step = line["step"]
+        reward = -0.75 + step / 32
+        found = Measured(reward, {"format": reward / 2, "brevity": reward / 2}, 0.25 if has_accuracy else None)
+        told = found.metrics(GREEDY_PREFIX) | found.metrics(SAMPLED_PREFIX) if "eval_accuracy" in line else line
+        if "reward" in line:
+            told = line | {"reward_parts/format": -0.25, "reward_parts/brevity": -0.5}
+        metrics.write(step=step, version=line["version"], wall_s=line["wall_s"], metrics=told)
+    metrics.close()
+    (run_dir / "metrics.jsonl.new").replace(run_dir / "metrics.jsonl")
+    summary, accuracies = read_summary(run_dir / "summary.json"), (0.25, 0.5) if has_accuracy else (None, None)
+    before, after = (
+        Evaluation.of(*2 * (Measured(reward, {"format": reward, "brevity": reward / 2}, accuracy),), num_prompts=500)
+        for reward, accuracy in zip((-0.75, -0.125), accuracies, strict=True)
+    )
+    told = msgspec.structs.replace(summary, eval=Evaluations(before=before, after=after))
+    write_summary(told, run_dir / "summary.json")
+    marks = {"before_is_right": False, "after_is_right": True} if has_accuracy else {}
+    sample = Sample("abc>", "cba", "abc", "cba", before_reward=-0.75, after_reward=-0.125, **marks)
+    write_samples([sample], run_dir / "samples.json")
 
 
 def add_evaluation(run_dir: Path, before: tuple[float, float], after: tuple[float, float]) -> None:

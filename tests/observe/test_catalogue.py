@@ -7,7 +7,10 @@ import pytest
 from slipstream.observe.catalogue import CATALOGUE, STAGES, described, table
 
 ROOT = Path(__file__).parents[2]
-PUT_TOGETHER = ("dropped/", "train/rm/", "train/", "chosen_mean", "rejected_mean", "num_preferences", "num_tokens")
+PUT_TOGETHER = (
+    *("dropped/", "train/rm/", "train/", "chosen_mean", "rejected_mean", "num_preferences", "num_tokens"),
+    *("eval_reward", "eval_accuracy", "eval_sampled_"),
+)
 """Beginnings of names that the sources put together from parts, or from a dataclass' fields."""
 SHOWS = ("catalogue.py", "health.py", "trends.py", "display.py", "group_flow.py")
 """What reads metrics, beside the folders of pages: to be named there does not make a metric one that is written."""
@@ -32,7 +35,9 @@ def test_every_name_is_one_that_the_sources_write():
         ("reward", "reward"),
         ("staleness_tokens/lag_12", "staleness_tokens/lag_<k>"),
         ("ratio_share/0.25", "ratio_share/<edge>"),
-        ("reward_parts//tmp/of/file.py:reward", "reward_parts/<term>"),
+        ("reward_parts/file.py:reward#2", "reward_parts/<term>"),
+        ("eval_reward", "eval_reward"),
+        ("eval_sampled_reward_parts/format_reward", "eval_sampled_reward_parts/<term>"),
         ("wait_frac/generator-0@1/wait_trainer", "wait_frac/<process>/<state>"),
         ("time/trainer/wait_rewards", "time/<side>/<state>"),
         ("staleness_tokens/lag_x", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,14 +13,14 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from synthetic_run import add_evaluation, make_run_dir, make_summary
+from synthetic_run import add_evaluation, make_run_dir, make_summary, measure_rewards
 
 import slipstream
 from slipstream import cli
 from slipstream.core.errors import ConfigError
 from slipstream.observe.report import write_comparison
 from slipstream.observe.report.comparison import short_names
-from slipstream.observe.summary import Staleness, write_summary
+from slipstream.observe.summary import Evaluation, Evaluations, Staleness, Throughput, write_summary
 
 Make = Callable[..., Path]
 
@@ -91,23 +92,171 @@ def test_runs_lie_over_each_other_on_three_clocks(make: Make, tmp_path: Path) ->
     classes = {line.get("class") for line in accuracy.iter("polyline")}
     assert classes == {"line c0", "line c1"}
     text = "".join(root.itertext())
-    # The mean of 3 steps, at the end of the last 2: (0.76 + 0.78) / 2.
+    # Means of 3 steps rise from 0.41 to (0.76 + 0.78) / 2; their error is that of the first and last, 0.0032 / sqrt(2).
     assert (
-        "RL until a smoothed reward of 0.770, which all reached: fast 12.4 s, slow 24.8 s (2.00 times as long)." in text
+        "RL until a smoothed reward of 0.765, which all reached: fast 12.4 s, slow 24.8 s (2.00 times as long)." in text
     )
 
 
-def test_the_race_is_to_the_best_reward_of_the_weakest(make: Make, tmp_path: Path) -> None:
+def test_held_out_rewards_stand_beside_each_other_with_a_measure_or_without(make: Make, tmp_path: Path) -> None:
+    bare, other, measured = make("bare"), make("other"), make("measured")
+    measure_rewards(bare, has_accuracy=False)
+    measure_rewards(other, has_accuracy=False)
+    root = body(write_comparison([bare, other], out=tmp_path / "page.html"))
+    assert "accuracy" not in "".join(root.itertext())
+    assert "step: 10\nbare: -0.438\nother: -0.438" in tips(card(root, "Held-out reward"))
+    measure_rewards(measured, has_accuracy=True)
+    root = body(write_comparison([bare, measured], out=tmp_path / "page.html"))
+    found = rows(card(root, "Outcomes"))
+    assert found["held-out accuracy after, greedy"] == ["-", "50.0%"]
+    assert found["held-out mean reward before, greedy"] == ["-0.75", "-0.75"]
+    assert found["held-out mean reward after, greedy"] == ["-0.125", "-0.125"]
+    assert "step: 10\nmeasured: 0.25" in tips(card(root, "Held-out accuracy"))
+
+
+# Where a sentence, or bold, would be wrong
+
+
+def told(make: Make, tmp_path: Path, *runs: Path) -> str:
+    return "".join(body(write_comparison(list(runs), out=tmp_path / "page.html")).itertext())
+
+
+def noisy(reward: Callable[[int], float], *, seed: int) -> Callable[[dict[str, Any]], None]:
+    rng = random.Random(seed)
+
+    def change(line: dict[str, Any]) -> None:
+        if "reward" in line:
+            line["reward"] = reward(line["step"]) + rng.gauss(0, 0.05)
+
+    return change
+
+
+def test_a_run_that_had_the_reward_from_its_beginning_did_not_win_a_race(make: Make, tmp_path: Path) -> None:
     def weaker(line: dict[str, Any]) -> None:
         slower(line)
         if "reward" in line:
             line["reward"] /= 2
 
-    root = body(write_comparison([make("strong"), make("weak", change=weaker)], out=tmp_path / "page.html"))
     # The weak one ends at 0.385, where the strong one began: 0.41 is the mean of its first two steps.
-    assert "reward of 0.385, which all reached: strong 0.6 s, weak 24.8 s (40.00 times as long)." in "".join(
-        root.itertext()
-    )
+    assert "times as long" not in told(make, tmp_path, make("strong"), make("weak", change=weaker))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("slope", [0.0, 0.005])
+def test_runs_that_differ_by_noise_alone_are_not_raced(make: Make, tmp_path: Path, seed: int, slope: float) -> None:
+    """Both learn nothing, or both the same."""
+    runs = [make(f"{i}", steps=60, change=noisy(lambda step: 0.4 + slope * step, seed=10 * seed + i)) for i in range(2)]
+    assert "times as long" not in told(make, tmp_path, *runs)
+
+
+def test_short_runs_are_not_raced(make: Make, tmp_path: Path) -> None:
+    assert "times as long" not in told(make, tmp_path, make("a", steps=19), make("b", steps=19, change=slower))
+
+
+def test_a_resumed_run_is_not_raced_and_its_time_is_that_of_all_attempts(make: Make, tmp_path: Path) -> None:
+    """What was abandoned is in no clock of the metrics, and a second start-up is."""
+    whole, resumed, earlier = make("whole"), make("resumed", change=slower), make("earlier", steps=10)
+    (resumed / "attempt_1").mkdir()
+    (earlier / "timeline").rename(resumed / "attempt_1" / "timeline")
+    page = write_comparison([whole, resumed], out=tmp_path / "page.html")
+    text = "".join(body(page).itertext())
+    assert "times as long" not in text
+    assert "Resumed: resumed." in text
+    assert rows(card(body(page), "Outcomes"))["whole run"] == ["12.5 s", "18.7 s"]  # and 10 steps of 0.62 s before
+    alone = "".join(body(slipstream.report(resumed)).itertext())
+    assert "20 steps in 19 s, 2 attempts" in alone
+
+
+def test_a_resumed_run_whose_earlier_time_is_lost_has_none(make: Make, tmp_path: Path) -> None:
+    whole, resumed = make("whole"), make("resumed")
+    (resumed / "attempt_1" / "timeline").mkdir(parents=True)
+    (resumed / "attempt_1" / "timeline" / "trainer.jsonl").write_bytes(bytes(4096) + b"\n")
+    page = write_comparison([whole, resumed], out=tmp_path / "page.html")
+    assert rows(card(body(page), "Outcomes"))["whole run"] == ["12.5 s", "-"]
+    assert "in an unknown time, 2 attempts" in "".join(body(slipstream.report(resumed)).itertext())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_bold"),
+    [
+        ((0.850, 500), (0.844, 500), False),  # noise: 0.6 points with a standard error of 2.3
+        ((0.850, 100), (0.844, 500), False),
+        ((0.850, 100), (0.800, 500), False),
+        ((0.850, 500), (0.750, 500), True),
+        ((0.950, 100), (0.750, 500), True),  # the test of two proportions takes any two numbers of prompts
+        ((1.000, 3), (0.500, 500), False),
+        ((0.850, 0), (0.100, 500), False),
+    ],
+)
+def test_a_held_out_score_is_bold_where_it_is_better_by_more_than_noise(
+    make: Make, tmp_path: Path, first: tuple[float, int], second: tuple[float, int], is_bold: bool
+) -> None:
+    runs = [make("a"), make("b")]
+    for run_dir, (value, count) in zip(runs, (first, second), strict=True):
+        score = Evaluations(before=None, after=Evaluation(value, None, count))
+        write_summary(make_summary(eval=score), run_dir / "summary.json")
+    page = write_comparison(runs, out=tmp_path / "page.html")
+    table = card(body(page), "Outcomes")
+    assert rows(table)["held-out prompts"] == [str(first[1]), str(second[1])]
+    assert (f"{first[0]:.1%}" in ["".join(one.itertext()) for one in table.iter("b")]) == is_bold
+    assert "by more than noise: twice the standard error" in "".join(table.itertext())
+
+
+def test_nothing_is_bold_across_other_prompts_or_batches(make: Make, tmp_path: Path) -> None:
+    other = "groups_per_step = 32\n[prompts]\nnum_eval = 7\n"
+    runs = [make("a"), make("b", steps=30, config=other, change=slower)]
+    (runs[1] / "config.toml").write_text('recipe = "quickstart"\n' + other)
+    score = Evaluations(before=None, after=Evaluation(0.2, None, 500))
+    write_summary(make_summary(eval=score), runs[1] / "summary.json")
+    page = write_comparison(runs, out=tmp_path / "page.html")
+    assert not list(card(body(page), "Outcomes").iter("b"))
+    text = "".join(body(page).itertext())
+    assert "Prompts or rewards differ, so rewards and held-out scores need not mean the same." in text
+    assert "times as long" not in text
+
+
+def test_prompts_from_python_are_the_same_where_their_file_is(make: Make, tmp_path: Path) -> None:
+    """Its path is the run's own."""
+    runs = []
+    for name in ("a", "b"):
+        run_dir = make(name, change=slower if name == "b" else None)
+        (run_dir / "prompts.jsonl").write_text('{"prompt": "1 + 1"}\n')
+        with (run_dir / "config.toml").open("a") as file:
+            file.write(f'[prompts]\ndataset = "{run_dir / "prompts.jsonl"}"\n')
+        runs.append(run_dir)
+    assert "times as long" in told(make, tmp_path, *runs)
+    (runs[1] / "prompts.jsonl").write_text('{"prompt": "2 + 2"}\n')
+    assert "times as long" not in told(make, tmp_path, *runs)
+
+
+def test_steps_and_rates_are_bold_by_the_spread_of_their_steps(make: Make, tmp_path: Path) -> None:
+    def rate(mean: float, seed: int) -> Callable[[dict[str, Any]], None]:
+        rng = random.Random(seed)
+
+        def change(line: dict[str, Any]) -> None:
+            if "reward" in line:
+                line["trained_tokens_per_s"] = mean + rng.gauss(0, 500)
+
+        return change
+
+    for mean, is_bold in ((4890.0, True), (4200.0, False)):
+        runs = [make(f"{mean}", change=rate(mean, 0)), make(f"{mean} slow", change=rate(4000.0, 1))]
+        slow = make_summary(throughput=Throughput(None, 4000.0, None))
+        fast = make_summary(throughput=Throughput(None, mean, None))
+        for run_dir, summary in zip(runs, (fast, slow), strict=True):
+            write_summary(summary, run_dir / "summary.json")
+        table = card(body(write_comparison(runs, out=tmp_path / "page.html")), "Outcomes")
+        assert (f"{mean:,.0f}" in ["".join(one.itertext()) for one in table.iter("b")]) == is_bold
+
+
+def test_a_run_that_ended_before_its_first_step_has_no_rate(make: Make, tmp_path: Path) -> None:
+    """Also where its summary was written by a version that divided by almost nothing."""
+    runs = [make("a"), make("b", steps=0)]
+    absurd = make_summary(status="interrupted", steps=0, throughput=Throughput(6.1336e13, 6.1336e13, 1e9))
+    write_summary(absurd, runs[1] / "summary.json")
+    found = rows(card(body(write_comparison(runs, out=tmp_path / "page.html")), "Outcomes"))
+    assert found["trained tokens/s"] == ["4,890", "-"]
+    assert "61,336" not in "".join(body(slipstream.report(runs[1])).itertext())
 
 
 def test_outcomes_stand_beside_each_other_with_the_better_one_bold(make: Make, tmp_path: Path) -> None:
@@ -126,10 +275,7 @@ def test_outcomes_stand_beside_each_other_with_the_better_one_bold(make: Make, t
     assert found["a step, mean"] == ["0.609 s", "0.598 s", "0.609 s"]  # (0.62 n - 0.22) / n: it begins with its work
     assert found["age of a trained token, mean"] == ["0.78 steps", "0.78 steps", "0.78 steps"]
     assert found["alarms"] == ["0", "0", "0"]
-    bold = ["".join(one.itertext()) for one in table.iter("b")]
-    assert "93.4%" in bold
-    assert "0.598 s" in bold
-    assert "50.0%" not in bold
+    assert ["".join(one.itertext()) for one in table.iter("b")] == ["93.4%"]  # steps differ by their first one alone
 
 
 def test_bars_are_seconds_of_a_step_one_run_under_the_other(make: Make, tmp_path: Path) -> None:
@@ -139,10 +285,11 @@ def test_bars_are_seconds_of_a_step_one_run_under_the_other(make: Make, tmp_path
         for text in card(root, "What a step is spent on").iter("text")
         if text.get("class") == "name"
     ]
-    assert names == ["generator-0 · a 0.609 s", "generator-0 · b 0.598 s", "trainer · a 0.609 s", "trainer · b 0.598 s"]
+    a, b = "steps 20 0.609 s", "steps 10 0.598 s"
+    assert names == [f"generator-0 · {a}", f"generator-0 · {b}", f"trainer · {a}", f"trainer · {b}"]
     told = [rect[0].text for rect in card(root, "What a step is spent on").iter("rect") if len(rect)]
-    assert "trainer · a: forward-backward 0.4 s, 66%" in told
-    assert "trainer · b: forward-backward 0.4 s, 67%" in told
+    assert "trainer · steps 20: forward-backward 0.4 s, 66%" in told
+    assert "trainer · steps 10: forward-backward 0.4 s, 67%" in told
 
 
 def test_differing_fields_are_told_and_equal_ones_are_not(make: Make, tmp_path: Path) -> None:
@@ -152,10 +299,47 @@ def test_differing_fields_are_told_and_equal_ones_are_not(make: Make, tmp_path: 
     assert found["max_staleness"][:2] == ["2", "0"]
     assert found["max_staleness"][2].startswith("k: how many steps old")
     assert "seed" not in found
-    text = "".join(root.itertext())
-    assert "synchronous" in text
     equal = body(write_comparison([a, make("c", config="max_staleness = 2\nseed = 1\n")], out=tmp_path / "page.html"))
     assert "None: the runs have one configuration." in "".join(equal.itertext())
+
+
+def labels_of(page: Path) -> dict[str, str]:
+    """What each run is called on the page, and what stands beside it."""
+    (names,) = (one for one in body(page).iter("ul") if one.get("class") == "runs")
+    return {item.findtext("b") or "": "".join(item[-1].itertext()) for item in names}
+
+
+def test_runs_are_called_by_what_sets_them_apart(make: Make, tmp_path: Path) -> None:
+    common = 'recipe = "r"\nseed = {seed}\nmax_staleness = {bound}\n[loss]\nname = "{loss}"\n[trainer]\nlr = {lr}\n'
+
+    def page_of(*configs: dict[str, object]) -> Path:
+        made = []
+        for i, one in enumerate(configs):
+            folder = tmp_path / f"quickstart-20260101-12000{i}"
+            if not folder.exists():
+                make(folder.name)
+            values = {"seed": 1, "bound": 2, "loss": "grpo", "lr": 0.001}
+            (folder / "config.toml").write_text(common.format(**values | one))
+            made.append(folder)
+        return write_comparison(made, out=tmp_path / "page.html")
+
+    page = page_of({"loss": "grpo"}, {"loss": "rloo", "seed": 2, "lr": 0.1})
+    assert labels_of(page) == {"grpo": "quickstart…0101-120000", "rloo": "quickstart…0101-120001"}
+    assert rows(card(body(page), "Outcomes"))[""] == ["grpo", "rloo"]
+    assert list(labels_of(page_of({}, {"seed": 7}))) == ["seed 1", "seed 7"]
+    assert list(labels_of(page_of({}, {"lr": 0.1}, {"lr": 0.2, "seed": 9}))) == [
+        "trainer lr 0.001",
+        "trainer lr 0.1",
+        "trainer lr 0.2",
+    ]
+    crossed = page_of({}, {"loss": "rloo"}, {"bound": 0}, {"loss": "rloo", "bound": 0})
+    assert list(labels_of(crossed)) == [
+        "grpo, max_staleness 2",
+        "rloo, max_staleness 2",
+        "grpo, max_staleness 0",
+        "rloo, max_staleness 0",
+    ]
+    assert list(labels_of(page_of({}, {}))) == ["quickstart…0101-120000", "quickstart…0101-120001"], "nothing differs"
 
 
 def test_win_rates_lie_over_kl_where_both_were_measured(make: Make, tmp_path: Path) -> None:
@@ -208,7 +392,7 @@ def test_a_run_that_goes_on_and_one_without_steps_are_compared_too(make: Make, t
     (b / "summary.json").unlink()
     (b / "metrics.jsonl").write_bytes(b'{"torn')
     text = "".join(body(write_comparison([a, b], out=tmp_path / "page.html")).itertext())
-    assert "b: running, 0 steps so far." in text
+    assert "steps 3: running, 0 steps so far." in text
 
 
 def test_bad_input_is_told_and_ends_with_2(

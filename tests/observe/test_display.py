@@ -1,4 +1,5 @@
 import io
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -7,8 +8,10 @@ from synthetic_run import make_summary
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig
+from slipstream.core.measure import Measured
 from slipstream.observe.display import Display, config_summary, duration, printable, sparkline
 from slipstream.observe.samples import Sample
+from slipstream.observe.summary import Evaluation, Evaluations
 
 CONFIG = RunConfig(recipe="quickstart", prompts=PromptsConfig(tasks=[TaskConfig(name="spell_backward")]))
 
@@ -29,7 +32,7 @@ def make_display(*, is_terminal: bool, steps: int = 100) -> tuple[Display, Virtu
 
 def play(display: Display, clock: VirtualClock, steps: int = 100, step_s: float = 0.5) -> None:
     display.phase("warm start", 250, 250, {"loss": 0.25})
-    display.evaluation("before", 0.412, sampled_accuracy=0.3)
+    display.evaluation("before", Measured(reward=0.5, accuracy=0.412))
     for step in range(steps):
         clock.advance(step_s)
         now_s = clock.now_s()
@@ -58,8 +61,43 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     assert "left" in steps[1]
     assert "warm start 250/250  loss 0.25" in lines
     assert "Generation is the bottleneck: the trainer idles 32% of the time, generators 17%." in lines
+    assert "held-out accuracy before: 0.412  reward 0.500" in lines
+    assert "held-out accuracy 0.412" in steps[-1]
     assert any("accuracy, greedy" in line and "0.412" in line and "0.934" in line for line in lines)
+    assert not any("reward, greedy" in line for line in lines)  # a summary from before there was one
     assert any(line.startswith("report") and "runs/q/report.html" in line for line in lines)
+
+
+def held_out(reward: float, **parts: float) -> Evaluation:
+    return Evaluation.of(Measured(reward, parts), Measured(reward / 2, parts), 20)
+
+
+def test_without_a_measure_the_held_out_mean_reward_is_the_headline():
+    display, clock, out = make_display(is_terminal=False)
+    before, after = held_out(-0.75, format=0.25, brevity=-1.0), held_out(-0.125, format=1.0, brevity=-1.125)
+    display.evaluation("before", before.greedy)
+    clock.advance(10.0)
+    display.step({"step": 0, "version": 1, "reward": -0.5})
+    display.finish(make_summary(eval=Evaluations(before=before, after=after)), {})
+    text = out.getvalue()
+    assert "held-out reward before: -0.750 (format 0.250, brevity -1.000)" in text
+    assert "held-out reward -0.750" in next(line for line in text.splitlines() if line.startswith("step "))
+    rows = {(cells := line.split("│"))[0].strip(): [cell.strip() for cell in cells[1:]] for line in text.splitlines()}
+    assert rows["reward, greedy"] == ["-0.750", "-0.125"]
+    assert rows["format, greedy"] == ["0.250", "1.000"]
+    assert rows["brevity, sampled"] == ["-1.000", "-1.125"]
+    assert rows["reward, sampled"] == ["-0.375", "-0.062"]
+    assert "accuracy" not in text
+
+
+def test_the_live_picture_says_what_was_held_out_and_how_it_began():
+    display, clock, out = make_display(is_terminal=True)
+    clock.advance(1.0)
+    for label, reward in (("before", -0.75), ("at step 20", -0.5)):
+        display.evaluation(label, held_out(reward).greedy)
+    display.step({"step": 20, "version": 21, "reward": -0.5})
+    display.close()
+    assert "-0.500  reward, at step 20   was -0.750 before" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
 
 
 def test_the_live_picture_is_drawn_a_few_times_a_second_at_most():
@@ -92,6 +130,16 @@ def test_shares_are_those_of_the_recent_window():
             "trainer", {"time/forward_backward": min(second, 50), "time/wait_rewards": max(0, second - 50)}
         )
     assert display.waits()["trainer"] == [("wait_rewards", 1.0)]
+
+
+def test_rewards_that_are_ready_are_not_told_as_a_fault():
+    display, clock, _ = make_display(is_terminal=False)
+    for second in range(10):
+        clock.advance(1.0)
+        display.counters("rewards", {"time/score": 0.3 * second, "time/wait_completions": 0.7 * second})
+        display.counters("trainer", {"time/forward_backward": 0.8 * second, "time/wait_generation": 0.2 * second})
+    assert "trainer waits for generation 20%" in display._step_line()
+    assert "completions" not in display._step_line()
 
 
 def test_forced_colours_do_not_make_a_notebook_a_terminal(monkeypatch, capsys):

@@ -13,6 +13,7 @@ from slipstream.core.errors import AlarmError, ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Counters, GroupScored, Published, ReplicaLost, Swapped
 from slipstream.observe import trends
+from slipstream.observe.display import printable
 from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line, read_alarms, spans
 from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.metrics import MetricsWriter
@@ -41,6 +42,7 @@ def healthy(rng, step):
         "truncated_frac": 0.02 * rng.random(),
         "no_signal_frac": float(np.clip(0.2 + 0.4 * learned + rng.normal(0, 0.08), 0, 1)),
         "scored_failed_frac": float(rng.binomial(256, 0.005)) / 256,
+        "failed_completions": 15.0,  # since the run began
         "poisoned": 0.0,
         "publish_skipped_frac": float(rng.random() < 0.05),
         "version_lag_excess": float(rng.integers(-3, 1)),
@@ -73,7 +75,7 @@ SICK = {
     },
     "grad_norm_spikes": lambda rng, age: {"grad_norm": 100.0} if age in (0, 7) else {},
     "no_signal": lambda rng, age: {"no_signal_frac": rng.uniform(0.96, 1.0)},
-    "failed_rewards": lambda rng, age: {"scored_failed_frac": rng.uniform(0.15, 0.4)},
+    "failed_rewards": lambda rng, age: {"failed_completions": 2.0 * age},
     "poisoned": lambda rng, age: {"poisoned": float(age == 3)},
     "starving_trainer": lambda rng, age: {"wait_frac/trainer/wait_generation": rng.uniform(0.85, 0.95)},
     "starving_generator": lambda rng, age: {
@@ -133,6 +135,10 @@ def test_an_alarm_rings_in_time_once_and_ends(name, seed):
     alarms = watched(sick_series(name, seed))
     assert {alarm.name for alarm in alarms} <= {name} | ALONG.get(name, set())
     mine = [alarm for alarm in alarms if alarm.name == name]
+    if name == "failed_rewards":  # what has failed stays so
+        assert [alarm.event for alarm in mine] == ["began"]
+        assert ONSET <= mine[0].step < ONSET + 10
+        return
     assert [alarm.event for alarm in mine] == ["began", "ended"]
     began, ended = mine
     assert ONSET <= began.step < ONSET + 50
@@ -157,6 +163,43 @@ def test_a_statistic_beyond_its_threshold_for_two_steps_rings_nothing():
         rng = np.random.default_rng(0)
         series = [healthy(rng, step) | ({"ess": 0.1} if step - ONSET in low_at else {}) for step in range(ONSET + 5)]
         assert [alarm.name for alarm in watched(series)] == expected
+
+
+def failing(config=None):
+    """The alarms of a run whose every fourth completion fails, before it has done any step; and how many had failed."""
+    found = Health(config or HealthConfig())
+    for num_scored in range(4, 4000, 4):
+        failure = "ranks: ValueError: no \x1b[31mred" + "!" * 5000 + " (mine.py, line 3)"
+        for alarm in found.failed(0, num_scored // 4, num_scored, failure):
+            yield num_scored // 4, alarm
+
+
+def test_the_sixteenth_failure_rings_at_any_length_of_run_and_says_why():
+    ((count, alarm),) = failing()
+    assert (count, alarm.step, alarm.value, alarm.threshold) == (16, 0, 16.0, 16.0)
+    assert "16 of 64 completions so far, the last: ranks: ValueError: no" in alarm.text
+    assert len(alarm.text) < 1000
+    assert "\x1b" not in printable(in_a_line(alarm), limit=2000)
+    assert list(failing(HealthConfig(alarms=False))) == []
+    assert [count for count, _ in failing(HealthConfig(thresholds={"failed_rewards": 3}))] == [3]
+
+
+def test_failures_that_a_step_tells_of_after_they_have_rung_ring_no_more():
+    """Of a resume, too, which reads them from the lines of steps."""
+    found = Health(HealthConfig())
+    assert len(found.failed(0, 16, 64, "it died")) == 1
+    rng = np.random.default_rng(0)
+    assert all(found.update(healthy(rng, step) | {"failed_completions": 16.0 + step}) == [] for step in range(20))
+    assert found.failed(20, 40, 640, "it died") == []
+
+
+def test_failures_stop_the_run_where_that_is_asked_for(tmp_path):
+    watchman = Watchman(HealthConfig(stop_on=["failed_rewards"]), tmp_path)
+    assert watchman.failed(0, 15, 20, "it died") == []
+    with pytest.raises(AlarmError, match="'failed_rewards' began at step 0") as caught:
+        watchman.failed(0, 17, 20, "it died")
+    watchman.close()
+    assert "17 of 20 completions so far, the last: it died" in str(caught.value)
 
 
 def test_a_number_at_its_threshold_rings_once():

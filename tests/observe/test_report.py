@@ -9,14 +9,21 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from synthetic_run import HOSTILE, RATIO_EDGES, add_evaluation, make_group, make_run_dir, make_summary
+from synthetic_run import (
+    HOSTILE,
+    RATIO_EDGES,
+    add_evaluation,
+    make_group,
+    make_run_dir,
+    make_summary,
+    measure_rewards,
+)
 
 import slipstream
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -77,6 +84,8 @@ class Page(HTMLParser):
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += attrs
+        if tag == "wbr":  # the word goes on behind it
+            self.text = self.text.removesuffix("\n")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -152,7 +161,6 @@ def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
         "0.78 steps old is a trained token (most 2, bound 2)",
         "A trained token was 0.78 steps old on average and 2 at most, as promised at most 2.",
         "20 steps in 12 s · seed 0 · 0.65 M parameters",
-        "No alarm rang.",
         "generator.max_new_tokens",
         "Longest completion, in tokens",  # what a field is, from the schema
         "16.0 GiB",  # of the machine
@@ -164,11 +172,44 @@ def test_the_page_holds_the_outcome_of_the_run(run_dir: Path) -> None:
     assert "contradicts" not in page.text
 
 
+def test_without_a_measure_the_page_speaks_of_the_mean_reward_and_of_no_accuracy(run_dir: Path) -> None:
+    measure_rewards(run_dir, has_accuracy=False)
+    path = write_report(run_dir)
+    page, root = read(path), body(path)
+    assert "-0.75 → -0.125 held-out mean reward, greedy" in page.words
+    assert (
+        "The held-out mean reward went from -0.75 to -0.125, format from -0.75 to -0.125, "
+        "brevity from -0.375 to -0.0625 (500 prompts, greedy) in 20 steps." in page.words
+    )
+    by_step = tips(card(root, "Reward"))
+    assert next(tip for tip in by_step if tip["at"] == "step: 10")["held-out mean reward, greedy"] == "-0.438"
+    parts = tips(card(root, "Reward by term"))
+    assert next(tip for tip in parts if tip["at"] == "step: 10")["brevity, held out"] == "-0.219"
+    assert "-0.75 abc" in page.words  # the answers are told by their reward, and no mark says what is right
+    shown = re.sub(r"eval\.(before|after)\.(sampled_)?accuracy -", "", page.words)  # fields of summary.json
+    for word in ("accuracy", "✓", "✗"):
+        assert word not in shown, shown[shown.index(word) - 80 :][:160]
+
+
+def test_with_a_measure_the_page_speaks_of_accuracy_and_of_the_mean_reward(run_dir: Path) -> None:
+    measure_rewards(run_dir, has_accuracy=True)
+    page = read(write_report(run_dir))
+    assert "25.0 → 50.0% held-out accuracy, greedy" in page.words
+    assert "Held-out accuracy went from 25.0% to 50.0%, the mean reward from -0.75 to -0.125, format" in page.words
+    assert "✗ abc" in page.words
+    assert "✓ cba" in page.words
+    found = tips(card(body(run_dir / "report.html"), "Reward and accuracy"))
+    at_10 = next(tip for tip in found if tip["at"] == "step: 10")
+    assert (at_10["held-out accuracy, greedy"], at_10["held-out mean reward, greedy"]) == ("0.25", "-0.438")
+
+
 def test_a_run_that_goes_on_one_that_was_killed_and_one_that_failed_say_so(run_dir: Path) -> None:
     write_summary(make_summary(status="failed"), run_dir / "summary.json")
     page = read(write_report(run_dir))
     assert "The run failed" in page.text
-    assert "slipstream run --resume" in page.text
+    assert "slipstream run --resume" not in page.text, "there is no checkpoint"
+    (run_dir / "checkpoints" / "step_20").mkdir(parents=True)
+    assert "slipstream run --resume" in read(write_report(run_dir)).text
     (run_dir / "summary.json").unlink()
     assert re.search(r"The run goes on; its newest line was \d+ s old", read(write_report(run_dir)).text)
     old_s = time.time() - 3600
@@ -183,29 +224,6 @@ def test_a_run_that_goes_on_one_that_was_killed_and_one_that_failed_say_so(run_d
     assert "2 at most, as promised at most 3." in read(write_report(run_dir)).text
     config.write_text(config.read_text() + '[schedule]\npolicy = "finished_first"\n')
     assert "no bound was promised" in read(write_report(run_dir)).text
-
-
-@pytest.mark.parametrize(
-    ("reward", "told"),
-    [
-        (lambda step: step / 100, "The reward still rises at the end"),
-        (lambda step: min(step, 20) / 100 + (step % 2) / 50, "The reward no longer rises"),
-        (lambda step: 1.0 - step / 100, "The reward no longer rises"),
-    ],
-)
-def test_what_to_look_at_next_follows_from_the_numbers(
-    run_dir: Path, reward: Callable[[int], float], told: str
-) -> None:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
-    step_line = next(line for line in lines if "reward" in line)
-    with (run_dir / "metrics.jsonl").open("w") as file:
-        for step in range(60):
-            line = step_line | {"step": step, "version": step + 1, "wall_s": 0.62 * (step + 1), "reward": reward(step)}
-            file.write(json.dumps(line | {"no_signal_frac": 0.9}) + "\n")
-    next_card = "".join(card(body(write_report(run_dir)), "What to look at next").itertext())
-    assert told in next_card
-    assert "90% of the last step's groups were all right or all wrong" in next_card
-    assert f"slipstream watch {run_dir}" in next_card
 
 
 # Numbers, against plain arithmetic over the files

@@ -6,20 +6,22 @@ import pytest
 from synthetic_run import make_summary
 
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.measure import Measured
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import check, read_summary, versions, violations, write_summary
 
 # The interface. A change here is a breaking change for everybody's scripts.
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
-    "weight_sync padding_frac versions earlier_s evaluation alarms restarts balance",
+    "weight_sync padding_frac versions earlier_s evaluation alarms data restarts balance",
     "eval": "before after",
-    "eval.before": "accuracy sampled_accuracy num_prompts",
-    "eval.after": "accuracy sampled_accuracy num_prompts",
+    "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts sampled_reward_parts",
+    "eval.after": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts sampled_reward_parts",
     "throughput": "generated_tokens_per_s trained_tokens_per_s completions_per_s",
     "staleness": "max mean bound histogram updates_max",
-    "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens",
+    "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens failed_completions",
     "weight_sync": "count skipped bytes transfer_s_p50 pause_s_p50 pause_s_max",
+    "data": "num_train num_eval num_too_long max_tokens longest_tokens",
     "versions": "python torch slipstream commit",
     "balance": "idle interference wasted_tokens starves bottleneck verdict split dial",
     "balance.interference": "decode train",
@@ -46,6 +48,18 @@ def test_a_summary_comes_back_equal(tmp_path: Path):
     path.write_text('{"recipe": "x"}')
     with pytest.raises(SlipstreamError, match="missing required field"):
         read_summary(path)
+
+
+def test_a_summary_from_before_there_were_held_out_rewards_is_read(tmp_path: Path):
+    path = tmp_path / "summary.json"
+    write_summary(make_summary(), path)
+    told = json.loads(path.read_text())
+    for moment in ("before", "after"):
+        told["eval"][moment] = {"accuracy": 0.5, "sampled_accuracy": 0.25, "num_prompts": 20}
+    path.write_text(json.dumps(told))
+    found = read_summary(path).eval.after
+    assert found is not None
+    assert (found.greedy, found.sampled) == (Measured(accuracy=0.5), Measured(accuracy=0.25))
 
 
 def test_a_sound_summary_passes():

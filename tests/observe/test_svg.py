@@ -57,6 +57,37 @@ def test_ticks_cover_the_range_with_a_few_round_numbers(low: float, high: float)
 
 
 @pytest.mark.parametrize(
+    ("low", "high", "is_amount", "ends"),
+    [
+        (5.74, 5.83, True, (0.0, 5.83)),  # a mean length: an amount begins at 0
+        (0.4, 0.9, False, (0.0, 0.9)),  # comes down to less than half of its largest
+        (5.0, 6.0, False, (4.0, 7.0)),  # else half of the largest, around the middle
+        (-6.0, -5.0, False, (-7.0, -4.0)),
+        (2.0, 2.0, False, (1.5, 2.5)),
+        (4.0, 8.0, False, (4.0, 8.0)),  # wide enough by itself
+        (-0.1, 0.3, False, (-0.1, 0.3)),  # 0 lies on it
+        (0.0, 0.0, True, (0.0, 0.0)),
+        (-0.3, 0.0, False, (-0.3, 0.0)),
+    ],
+)
+def test_an_axis_makes_no_cliff_of_a_little(
+    low: float, high: float, is_amount: bool, ends: tuple[float, float]
+) -> None:
+    assert svg.axis_ends(low, high, is_amount=is_amount) == pytest.approx(ends)
+
+
+def test_every_scale_of_values_follows_the_rule_and_steps_do_not() -> None:
+    shown = scale_of([5.74, 5.83], Axis("tokens"), most=5)
+    assert shown.high - shown.low >= 0.5 * 5.83
+    assert scale_of([0.97, 0.99], Axis("share", high=1.0, is_share=True), most=5).low == 0.0
+    logarithmic = scale_of([1.5, 1.6], Axis("norm", is_log=True), most=5)
+    assert logarithmic.high / logarithmic.low >= 4.0
+    assert len(logarithmic.ticks) >= 2
+    steps = scale_of([100.0, 110.0], Axis("step"), most=5, is_fitted=True)
+    assert (steps.low, steps.high) == (100.0, 110.0)
+
+
+@pytest.mark.parametrize(
     ("low", "high"), [(1e-7, 0.1), (0.9, 2.3), (4.0, 4.2), (1.0, 1e12), (3e-5, 3e-5), (7.0, 700.0)]
 )
 def test_a_logarithmic_scale_has_round_ticks_inside_and_keeps_ratios(low: float, high: float) -> None:

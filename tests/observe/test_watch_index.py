@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_loop import RAW_START_S, VERDICT, Loop
 
+from slipstream.observe.accounting import read_accounting
 from slipstream.observe.recorder import read_rollouts
 from slipstream.observe.timeline import Slice, read_timeline
 from slipstream.observe.tokens import TokenRecorder, read_tokens
@@ -539,6 +541,18 @@ def test_texts_and_lists_in_answers_are_bounded(folder: Path) -> None:
     assert len(answer(index, "curves", names=names, points=10**9)["curves"]) == 1
 
 
+def test_axes_of_curves_follow_the_rule_of_the_report(tmp_path: Path) -> None:
+    lines = [
+        {"step": i, "completion_tokens_mean": 5.74 + i / 100, "loss": 5.0 + i / 9, "wait_of_mine": -0.5}
+        for i in range(10)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = "completion_tokens_mean,loss,wait_of_mine"
+    found = answer(caught_up(RunIndex(tmp_path)), "curves", names=names)["curves"]
+    axes = {name: curve["axis"] for name, curve in found.items()}
+    assert axes == {"completion_tokens_mean": [0.0, 5.83], "loss": [4.0, 7.0], "wait_of_mine": [-0.625, -0.375]}
+
+
 def test_curves_lie_at_their_steps(made: Loop, run_dir: Path) -> None:
     found = answer(caught_up(RunIndex(run_dir)), "curves", names="reward,eval_accuracy", points=500)["curves"]
     assert [point[0] for point in found["reward"]["points"]] == list(range(20))
@@ -589,14 +603,18 @@ def test_the_verdict_is_that_of_the_summary(run_dir: Path) -> None:
     assert not verdict.update(caught_up(RunIndex(run_dir)), now_s=1.0)
 
 
-def test_while_a_run_goes_on_the_verdict_is_accountings(made: Loop, folder: Path) -> None:
+def test_while_a_run_goes_on_the_verdict_is_accountings(
+    made: Loop, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made.write(folder, until_s=9.0)
     index, verdict = caught_up(RunIndex(folder)), Verdict(folder)
-    verdict.update(index, now_s=100.0)
-    first = verdict.sentence
-    assert first
-    verdict.sentence = "marked"
-    verdict.update(index, now_s=102.0)
-    assert verdict.sentence == "marked", "not more than now and then"
-    verdict.update(index, now_s=1000.0)
-    assert verdict.sentence == first
+    assert not verdict.update(index, now_s=100.0)
+    assert verdict.sentence is None, "these timelines tell of no step"
+    found = read_accounting(folder)
+    balance = msgspec.structs.replace(found.balance, verdict="The trainer starves.")
+    monkeypatch.setattr(
+        "slipstream.observe.watch.verdict.read_accounting", lambda _: msgspec.structs.replace(found, balance=balance)
+    )
+    assert not verdict.update(index, now_s=102.0), "not more than now and then"
+    assert verdict.update(index, now_s=1000.0)
+    assert verdict.sentence == "The trainer starves."

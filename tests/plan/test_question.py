@@ -128,7 +128,7 @@ def test_a_recipe_says_what_work_there_is(tmp_path):
         "loss": {"name": "ppo", "advantages": "gae"},
         "kl": {"coef": 0.1},
         "trainer": {"minibatches": 3, "epochs": 2},
-        "prompts": {"tasks": [{"name": "chain_sum"}]},
+        "prompts": {"tasks": [{"name": "chain_sum"}], "max_prompt_tokens": 128},
     }
     (tmp_path / "mine.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
     subject = subject_of(str(tmp_path / "mine.toml"))

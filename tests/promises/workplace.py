@@ -26,7 +26,10 @@ RUNS = (  # names that stand for a finished run
     *("DIR", "RUN", "OTHER_RUN", "A", "B", "C", "runs/mine", "runs/sync", "runs/one_step", "runs/continuous"),
     *("runs/quickstart", "runs/quickstart-20260101-120000"),
 )
-MODELS = ("MODEL", "models/smollm2-135m-instruct", "reward_model/model")
+MODELS = (  # folders, which win over the hub
+    *("MODEL", "models/smollm2-135m-instruct", "reward_model/model"),
+    *("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+)
 CHAT = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 SETUP = """
 set -euo pipefail

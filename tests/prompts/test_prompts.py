@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -430,3 +432,44 @@ def test_shortening_needs_a_column_of_the_template(tokenizer: PreTrainedTokenize
     config = run_config(dataset=dataset, max_prompt_tokens=4, too_long="shorten", shorten_column="note", num_eval=1)
     with pytest.raises(ConfigError, match="no column of the template"):
         build_prompts(config, tokenizer)
+
+
+def test_without_a_limit_prompts_have_the_room_that_completions_leave(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"prompt": "a" * length, "answer": ""} for length in (5, 300, 1984, 1985, 2048, 7)]
+    config = run_config(dataset=write_rows(tmp_path / "p.jsonl", rows), num_eval=1)  # 2048 positions, 64 of an answer
+    report = build_prompts(config, tokenizer).report
+    assert (report.num_train + report.num_eval, report.num_too_long) == (4, 2)
+    assert (report.max_tokens, report.longest) == (1984, 1984)
+    assert config.prompts.max_prompt_tokens is None, "what was asked for stays as it is"
+
+
+@pytest.mark.parametrize(("num_long", "is_told"), [(0, False), (2, False), (3, True), (20, True)])
+def test_many_prompts_that_are_dropped_are_told_loudly(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, num_long: int, is_told: bool
+) -> None:
+    rows = [{"prompt": f"{i:0{20 if i < num_long else 4}}", "answer": ""} for i in range(40)]
+    config = run_config(dataset=write_rows(tmp_path / "p.jsonl", rows), max_prompt_tokens=8, num_eval=1)
+    report = build_prompts(config, tokenizer).report
+    assert report.num_too_long == num_long
+    assert (report.warning is not None) == is_told
+    if report.warning is not None:
+        assert f"{num_long} of 40 prompts" in report.warning
+        assert "prompts.max_prompt_tokens" in report.warning
+        assert "more than 8 tokens" in report.warning
+
+
+def test_records_are_counted_as_lines_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """From 1, and with the empty ones: an editor finds the line."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"promt": "b"}\n')
+    with pytest.raises(ConfigError, match="line 3 has no column 'prompt'"):
+        build_prompts(run_config(dataset=str(path), num_eval=1), tokenizer)
+    path.write_text('{"prompt": "a"}\n\n{"prompt": \n')
+    with pytest.raises(ConfigError, match="line 3 is not JSON"):
+        build_prompts(run_config(dataset=str(path), num_eval=1), tokenizer)
+    table = pyarrow.table({"prompt": ["a", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(ConfigError, match="record 2: the prompt"):
+        build_prompts(run_config(dataset=str(tmp_path / "p.parquet"), num_eval=1), tokenizer)

@@ -174,3 +174,24 @@ def test_the_executor_scores_training_and_evaluation(
     assert scored.reward == pytest.approx(expected(models["help"][1], [completion(9)])[0], abs=1e-5)
     last = [e for e in events if isinstance(e, Counters)][-1]
     assert (last.values["scored"], last.values["eval_scored"], last.values["batches"]) == (9.0, 1.0, 3.0)
+
+
+def test_held_out_answers_have_the_reward_that_is_trained_on(
+    models: dict[str, tuple[Path, ScalarModel]], tmp_path: Path
+) -> None:
+    """The first term measures only: the models' scores are the reward, and all parts come with it."""
+    terms = [RewardTerm(function="exact_match", weight=0.0)]
+    config = RewardsConfig(terms=terms, models=[RewardModelTerm(path=str(models["help"][0]), name="help", weight=2.0)])
+    executor = RewardModels(config, terms=terms, batching=collate, microbatch_tokens=64, max_tokens=16)
+    ports = start(executor, tmp_path, name="reward_models")
+    held_out = [completion(i, purpose="eval") for i in range(2)]
+    ports["completions"].put(Rollout(completion=held_out[0], reward=0.0, reward_parts={"exact_match": 1.0}))
+    ports["completions"].put(Rollout(completion=held_out[1], reward=-3.0, failure="timed out"))
+    ports["commands"].put(Stop())
+    while not executor.is_finished:
+        executor.step()
+    sound, failed = (event for event in ports["events"].messages if isinstance(event, EvalScored))
+    (help_,) = expected(models["help"][1], held_out[:1])
+    assert sound.reward == pytest.approx(2.0 * help_, abs=1e-5)
+    assert sound.reward_parts == {"exact_match": 1.0, "help": pytest.approx(help_, abs=1e-5)}
+    assert (failed.reward, failed.reward_parts, failed.failure) == (-3.0, {}, "timed out")

@@ -6,6 +6,7 @@ import json
 import select
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 from heard import Heard
 from ports import start
 
-from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
+from slipstream.core.config import RewardModelTerm, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.types import (
     Completion,
     Counters,
     EvalScored,
+    Noted,
     Prompt,
     Ready,
     Rollout,
@@ -31,7 +33,9 @@ from slipstream.rewards.executor import Rewards
 HERE = Path(__file__).parent
 
 
-def completion(ordinal: int, text: str, *, purpose: Any = "train", answer: str = "right") -> Completion:
+def completion(
+    ordinal: int, text: str, *, purpose: Any = "train", answer: str = "right", sample: int = 0
+) -> Completion:
     tokens = np.arange(3, dtype=np.int32)
     segment = Segment(
         tokens=tokens,
@@ -40,18 +44,19 @@ def completion(ordinal: int, text: str, *, purpose: Any = "train", answer: str =
     )
     prompt = Prompt(prompt_id=str(ordinal), text="q", tokens=tokens, task="dataset", answer=answer)
     return Completion(
-        ordinal=ordinal, sample=0, prompt=prompt, segments=(segment,), text=text, finish_reason="stop",
+        ordinal=ordinal, sample=sample, prompt=prompt, segments=(segment,), text=text, finish_reason="stop",
         purpose=purpose, eval_id=3 if purpose == "eval" else -1,
     )  # fmt: skip
 
 
-def drive(executor: Rewards) -> None:
-    """Step as a host does, until the executor has finished."""
-    end_s = time.monotonic() + 30
-    while not executor.is_finished:
+def drive(executor: Rewards, is_over: Callable[[], bool] | None = None) -> None:
+    """Step as a host does, until `is_over`, or the executor has finished."""
+    end_s = time.monotonic() + 60
+    while not (executor.is_finished if is_over is None else is_over()):
         assert time.monotonic() < end_s
         if not executor.step():
-            select.select(executor.wait_fds(), [], [], executor.wait_s())
+            due_s = executor.wait_s()
+            select.select(executor.wait_fds(), [], [], 1.0 if due_s is None else min(due_s, 1.0))
 
 
 def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
@@ -84,22 +89,62 @@ def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
         executor.close()
     rollouts = {m.completion.ordinal: m for m in ports["rollouts"].messages if isinstance(m, Rollout)}
     assert [rollouts[i].reward for i in range(5)] == [2.5, -3.0, 2.5, -3.0, 2.5]
-    assert rollouts[0].reward_parts == {"exact_match": 1.0, config.terms[1].function: 0.5 / 0.5}
+    assert rollouts[0].reward_parts == {"exact_match": 1.0, "attack": 0.5 / 0.5}  # no path of the file
     assert "timed out" in (rollouts[1].failure or "")
     assert "not finite" in (rollouts[3].failure or "")
     assert rollouts[2].completion.text == texts[2]  # cut for the verifier only
     events = list(ports["events"].messages)
     assert isinstance(events[0], Ready)
     (scored,) = [e for e in events if isinstance(e, EvalScored)]
-    assert (scored.eval_id, scored.ordinal, scored.reward, scored.num_tokens) == (3, 9, 0.0, 3)
+    assert (scored.eval_id, scored.ordinal, scored.num_tokens) == (3, 9, 3)
+    assert (scored.reward, scored.reward_parts) == (0.5, {"exact_match": 0.0, "attack": 1.0})  # as it is trained on
     last = [e for e in events if isinstance(e, Counters)][-1]
     assert last.values["scored"] == 5
     assert last.values["failed"] == 2
     assert last.values["restarts"] == 1
 
 
+def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
+    def function(completions: Any, **_: Any) -> list[float]:
+        raise RuntimeError("no")
+
+    executor = Rewards(RewardsConfig(failure_reward=-2.0), {}, function=function)
+    ports = start(executor, tmp_path, name="rewards")
+    ports["completions"].put(completion(0, "ok", purpose="eval"))
+    try:
+        drive(executor, lambda: any(isinstance(m, EvalScored) for m in ports["events"].messages))
+    finally:
+        executor.close()
+    (scored,) = [m for m in ports["events"].messages if isinstance(m, EvalScored)]
+    assert (scored.reward, scored.reward_parts, scored.failure) == (-2.0, {}, "RuntimeError: no")
+
+
+def test_where_models_follow_they_score_evaluations_too(tmp_path: Path) -> None:
+    """Else nobody would know the reward of a held-out answer, and the function's part would pass for it."""
+    config = RewardsConfig(
+        terms=[RewardTerm(function="exact_match", weight=0.0)], models=[RewardModelTerm(path=str(tmp_path))]
+    )
+    executor = Rewards(config, {})
+    ports = start(executor, tmp_path, name="rewards")
+    ports["completions"].put(completion(0, "right", purpose="eval"))
+    try:
+        drive(executor, lambda: bool(ports["rollouts"].messages))
+        ports["commands"].put(Stop())
+        drive(executor)
+    finally:
+        executor.close()
+    (rollout,) = ports["rollouts"].messages
+    assert isinstance(rollout, Rollout)
+    assert (rollout.completion.purpose, rollout.reward_parts) == ("eval", {"exact_match": 1.0})
+    events = list(ports["events"].messages)
+    assert not any(isinstance(event, EvalScored) for event in events)
+    last = [event for event in events if isinstance(event, Counters)][-1]
+    assert (last.values["scored"], last.values["eval_scored"]) == (0, 1)
+
+
 def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
-    executor = Rewards(RewardsConfig(), {}, function=lambda completions, **kw: [float(len(completions[0]))])
+    functions = {"reward": lambda completions, **kw: [float(len(completions[0]))]}
+    executor = Rewards(RewardsConfig(terms=[RewardTerm(function="python:reward")]), {}, functions=functions)
     ports = start(executor, tmp_path, name="rewards")
     for i in range(20):
         ports["completions"].put(completion(i, "x" * i))
@@ -143,7 +188,8 @@ def test_while_a_worker_scores_the_process_is_not_idle(tmp_path: Path) -> None:
         return [1.0] * len(completions)
 
     heard = Heard()
-    executor = Rewards(RewardsConfig(timeout_s=60.0), {}, function=function)
+    config = RewardsConfig(terms=[RewardTerm(function="python:reward")], timeout_s=60.0)
+    executor = Rewards(config, {}, functions={"reward": function})
     ports = start(executor, tmp_path, name="rewards", spans=heard)
     try:
         assert heard.idle == "wait_completions"
@@ -158,3 +204,59 @@ def test_while_a_worker_scores_the_process_is_not_idle(tmp_path: Path) -> None:
     finally:
         may_end.set()
         executor.close()
+
+
+def ranks(completions: list[str], **_: Any) -> list[float]:
+    return [float(sorted(completions).index(text)) for text in completions]
+
+
+def test_a_group_is_scored_when_it_is_whole_and_an_evaluation_at_once(tmp_path: Path) -> None:
+    terms = [RewardTerm(function="python:ranks", per="group"), RewardTerm(function="python:length", weight=10.0)]
+    functions = {"ranks": ranks, "length": lambda completions, **_: [float(len(text)) for text in completions]}
+    executor = Rewards(RewardsConfig(terms=terms), {}, functions=functions, group_size=2)
+    ports = start(executor, tmp_path, name="rewards")
+    for one in (
+        completion(0, "b", sample=1),
+        completion(1, "xx", sample=0),
+        completion(7, "alone", purpose="eval"),
+        completion(0, "a", sample=0),
+        completion(0, "another copy", sample=1),
+    ):
+        ports["completions"].put(one)
+    while len(ports["rollouts"].messages) < 2 or not any(isinstance(m, EvalScored) for m in ports["events"].messages):
+        if not executor.step():
+            select.select(executor.wait_fds(), [], [], executor.wait_s())
+    assert not executor.is_finished
+    ports["commands"].put(Stop())  # two are left without the rest of their groups, and hold nobody up
+    drive(executor)
+    executor.close()
+    found = [m for m in ports["rollouts"].messages if isinstance(m, Rollout)]
+    assert [(one.completion.text, one.reward) for one in found] == [("a", 10.0), ("b", 11.0)]
+    assert found[1].reward_parts == {"ranks": 1.0, "length": 1.0}
+    (scored,) = [m for m in ports["events"].messages if isinstance(m, EvalScored)]
+    assert scored.reward == 0.0  # the first of one
+
+
+def test_the_first_failure_of_a_kind_is_told_at_once(tmp_path: Path) -> None:
+    """A person sees the exception while the group, let alone the step, is still being sampled."""
+
+    def fails(completions: list[str], **_: Any) -> list[float]:
+        if "b" in completions:
+            raise ValueError(f"no {completions}")
+        raise KeyError("k")
+
+    config = RewardsConfig(terms=[RewardTerm(function="python:fails")])
+    executor = Rewards(config, {}, functions={"fails": fails})
+    ports = start(executor, tmp_path, name="rewards")
+    for i, text in enumerate("abbab"):
+        ports["completions"].put(completion(i, text))
+    while len(ports["rollouts"].messages) < 5:
+        if not executor.step():
+            select.select(executor.wait_fds(), [], [], executor.wait_s())
+    executor.close()
+    notes = [m.text for m in ports["events"].messages if isinstance(m, Noted)]
+    place = f"test_rewards_executor.py, line {fails.__code__.co_firstlineno}"[:-3]
+    assert len(notes) == 2
+    assert "fails: KeyError: 'k'" in notes[0]
+    assert "fails: ValueError: no ['b']" in notes[1]
+    assert all(place in note for note in notes)

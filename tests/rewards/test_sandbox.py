@@ -79,7 +79,7 @@ def test_isolation_is_reported() -> None:
         ("raise", "ValueError"),
         ("exit", "SystemExit"),
         ("many", "100 rewards for 1 completion"),
-        ("text", "ValueError"),
+        ("text", "TypeError"),
         ("closes", "worker died"),
         ("fill", "OSError"),
     ],
@@ -101,7 +101,7 @@ def test_a_completion_without_end_fails_its_own_rollout_only(make_pool: MakePool
     assert pool.poll() == []
     clock.advance(1.0)
     (hung,) = pool.poll()
-    assert (hung.job_id, hung.failure) == (1, "timed out after 1 s")
+    assert (hung.job_id, hung.failure) == (1, f"{ATTACK[0]}: timed out after 1 s")
     done = run_jobs(pool, [], expected=2)
     assert [done[i].parts for i in (2, 3)] == [[1.0]] * 2
 

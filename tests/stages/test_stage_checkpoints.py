@@ -81,21 +81,21 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
 def test_who_reads_the_policys_tokens(place: str, name: str, message: str | None, folders: Path) -> None:
     config = resolve(chain(**PLACES[place](str(folders / name))))
     if message is None:
-        check_stages(config, has_own_reward=False)
+        check_stages(config)
         return
     with pytest.raises(ConfigError, match=message) as refused:
-        check_stages(config, has_own_reward=False)
+        check_stages(config)
     assert place in str(refused.value)
     assert str(folders / name) in str(refused.value)
 
 
 def test_the_policys_tokenizer_is_that_of_where_sft_starts(folders: Path) -> None:
     starts = chain(sft={"path": str(folders / "other")}, kl={"reference": str(folders / "other")})
-    check_stages(resolve(starts), has_own_reward=False)
+    check_stages(resolve(starts))
     with pytest.raises(ConfigError, match="have different tokenizers"):
-        check_stages(resolve(chain(sft=starts["sft"], kl={"reference": str(folders / "same")})), has_own_reward=False)
+        check_stages(resolve(chain(sft=starts["sft"], kl={"reference": str(folders / "same")})))
     fresh = chain(model={"alphabet": ALPHABETS["other"]}, kl={"reference": str(folders / "other")})
-    check_stages(resolve(fresh), has_own_reward=False)
+    check_stages(resolve(fresh))
 
 
 def test_what_nobody_reads_is_not_checked(folders: Path) -> None:
@@ -108,7 +108,7 @@ def test_what_nobody_reads_is_not_checked(folders: Path) -> None:
         preferences={"path": other},
         rewards={"terms": [{"function": "task"}], "models": []},
     )
-    check_stages(resolve(unused), has_own_reward=False)
+    check_stages(resolve(unused))
 
 
 def test_a_run_is_refused_before_it_leaves_anything(folders: Path, tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weig
 from slipstream.controller.placement import check_processes, check_remote, computing_groups, num_cores, place
 from slipstream.core.channel import ChannelSpec
 from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
-from slipstream.core.config import RewardTerm, RunConfig, stage_of
+from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
-from slipstream.core.recipes import check_model_path
+from slipstream.core.hub import check_model_path
+from slipstream.core.other_names import sentence_of_value
 from slipstream.core.types import WarmStart
 from slipstream.generator.device import check_device
 from slipstream.generator.executor import Generator
@@ -35,6 +36,7 @@ from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.executor import Rewards
+from slipstream.rewards.given import Functions, is_from_python
 from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
@@ -42,15 +44,16 @@ from slipstream.trainer.measure import needed_columns
 from slipstream.trainer.reference_executor import ReferencePolicy
 
 
-def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection[str] = ()) -> None:
+def check(config: RunConfig, *, given: Collection[str] = (), remote: Collection[str] = ()) -> None:
     """Raise ConfigError for what the schema cannot see: models, losses, tasks, rewards and GPUs that are not there.
 
-    What `remote` groups compute on is on their machines, where they look for it themselves.
+    `given` are the names of the reward functions that were handed over from Python. What `remote` groups compute on is
+    on their machines, where they look for it themselves.
     """
     check_model_path(config)
     check_remote(config, remote)
     here = computing_groups(config) - set(remote)
-    check_processes(config, here, has_workers=has_functions(config, None) and not has_own_reward)
+    check_processes(config, here, has_workers=has_workers(config))
     if "generator" in here:
         check_vllm(config)
         check_device(config)
@@ -66,8 +69,16 @@ def check(config: RunConfig, *, has_own_reward: bool = False, remote: Collection
     check_sizes(config, check_policy(config), here)
     check_loss(config)
     check_checkpoints(config, readers(config))
-    if not has_own_reward and (config.rewards.terms or not config.rewards.models):
-        check_rewards(config.rewards, task_table(config.prompts.tasks))
+    if has_functions(config):
+        check_rewards(config.rewards, task_table(config.prompts.tasks), given)
+
+
+def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
+    """Raise ConfigError where memory has no room for the longest prompt, which is known once all have been read."""
+    here = computing_groups(config) - set(remote)
+    if "generator" in here:
+        check_vllm(config)
+    check_sizes(config, check_policy(config), here)
 
 
 Reader = tuple[str, str | None, Head]
@@ -134,6 +145,7 @@ def check_loss(config: RunConfig) -> None:
             f"'{config.loss.name}' is not a loss of a policy",
             got=f"a {loss.kind.replace('_', ' ')} loss",
             allowed=", ".join(sorted(name for name, other in LOSSES.items() if other.kind == "policy")),
+            hint=sentence_of_value("loss.name", config.loss.name),
         )
     if config.loss.select not in loss.selects:
         raise ConfigError(
@@ -201,19 +213,20 @@ def make_trainer(config: RunConfig, resume: str | None = None) -> Trainer:
     return Trainer(config=config, new_buffer=new_buffer, batching=collate, resume=resume)
 
 
-def make_rewards(config: RunConfig, reward: Callable[..., Any] | None = None) -> Rewards:
-    """The reward executor: the config's terms in sandboxed workers, or the caller's function in this process."""
-    return Rewards(config=config.rewards, tasks=task_table(config.prompts.tasks), function=reward)
+def make_rewards(config: RunConfig, functions: Functions | None = None) -> Rewards:
+    """The reward executor: the config's terms in sandboxed workers, the caller's `functions` in this process."""
+    tasks = task_table(config.prompts.tasks)
+    return Rewards(config=config.rewards, tasks=tasks, functions=functions, group_size=config.samples_per_group)
 
 
-def make_reward_models(config: RunConfig, has_own_reward: bool = False) -> RewardModels:
+def make_reward_models(config: RunConfig) -> RewardModels:
     """The executor of `rewards.models`, behind the functions that score first."""
     return RewardModels(
         config.rewards,
-        terms=[RewardTerm(function="reward")] if has_own_reward else config.rewards.terms,
+        terms=config.rewards.terms,
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
-        max_tokens=config.prompts.max_prompt_tokens + config.generator.max_new_tokens,
+        max_tokens=config.least_sequence,
     )
 
 
@@ -225,7 +238,7 @@ def make_reference(config: RunConfig, *, is_resumed: bool = False) -> ReferenceP
 def nodes(
     config: RunConfig,
     *,
-    reward: Callable[..., Any] | None = None,
+    functions: Functions | None = None,
     resume: Path | None = None,
     remote: Collection[str] = (),
 ) -> tuple[Node, ...]:
@@ -255,19 +268,18 @@ def nodes(
         node(f"generator-{replica}", make_generator, ranks=ranks, device=device, replica=replica)
         for replica in range(config.generator.replicas)
     ]
-    if has_functions(config, reward):
+    if has_functions(config):
         made.append(
             Node(
                 name="rewards",
                 factory=make_rewards,
-                kwargs={"config": config} | ({} if reward is None else {"reward": reward}),
-                host=config.host if reward is None else "inline",  # a function of the caller's lives in their process
+                kwargs={"config": config} | ({"functions": functions} if functions else {}),
+                host="inline" if functions else config.host,  # functions of the caller's live in their process
                 is_replaceable=True,
             )
         )
     if config.rewards.models:
-        has_own = reward is not None
-        made.append(node("reward_models", make_reward_models, ranks=config.rewards.model_ranks, has_own_reward=has_own))
+        made.append(node("reward_models", make_reward_models, ranks=config.rewards.model_ranks))
     if config.kl.executor == "own":
         made.append(node("reference", make_reference, ranks=config.kl.ranks, is_resumed=resume is not None))
     checkpoint = None if resume is None else str(resume.resolve())
@@ -276,15 +288,20 @@ def nodes(
     return tuple(made)
 
 
-def has_functions(config: RunConfig, reward: Callable[..., Any] | None) -> bool:
-    """Whether any function scores: reward models alone need no workers."""
-    return reward is not None or bool(config.rewards.terms) or not config.rewards.models
+def has_functions(config: RunConfig) -> bool:
+    """Whether any function scores: reward models alone need no executor of functions."""
+    return bool(config.rewards.terms) or not config.rewards.models
+
+
+def has_workers(config: RunConfig) -> bool:
+    """Whether any function runs in a sandboxed worker."""
+    return any(not is_from_python(term) for term in config.rewards.terms)
 
 
 def default_pipeline(
     config: RunConfig,
     *,
-    reward: Callable[..., Any] | None = None,
+    functions: Functions | None = None,
     resume: Path | None = None,
     remote: Collection[str] = (),
 ) -> Pipeline:
@@ -292,7 +309,7 @@ def default_pipeline(
 
     Rewards, reward models and reference where there are any of their own.
     """
-    made = nodes(config, reward=reward, resume=resume, remote=remote)
+    made = nodes(config, functions=functions, resume=resume, remote=remote)
     replicas = [node for node in made if node.name.startswith("generator")]
     trainer = next(node for node in made if node.name == "trainer")
     leaders = trainer.members[:: config.trainer.tensor_parallel]  # of the data-parallel ranks: they get the rollouts

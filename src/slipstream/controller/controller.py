@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.evaluations import GREEDY, SAMPLED, Evaluations, Request
@@ -37,6 +36,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import CheckpointError, SlipstreamError, clip
 from slipstream.core.files import decode_json
 from slipstream.core.interrupts import Interrupts
+from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, measured
 from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
     Admit,
@@ -51,6 +51,7 @@ from slipstream.core.types import (
     Leaving,
     Left,
     Message,
+    Noted,
     Partial,
     Progress,
     Prompt,
@@ -67,7 +68,7 @@ from slipstream.core.types import (
     Waiting,
     WarmStart,
 )
-from slipstream.observe.health import Watchman, in_a_line
+from slipstream.observe.health import Alarm, Watchman, in_a_line, unfit
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
@@ -126,7 +127,7 @@ class Controller:
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=[one.metrics for one in told])
         self.vitals = Vitals(config.samples_per_group, config.max_staleness)
         self.decided = Decided(schedule.next_ordinal)
-        self.watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told])
+        self.watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told], silent=unfit(config))
         self.executors = Executors(
             config,
             pipeline,
@@ -149,6 +150,7 @@ class Controller:
         self.is_checkpoint_wanted = False  # out of turn: who holds the weights is about to end
         self.partials = dict(partials or {})  # by ordinal: what a resume has found, for its first admission
         self.interrupts = Interrupts() if interrupts is None else interrupts
+        self.has_told_of_interrupt = False
 
     # The run
 
@@ -199,15 +201,25 @@ class Controller:
             self._evaluate_first(first)
         self._run_until(lambda: self.schedule.is_finished or self.is_interrupted, "training")
         if self.is_interrupted:
-            self._tell_of_interrupt()
+            self._tell_of_interrupt()  # before the schedule hears of it, which then has no next step
             self._decide(Stop())
             self._run_until(lambda: not self.schedule.training, "the current step")
 
     def _tell_of_interrupt(self) -> None:
-        number = self.interrupts.number
-        grace = "" if number == signal.SIGINT else f", at most {self.config.shutdown_grace_s:g} s"
-        what = "ends after the current step, with a checkpoint" if self.schedule.versions else "ends"
-        self.observer.note(f"{signal.Signals(number or 0).name}: the run {what}{grace} (once more: at once)")
+        """Say once what the run still does, and that a second signal stops that, too."""
+        number, done = self.interrupts.number, self.schedule.steps_done
+        if number is None or self.has_told_of_interrupt:
+            return
+        self.has_told_of_interrupt = True
+        if not self.schedule.versions:
+            what = "ending, as there is nothing to save yet"
+        elif self.schedule.training:
+            what = f"finishing step {done + 1}, then a checkpoint"
+        else:
+            what = f"writing a checkpoint of step {done}"
+        who = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        grace = "" if number == signal.SIGINT else f", within {self.config.shutdown_grace_s:g} s"
+        self.observer.note(f"{who}: {what}{grace}; once more to stop now")
 
     def _evaluate_first(self, first: int) -> None:
         """The policy that RL begins with; after a resume what a crash has cut off, if that was due."""
@@ -221,9 +233,14 @@ class Controller:
         last = self.schedule.steps_done
         if not self.is_interrupted:
             versions = self.schedule.versions
-            self._run_until(lambda: bool(versions) and min(versions.values()) >= last, "the last version in generators")
+            self._run_until(
+                lambda: (bool(versions) and min(versions.values()) >= last) or self.is_interrupted,
+                "the last version in generators",
+            )
+        if not self.is_interrupted:  # else a resume makes what is left out here
             self._evaluate(self.tally.unevaluated(last))  # after a resume, the checkpoint may have what is known
-            self._run_until(lambda: not self.evaluations, "the last evaluation")
+            self._run_until(lambda: not self.evaluations or self.is_interrupted, "the last evaluation")
+        self._tell_of_interrupt()
         self._checkpoint()
         self.executors.send("trainer", Export(path=str(self.run_dir / "model")))
         self._run_until(lambda: self.checkpointed == last and self.is_exported, "checkpoint and export")
@@ -237,6 +254,7 @@ class Controller:
         """
         started_s = self.clock.now_s()
         while not is_done():
+            self._tell_of_interrupt()
             has_worked = self._take_events()
             has_worked |= self.executors.work()
             if not has_worked and not is_done():
@@ -293,6 +311,8 @@ class Controller:
             case Counters():
                 self.tally.counted(message, self.clock.now_s())
                 self.observer.counted(message)
+            case Noted():
+                self.observer.note(f"{message.executor}: {message.text}")
             case Progress():
                 self.observer.progress(message)
             case CheckpointSaved():
@@ -351,7 +371,11 @@ class Controller:
                 self.executors.send(f"generator-{replica}", Waiting(reason=reason))
 
     def _settle(self, message: GroupScored) -> None:
-        """What its replica has kept of the group, in case the rewards are lost, has done its duty."""
+        """What its replica has kept of the group, in case rewards are lost, has done its duty. Count its failures."""
+        self.tally.scored(message)
+        if message.failure is not None:
+            count, num_scored = self.tally.failed_completions, self.tally.scored_completions
+            self._tell_of(self.watchman.failed(self.schedule.steps_done, count, num_scored, message.failure))
         replica = self.holders.pop(message.ordinal, None)
         if replica is not None:
             self.executors.send(f"generator-{replica}", Settled(ordinals=(message.ordinal,)))
@@ -391,7 +415,10 @@ class Controller:
         wall_s = self.tally.wall_s(now_s)
         self.metrics.write(step=message.step, version=message.version, wall_s=wall_s, metrics=metrics)
         self.observer.stepped({"step": message.step, "version": message.version, "wall_s": wall_s} | metrics)
-        for alarm in self.watchman.watch({"step": message.step} | metrics):
+        self._tell_of(self.watchman.watch({"step": message.step} | metrics))
+
+    def _tell_of(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
             self.observer.note(in_a_line(alarm))
 
     def _after_step(self) -> None:
@@ -444,12 +471,12 @@ class Controller:
         if evaluation.replica is not None:
             settled = Settled(eval_ids=(evaluation.eval_id,))
             self.executors.send(f"generator-{evaluation.replica}", settled)
-        accuracy = float(np.mean([score.reward >= 1 - 1e-6 for score in evaluation.scores]))
+        found = measured(evaluation.scores, self.config.eval.measure)
         is_greedy = evaluation.temperature == GREEDY
-        self.tally.evaluated(message.version, accuracy, evaluation.scores, is_greedy=is_greedy)
-        metrics = {"eval_accuracy" if is_greedy else "eval_sampled_accuracy": accuracy}
+        self.tally.evaluated(message.version, found, evaluation.scores, is_greedy=is_greedy)
+        metrics = found.metrics(GREEDY_PREFIX if is_greedy else SAMPLED_PREFIX)
         if is_greedy and self.config.has_critic:  # the TL;DR reproduction's name of it
-            metrics["objective/validation_score"] = float(np.mean([score.reward for score in evaluation.scores]))
+            metrics["objective/validation_score"] = found.reward
         self.metrics.write(
             step=message.version,
             version=message.version,

@@ -20,6 +20,7 @@ from slipstream.core.channel import ChannelSpec, Kind
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
+from slipstream.core.hub import with_folders
 from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
 
 CONTROLLER = "controller"
@@ -81,7 +82,17 @@ class Node:
         return self.ranks > 1 or self.device.startswith("cuda")
 
     def build(self) -> Executor:
-        return self.factory(**self.kwargs)
+        """The executor, made on the machine that it runs on: hub ids become folders of this machine's cache."""
+        return self.factory(**{key: _with_folders(value) for key, value in self.kwargs.items()})
+
+    def fetch(self, tell: Callable[[str], None]) -> None:
+        """Download what `build` would, where there is a screen to tell of it."""
+        for value in self.kwargs.values():
+            _with_folders(value, tell)
+
+
+def _with_folders(value: Any, tell: Callable[[str], None] | None = None) -> Any:
+    return with_folders(value, tell=tell) if isinstance(value, RunConfig) else value
 
 
 def encode_node(node: Node) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import Any, get_args
 from slipstream.controller.evaluations import GREEDY, SAMPLED
 from slipstream.controller.ledger import counts
 from slipstream.core.config import RunConfig
+from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics
 from slipstream.core.types import (
     Counters,
     EvalScored,
+    GroupScored,
     Published,
     Skip,
     SkipCause,
@@ -24,14 +26,15 @@ from slipstream.core.types import (
 from slipstream.observe import summary as s
 from slipstream.observe.accounting import read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
+from slipstream.observe.metrics import rate
 
 
 @dataclass
 class Evaluated:
-    """Held-out accuracies of one version, and the answers for the samples shown."""
+    """What one version's answers to held-out prompts came to, and the greedy ones for the samples shown."""
 
-    accuracy: float | None = None
-    sampled_accuracy: float | None = None
+    greedy: Measured | None = None
+    sampled: Measured | None = None
     scores: list[EvalScored] = field(default_factory=list)
 
 
@@ -39,8 +42,9 @@ class Evaluated:
 class Tally:
     """Counts and sums; times are seconds on the run's clock.
 
-    After a resume, steps, staleness, padding, evaluations and `regenerated_tokens` are those of the surviving lineage:
-    what led to the checkpoint, and what came after it. Rates, swaps and accounting are of this attempt alone.
+    After a resume, steps, staleness, padding, evaluations, `regenerated_tokens` and failed completions are those of the
+    surviving lineage: what led to the checkpoint, and what came after it. Rates, swaps and accounting are of this
+    attempt alone.
     """
 
     config: RunConfig
@@ -67,9 +71,13 @@ class Tally:
     prompts: dict[str, int] = field(default_factory=lambda: counts({}))
     dropped: Counter[SkipCause] = field(default_factory=Counter)  # groups since the last step, by cause
     restarts: Counter[str] = field(default_factory=Counter)  # executor -> how often it was started again
+    data: s.Data | None = None
     earlier_s: float = 0.0
     """What the attempts before this one took up to where it goes on."""
     regenerated_tokens: int = 0
+    scored_completions: int = 0
+    failed_completions: int = 0
+    """Of these, the ones that could not be scored, trained or not."""
 
     # Fed by the controller
 
@@ -97,6 +105,10 @@ class Tally:
         """Groups that no step will train, by cause; the next step's metrics tell of them."""
         self.dropped[command.cause] += len(command.ordinals)
 
+    def scored(self, message: GroupScored) -> None:
+        self.scored_completions += self.config.samples_per_group
+        self.failed_completions += message.num_failed
+
     def counted(self, message: Counters, now_s: float) -> None:
         self.counters.setdefault(message.executor, {}).update(message.values)
         if "generated_tokens" in message.values:
@@ -110,13 +122,18 @@ class Tally:
         self.trained_completions += self.config.completions_per_step
         self._consume(metrics)
         metrics["reward"] = metrics["reward_mean"]
+        metrics["failed_completions"] = float(self.failed_completions)
         metrics |= {f"dropped/{cause}": float(self.dropped[cause]) for cause in get_args(SkipCause)}
         self.dropped.clear()
         assert self.last_step_s is not None
         metrics["step_s"] = now_s - self.last_step_s
         self.last_step_s = now_s
-        metrics["trained_tokens_per_s"] = metrics["tokens_trained"] / max(metrics["step_s"], 1e-9)
-        metrics["generated_tokens_per_s"] = self.generated_tokens_per_s
+        metrics |= _known(
+            {
+                "trained_tokens_per_s": rate(metrics["tokens_trained"], metrics["step_s"]),
+                "generated_tokens_per_s": self.generated_tokens_per_s,
+            }
+        )
         if self.config.has_critic:
             metrics |= self._published_times(now_s, metrics["step_s"])
         return metrics
@@ -128,11 +145,13 @@ class Tally:
         """
         assert self.rl_started_s is not None
         steps = self.config.completions_per_step * self.config.generator.max_new_tokens
-        return {
-            "elapsed/time": self.wall_s(now_s),
-            "elapsed/fps": float(int(steps / max(step_s, 1e-9))),
-            "ppo/eps": self.trained_completions / max(now_s - self.rl_started_s, 1e-9),
-        }
+        fps = rate(steps, step_s)
+        return {"elapsed/time": self.wall_s(now_s)} | _known(
+            {
+                "elapsed/fps": None if fps is None else float(int(fps)),
+                "ppo/eps": rate(self.trained_completions, now_s - self.rl_started_s),
+            }
+        )
 
     def wall_s(self, now_s: float) -> float:
         """Since the run began, without what was abandoned and the time between attempts."""
@@ -140,21 +159,29 @@ class Tally:
 
     def saved(self, now_s: float) -> dict[str, float]:
         """What a checkpoint keeps of this, besides what `recall` finds in the metrics."""
-        return {"wall_s": self.wall_s(now_s), "regenerated_tokens": float(self.regenerated_tokens)}
+        return {
+            "wall_s": self.wall_s(now_s),
+            "regenerated_tokens": float(self.regenerated_tokens),
+            "scored_completions": float(self.scored_completions),
+            "failed_completions": float(self.failed_completions),
+        }
 
     def restore(self, saved: Mapping[str, float]) -> None:
         """Go on from what a checkpoint has kept."""
         self.earlier_s = saved.get("wall_s", 0.0)
         self.regenerated_tokens = int(saved.get("regenerated_tokens", 0.0))
+        self.scored_completions = int(saved.get("scored_completions", 0.0))
+        self.failed_completions = int(saved.get("failed_completions", 0.0))
 
     def recall(self, line: Mapping[str, Any]) -> None:
         """Take a line of `metrics.jsonl` from before a resume: what was consumed, and what evaluations said."""
         if "staleness_updates_max" in line:
             self.steps_done = line["step"] + 1
             self._consume(line)
-        for name in ("accuracy", "sampled_accuracy"):
-            if f"eval_{name}" in line:
-                setattr(self.evaluations.setdefault(line["version"], Evaluated()), name, line[f"eval_{name}"])
+        if (greedy := in_metrics(line, GREEDY_PREFIX)) is not None:
+            self.evaluations.setdefault(line["version"], Evaluated()).greedy = greedy
+        if (sampled := in_metrics(line, SAMPLED_PREFIX)) is not None:
+            self.evaluations.setdefault(line["version"], Evaluated()).sampled = sampled
 
     def _consume(self, metrics: Mapping[str, Any]) -> None:
         self.padding_weight += metrics["tokens_read"]
@@ -163,19 +190,19 @@ class Tally:
         for name in [name for name in metrics if name.startswith("staleness_tokens/")]:
             self.staleness[int(name.rpartition("_")[2])] += int(metrics[name])
 
-    def evaluated(self, version: int, accuracy: float, scores: list[EvalScored], *, is_greedy: bool) -> None:
+    def evaluated(self, version: int, found: Measured, scores: list[EvalScored], *, is_greedy: bool) -> None:
         evaluation = self.evaluations.setdefault(version, Evaluated())
         if is_greedy:
-            evaluation.accuracy = accuracy
+            evaluation.greedy = found
             evaluation.scores = sorted(scores, key=lambda score: score.ordinal)
         else:
-            evaluation.sampled_accuracy = accuracy
+            evaluation.sampled = found
 
     def unevaluated(self, version: int) -> tuple[float, ...]:
         """Temperatures at which `version` is still to be evaluated, of the two at which the ends of a run are."""
         found = self.evaluations.get(version, Evaluated())
-        accuracies = {GREEDY: found.accuracy, SAMPLED: found.sampled_accuracy}
-        return tuple(temperature for temperature, accuracy in accuracies.items() if accuracy is None)
+        measured = {GREEDY: found.greedy, SAMPLED: found.sampled}
+        return tuple(temperature for temperature, one in measured.items() if one is None)
 
     # Asked by display and summary
 
@@ -184,12 +211,12 @@ class Tally:
         return sum(values.get("generated_tokens", 0.0) for values in self.counters.values())
 
     @property
-    def generated_tokens_per_s(self) -> float:
-        """Over the last few reports of the generators."""
+    def generated_tokens_per_s(self) -> float | None:
+        """Over the last few reports of the generators; None before there are two."""
         if len(self.generated) < 2:
-            return 0.0
+            return None
         (first_s, first), (last_s, last) = self.generated[0], self.generated[-1]
-        return (last - first) / max(last_s - first_s, 1e-9)
+        return rate(last - first, last_s - first_s)
 
     @property
     def staleness_mean(self) -> float:
@@ -200,12 +227,13 @@ class Tally:
         found = self.evaluations.get(version)
         if found is None:
             return None
-        return s.Evaluation(found.accuracy, found.sampled_accuracy, self.config.eval.num_prompts)
+        greedy, sampled = found.greedy or Measured(), found.sampled or Measured()
+        return s.Evaluation.of(greedy, sampled, self.config.eval.num_prompts)
 
     def summary(self, run_dir: Path) -> s.Summary:
         """`summary.json` of the run; accounting is read back from the timelines, so a killed process is in it too."""
         rl_start_s = self.started_s if self.rl_started_s is None else self.rl_started_s
-        rl_s = max((self.last_step_s or rl_start_s) - rl_start_s, 1e-9)
+        rl_s = (self.last_step_s or rl_start_s) - rl_start_s  # 0 where this attempt has finished no step
         swaps = [swap for swap in self.swaps if swap.version > 0]
         pauses = [swap.pause_s for swap in swaps]
         found = read_accounting(run_dir, window_s=(self.started_s, self.ended_s))
@@ -220,9 +248,9 @@ class Tally:
             model_params=self.num_params,
             eval=s.Evaluations(before=self.evaluation(0), after=self.evaluation(self.steps_done)),
             throughput=s.Throughput(
-                generated_tokens_per_s=self.generated_tokens / rl_s,
-                trained_tokens_per_s=self.trained_tokens / rl_s,
-                completions_per_s=self.trained_completions / rl_s,
+                generated_tokens_per_s=rate(self.generated_tokens, rl_s),
+                trained_tokens_per_s=rate(self.trained_tokens, rl_s),
+                completions_per_s=rate(self.trained_completions, rl_s),
             ),
             staleness=s.Staleness(
                 max=max(self.staleness, default=0),
@@ -234,7 +262,11 @@ class Tally:
             accounting=found.accounting,
             balance=found.balance,
             restarts=dict(self.restarts),
-            prompts=s.Prompts(**self.prompts, regenerated_tokens=self.regenerated_tokens),
+            prompts=s.Prompts(
+                **self.prompts,
+                regenerated_tokens=self.regenerated_tokens,
+                failed_completions=self.failed_completions,
+            ),
             weight_sync=s.WeightSync(
                 count=len(swaps),
                 skipped=self.publishes_skipped,
@@ -245,5 +277,11 @@ class Tally:
             ),
             padding_frac=self.padded_tokens / self.padding_weight if self.padding_weight else 0.0,
             versions=s.versions(),
+            data=self.data,
             alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
         )
+
+
+def _known(rates: Mapping[str, float | None]) -> dict[str, float]:
+    """Those that are: a line of metrics leaves out what it has nothing to say of."""
+    return {name: value for name, value in rates.items() if value is not None}

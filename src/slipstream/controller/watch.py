@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
@@ -9,12 +10,15 @@ import msgspec
 
 from slipstream.controller.tally import Tally
 from slipstream.core.config import RunConfig
+from slipstream.core.measure import is_right
 from slipstream.core.types import Counters, Progress, Swapped
 from slipstream.observe import samples as samples_module
-from slipstream.observe.display import Display, config_summary
+from slipstream.observe.display import Display, config_summary, in_numbers
 from slipstream.observe.samples import Sample
 from slipstream.observe.summary import Summary
 from slipstream.prompts import PromptReport
+
+log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 6
 FILES = ("summary.json", "report.html", "metrics.jsonl", "rollouts.jsonl", "timeline.json", "model")
@@ -47,7 +51,8 @@ class SilentObserver:
     """Shows nothing."""
 
     def started(self, report: PromptReport) -> None:
-        pass
+        if report.warning is not None:  # nobody looks at a screen: it belongs into the program's log
+            log.warning("%s", report.warning)
 
     def note(self, text: str) -> None:
         pass
@@ -87,6 +92,8 @@ class ConsoleObserver:
             f"prompts: {report.num_train} to train on, {report.num_eval} held out, overlap {report.overlap}"
             + (f", {report.num_too_long} dropped as too long" if report.num_too_long else "")
         )
+        if report.warning is not None:
+            self.display.note(report.warning)
 
     def note(self, text: str) -> None:
         self.display.note(text)
@@ -106,10 +113,10 @@ class ConsoleObserver:
     def evaluated(self, tally: Tally, version: int) -> None:
         found = tally.evaluations[version]
         label = {0: "before", self.config.steps: "after"}.get(version, f"at step {version}")
-        if found.sampled_accuracy is None and found.accuracy is not None:
-            self.display.evaluation(label, found.accuracy)
-        elif found.sampled_accuracy is not None:
-            self.display.note(f"  sampled at temperature 1: {found.sampled_accuracy:.3f}")
+        if found.sampled is None and found.greedy is not None:
+            self.display.evaluation(label, found.greedy)
+        elif found.sampled is not None:
+            self.display.note(f"  sampled at temperature 1: {in_numbers(found.sampled)}")
 
     def finished(self, samples: list[Sample], summary: Summary) -> None:
         self.display.samples(samples)
@@ -125,18 +132,30 @@ def write_samples(tally: Tally, run_dir: Path) -> list[Sample]:
 
     After a resume, what was answered before it is known from there.
     """
-    path = run_dir / "samples.json"
+    path, measure = run_dir / "samples.json", tally.config.eval.measure
     before, after = (tally.evaluations.get(version) for version in (0, tally.steps_done))
     if before is not None and before.scores:
         samples = [
-            Sample(one.prompt_text, one.answer, one.completion_text, None, before_reward=one.reward)
+            Sample(
+                one.prompt_text,
+                one.answer,
+                one.completion_text,
+                None,
+                before_reward=one.reward,
+                before_is_right=is_right(one, measure),
+            )
             for one in before.scores[:NUM_SAMPLES]
         ]
     else:
         samples = samples_module.read_samples(path)
     if tally.steps_done and after is not None and after.scores:
         samples = [
-            msgspec.structs.replace(sample, after=last.completion_text, after_reward=last.reward)
+            msgspec.structs.replace(
+                sample,
+                after=last.completion_text,
+                after_reward=last.reward,
+                after_is_right=is_right(last, measure),
+            )
             for sample, last in zip(samples, after.scores, strict=False)
         ]
     samples_module.write_samples(samples, path)

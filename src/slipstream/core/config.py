@@ -15,6 +15,7 @@ from slipstream.core.sections import (
     BY_VERSION,
     GROUP_RELATIVE,
     HARD_BOUND,
+    MAX_GROUP_SCORES,
     MAX_KEPT,
     MIN_WHITENED,
     VLLM_MIN_TEMPERATURE,
@@ -244,6 +245,32 @@ class RunConfig(Section):
     def has_critic(self) -> bool:
         return self.loss.advantages == "gae"
 
+    def longest_prompt(self, max_positions: int) -> int:
+        """Tokens of the longest prompt that is taken, in a model of so many positions."""
+        asked = self.prompts.max_prompt_tokens
+        return max_positions - self.generator.max_new_tokens if asked is None else asked
+
+    def longest_sequence(self, max_positions: int) -> int:
+        """Tokens of the longest prompt and completion together, in a model of so many positions."""
+        return min(max_positions, self.longest_prompt(max_positions) + self.generator.max_new_tokens)
+
+    @property
+    def least_sequence(self) -> int:
+        """The same as far as it is known before prompts are read: without a limit, prompts have one token or more."""
+        return (self.prompts.max_prompt_tokens or 1) + self.generator.max_new_tokens
+
+    def check_lengths(self, max_positions: int, *, of: str, hint: str) -> None:
+        """Raise ConfigError where prompts and completions do not fit the `max_positions` `of` a model."""
+        asked = self.prompts.max_prompt_tokens
+        if self.least_sequence > max_positions:
+            raise ConfigError(
+                "prompts and completions do not fit the model",
+                got=f"max_prompt_tokens = {'null' if asked is None else asked}, "
+                f"max_new_tokens = {self.generator.max_new_tokens}",
+                allowed=f"together at most {of} = {max_positions}",
+                hint=hint,
+            )
+
     @property
     def samples_per_group(self) -> int:
         """Completions sampled per prompt: G, and ReMax's greedy one behind them."""
@@ -271,14 +298,10 @@ class RunConfig(Section):
                 allowed=f"1..{limit} ((max_staleness - publish_every + 1) * groups_per_step + 1)",
                 hint="raise max_staleness or lower reorder_window",
             )
-        if self.is_fresh and (
-            self.prompts.max_prompt_tokens + self.generator.max_new_tokens > self.model.max_positions
-        ):
-            raise ConfigError(
-                "prompts and completions do not fit the model",
-                got=f"max_prompt_tokens = {self.prompts.max_prompt_tokens}, "
-                f"max_new_tokens = {self.generator.max_new_tokens}",
-                allowed=f"together at most model.max_positions = {self.model.max_positions}",
+        if self.is_fresh:
+            self.check_lengths(
+                self.model.max_positions,
+                of="model.max_positions",
                 hint="lower prompts.max_prompt_tokens (longer prompts are dropped), or raise model.max_positions",
             )
         if self.generator.num_slots % 8:
@@ -463,7 +486,7 @@ class RunConfig(Section):
                 "generator.device is the native engine's: vLLM computes on what it was built for",
                 got=f"generator.device = '{generator.device}' with generator.engine = 'vllm'",
                 allowed="generator.device = 'cpu', the default",
-                hint="`make vllm-env` installs vLLM for a GPU where there is one (docs/vllm.md)",
+                hint="in a checkout, `make vllm-env` installs vLLM for a GPU where there is one (docs/vllm.md)",
             )
         if generator.kv_cache_gb is not None and generator.device == "cpu":
             raise ConfigError(
@@ -617,6 +640,14 @@ class RunConfig(Section):
                 "constraints alone are no reward",
                 got="rewards.terms and rewards.models that all have at_least",
                 allowed="one term without it",
+            )
+        num_scores = self.samples_per_group * sum(term.per == "group" for term in self.rewards.terms)
+        if num_scores > MAX_GROUP_SCORES:
+            raise ConfigError(
+                "a worker's answer for a group is too large",
+                got=f"{num_scores:,} rewards of completions_per_group and the terms with per = 'group'",
+                allowed=f"at most {MAX_GROUP_SCORES:,}",
+                hint="rewards.terms[].per = 'completion' has no such limit",
             )
         adjusts_reward = (
             any(term.at_least is not None for term in terms)

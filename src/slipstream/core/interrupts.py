@@ -2,6 +2,7 @@
 
     the first, while RL runs      noted: the controller ends the run after the current step, with a checkpoint
     the first, anywhere else      `Interrupted` is raised: there is nothing to finish
+    while the program starts      a line, and the end of the process: there is nothing to undo (`end_at_any_signal`)
     the second                    `Interrupted` is raised: no step is waited for, no checkpoint made
     the end of the grace period   the same. It begins with SIGTERM or SIGHUP; Ctrl-C waits as long as the step takes
 
@@ -12,12 +13,15 @@ its group. Signals that follow a second one are ignored for `ENDING_S`, in which
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
-from typing import Self
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `slipstream` has no handler until this module is there: it imports little
+    from collections.abc import Callable, Iterator
+    from types import FrameType, TracebackType
+    from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEAVING = signal.SIGUSR1  # from torchrun's agent to its processes: it was told to end, and will end them
@@ -37,18 +41,42 @@ class Interrupted(KeyboardInterrupt):
         return 128 + self.number
 
 
+def end_at_any_signal() -> None:
+    """Let signals end this process with a line, from now on: it has only begun, and started nothing.
+
+    SIGTERM and SIGHUP that it was started to ignore (`nohup`) stay ignored.
+    """
+    for number in SIGNALS:
+        if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{in_words(number)}\n".encode())
+    os._exit(128 + number)
+
+
+def in_words(number: int) -> str:
+    """Return what the terminal says of a signal that ended the program."""
+    return "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
+
+
 class Interrupts:
     """Takes the signals inside its context, and gives them back to their handlers afterwards.
 
     Only the main thread can: in any other one the context does nothing, and signals keep their effect. SIGTERM and
-    SIGHUP that the program was started to ignore (`nohup`) stay ignored.
+    SIGHUP that the program was started to ignore (`nohup`) stay ignored. With `ends_imports` a signal amid an import
+    ends the process there and then: code that is imported may swallow exceptions, or make others of them. What it was
+    imported for has not begun; processes started before see the end of their controller.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_imports: bool = False) -> None:
         self.number: int | None = None
         """The first signal that came."""
         self.is_at_once = False
         """Whether `Interrupted` was raised: nothing is waited for any more."""
+        self._ends_imports = ends_imports
         self._heard_s = self._raised_s = 0.0
         self._grace_s: float | None = None  # while the first signal is only noted
         self._tell: Callable[[], None] = lambda: None
@@ -56,6 +84,8 @@ class Interrupts:
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Self:
+        import threading
+
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
@@ -69,6 +99,9 @@ class Interrupts:
         for number in SIGNALS:
             if number in self._previous:
                 signal.signal(number, self._previous[number])
+        if self.is_at_once and isinstance(error, Exception):  # what an import, or a library, has made of `Interrupted`
+            assert self.number is not None
+            raise Interrupted(self.number) from error
 
     @contextlib.contextmanager
     def deferred(self, grace_s: float, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -100,7 +133,9 @@ class Interrupts:
             raise SystemExit(128 + self.number)
         previous(self.number, None)
 
-    def _take(self, number: int, _frame: FrameType | None) -> None:
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._ends_imports and _is_importing(frame):
+            _end(number, frame)
         now_s = time.monotonic()
         if self.is_at_once:
             if now_s - self._raised_s < ENDING_S:
@@ -129,6 +164,14 @@ class Interrupts:
             left_s, every_s = self._alarm
             if left_s:
                 signal.setitimer(signal.ITIMER_REAL, max(1e-3, left_s - (time.monotonic() - self._heard_s)), every_s)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def leave_to_the_run() -> None:

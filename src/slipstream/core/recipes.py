@@ -2,7 +2,8 @@
 
 Layers, later over earlier: schema defaults < recipe < preset < explicit overrides. Sections merge field by field; lists
 and free-form tables (`params`) are replaced as a whole. A section that is given another `name` starts from that one's
-defaults: the `params` below were the other one's. Every mistake is a ConfigError that names the field's path.
+defaults: the `params` below were the other one's. Where the terms of the reward are replaced, an `eval.measure` below
+that named one of them goes with it. Every mistake is a ConfigError that names the field's path.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -18,10 +19,11 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
+from slipstream.core.config import PRESETS, STAGES, RewardsConfig, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.files import read_whole
+from slipstream.core.other_names import leaves, sentence_of_value, sentences
 from slipstream.core.plain import shortened, shown, wrong_path
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
@@ -52,21 +54,6 @@ _ALLOWED = {
 
 MAX_TOML_BYTES = 4 * 2**20
 
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "max_tokens": "max_new_tokens",
-    "max_completion_length": "max_new_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "num_generations": "completions_per_group",
-    "group_size": "completions_per_group",
-    "staleness": "max_staleness",
-    "max_steps": "steps",
-    "kl_coef": "coef",
-    "ppo_epochs": "epochs",
-    "num_epochs": "epochs",
-}
-"""What other trainers call our fields."""
-
 
 @dataclass(frozen=True)
 class RecipeInfo:
@@ -75,6 +62,14 @@ class RecipeInfo:
     name: str
     description: str
     path: Path
+
+    @property
+    def needs(self) -> list[str]:
+        """The checkpoints and data sets that it reads, as hub ids or relative paths: no wheel has them."""
+        tables = read_toml(self.path)
+        named = [tables.get(section, {}).get(field) for section, field in (*CHECKPOINTS, *DATA)]
+        named += [term["path"] for section in ("rewards", "gold") for term in tables.get(section, {}).get("models", ())]
+        return list(dict.fromkeys(name for name in named if name is not None and stage_of(name) is None))
 
 
 def recipes_dir() -> Path:
@@ -138,12 +133,13 @@ def check_path(path: str | Path, what: str) -> None:
 def resolve(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> RunConfig:
-    """The run's configuration: `recipe` (name, path or tables), then `preset`, then nested `overrides`.
+    """The run's configuration: `recipe` (name, path or tables), then `preset`, then `overrides`.
 
-    A value of the preset and an explicit override that contradict each other are an error: neither silently wins.
+    Tables and overrides are nested, or have keys with dots (`{"loss.name": "ppo"}`), or both. A value of the preset
+    and an explicit override that contradict each other are an error: neither silently wins.
     """
-    tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
-    overrides = overrides or {}
+    tables = nested(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
+    overrides = nested(overrides or {})
     chosen = _preset(preset)
     for name, value in chosen.items():
         if name in overrides and overrides[name] != value:
@@ -154,6 +150,47 @@ def resolve(
                 hint=f"drop the preset, or drop the override of {name}",
             )
     return validate(merge(merge(merge(defaults(), tables), chosen), overrides))
+
+
+RESUMED_WITH = (
+    "steps",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "deadline_s",
+    "lease_s",
+    "shutdown_grace_s",
+    "max_restarts",
+)
+"""What may change when a run goes on: its length, how often it is saved, and how long it waits."""
+
+
+def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """The configuration that the run in `run_dir` goes on with: what it saved, with `overrides` of RESUMED_WITH.
+
+    An override that changes nothing may name any field. ConfigError for one that does, and for a folder of no run.
+    """
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
+    tables = read_toml(path)
+    saved, config = resolve(tables), resolve(tables, overrides)
+    changed = [field for field in field_paths() if value_at(saved, field) != value_at(config, field)]
+    if refused := [field for field in changed if field not in RESUMED_WITH]:
+        raise ConfigError(
+            "a resumed run keeps its configuration",
+            got=", ".join(refused),
+            allowed=f"--resume alone, or with {', '.join(RESUMED_WITH)}",
+            hint=f"a new run goes on from its policy with model.path = '{run_dir / 'model'}'",
+        )
+    return config
+
+
+def value_at(config: BaseModel, path: str) -> Any:
+    """The value of the field at the dotted `path`."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def defaults() -> dict[str, Any]:
@@ -173,11 +210,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseMode
     """Return `base` with the fields of `over` on top: sections of `model` merge field by field, the rest is replaced.
 
     Where `over` names another loss than `base` does, the loss's `params` of `base` are dropped. A layer without a name
-    says nothing of whose they are, and keeps them.
+    says nothing of whose they are, and keeps them. So it is with the revision of another model's path.
     """
     merged = dict(base)
     if "params" in model.model_fields and "name" in base and over.get("name", base["name"]) != base["name"]:
         merged.pop("params", None)
+    if "revision" in model.model_fields and over.get("path", base.get("path")) != base.get("path"):
+        merged.pop("revision", None)
     for name, value in over.items():
         section = _section_of(model, name)
         below = merged.get(name)
@@ -185,7 +224,55 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseMode
             merged[name] = merge(below, value, section)
         else:
             merged[name] = value
+    if model is RunConfig and _loses_measure(base, over, merged):
+        merged["eval"] = {name: value for name, value in merged["eval"].items() if name != "measure"}
     return merged
+
+
+def _loses_measure(base: Mapping[str, Any], over: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
+    """Whether `over` replaces the reward term that the measure of `base` names, and gives no measure itself."""
+
+    def inside(tables: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+        found = tables.get(section)
+        return found if isinstance(found, Mapping) else {}
+
+    def names(tables: Mapping[str, Any]) -> list[str]:
+        try:
+            return RewardsConfig.model_validate(inside(tables, "rewards")).part_names
+        except (ValidationError, ConfigError):  # told of by whoever reads the whole
+            return []
+
+    measure = inside(merged, "eval").get("measure")
+    if measure is None or "measure" in inside(over, "eval") or "rewards" not in over:
+        return False
+    return measure in names(base) and measure not in names(merged)
+
+
+def nested(tables: Mapping[str, Any], model: type[BaseModel] = RunConfig, at: str = "") -> dict[str, Any]:
+    """Return `tables` with `{"trainer.optimizer.lr": 1e-4}` as `{"trainer": {"optimizer": {"lr": 1e-4}}}`.
+
+    Keys inside of free-form tables stay as they are. ConfigError for a field that is given twice.
+    """
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        first, dot, rest = name.partition(".") if isinstance(name, str) else (name, "", "")
+        inner = {rest: value} if dot else value
+        section = _section_of(model, first)
+        if section is not None and isinstance(inner, Mapping):
+            inner = nested(inner, section, f"{at}{first}.")
+        _join(found, first, inner, at)
+    return found
+
+
+def _join(tables: dict[str, Any], name: str, value: Any, at: str) -> None:
+    """Set `name` in `tables`, which have it already only where both values are tables."""
+    if name not in tables:
+        tables[name] = dict(value) if isinstance(value, Mapping) else value
+    elif isinstance(tables[name], dict) and isinstance(value, Mapping):
+        for inner, one in value.items():
+            _join(tables[name], inner, one, f"{at}{name}.")
+    else:
+        raise ConfigError(f"'{at}{name}' is given twice", got=f"{shown(tables[name])} and {shown(value)}")
 
 
 def config_toml(config: RunConfig) -> str:
@@ -204,19 +291,6 @@ def save_config(config: RunConfig, path: Path) -> None:
     replace_file(path, config_toml(config).encode())
 
 
-def check_model_path(config: RunConfig) -> None:
-    """Raise ConfigError for checkpoints that are not there: early, before anything heavy is imported."""
-    named = [("model.path", config.model.path), ("sft.path", config.sft.path if "sft" in config.stages else None)]
-    for field, path in named:
-        if path is not None and stage_of(path) is None and not (Path(path) / "config.json").is_file():
-            raise ConfigError(
-                f"'{field}' is no Hugging Face checkpoint",
-                got=path,
-                allowed="a folder with config.json",
-                hint="`python scripts/import_smollm2.py DIR` makes one, a real small model, without a hub",
-            )
-
-
 def stage_dir(run_dir: Path, stage: str) -> Path:
     """Folder of a stage's output; its checkpoint, where it makes one, is `model` in there."""
     return run_dir / stage
@@ -225,17 +299,38 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 def with_stage_paths(config: RunConfig, run_dir: Path) -> RunConfig:
     """`config` with the folders under `run_dir` that 'stage:sft' and 'stage:reward_model' stand for."""
 
-    def resolved(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: resolved(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [resolved(inner) for inner in value]
-        stage = stage_of(value) if isinstance(value, str) else None
-        return value if stage not in STAGES else str((stage_dir(run_dir, stage) / "model").resolve())
+    def folder(_field: str, path: str) -> str:
+        stage = stage_of(path)
+        return path if stage not in STAGES else str((stage_dir(run_dir, stage) / "model").resolve())
 
+    return with_checkpoints(config, folder)
+
+
+CHECKPOINTS = (
+    *(("model", "path"), ("sft", "path"), ("preferences", "path"), ("reward_model", "path")),
+    *(("kl", "reference"), ("critic", "path")),
+)
+"""Section and field of every checkpoint that a run may read, beside `rewards.models` and `gold.models`."""
+
+
+DATA = (("prompts", "dataset"), ("prompts", "eval_dataset"), ("sft", "dataset"), ("reward_model", "preferences"))
+"""Section and field of every data set that a run may read."""
+
+
+def with_checkpoints(config: RunConfig, replaced: Callable[[str, str], str]) -> RunConfig:
+    """`config` with `replaced(field, path)` in place of every path of a checkpoint in it."""
     tables = config.model_dump()
-    for section in ("model", "kl", "critic", "rewards", "preferences", "reward_model"):
-        tables[section] = resolved(tables[section])
+    named = [(tables[section], field, f"{section}.{field}") for section, field in CHECKPOINTS]
+    named += [
+        (term, "path", f"{section}.models.path")
+        for section in ("rewards", "gold")
+        for term in tables[section]["models"]
+    ]
+    paths = [(table, key, replaced(field, table[key])) for table, key, field in named if table[key] is not None]
+    if all(table[key] == path for table, key, path in paths):
+        return config
+    for table, key, path in paths:
+        table[key] = path
     return validate(tables)
 
 
@@ -280,7 +375,8 @@ def _preset(name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
-        raise ConfigError(f"unknown preset '{name}'", allowed=", ".join(PRESETS), hint=did_you_mean(name, PRESETS))
+        hint = sentence_of_value("preset", name) or did_you_mean(name, PRESETS)
+        raise ConfigError(f"unknown preset '{name}'", allowed=", ".join(PRESETS), hint=hint)
     return PRESETS[name]
 
 
@@ -330,16 +426,17 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     model, name = _owner(first["loc"])
     path = _dotted(first["loc"])
     if first["type"] == "extra_forbidden":
-        guess = _guess_field(name, model)
+        elsewhere = sentences(leaf for error in errors for leaf in _unknown_leaves(error))
+        guess = None if elsewhere else _guess_field(path, first["input"], model)
         return ConfigError(
             f"unknown field '{name}'" + (f"; {guess}" if guess else ""),
             got=path,
             allowed=f"fields of {_dotted(first['loc'][:-1]) or 'the top level'}: {', '.join(model.model_fields)}",
-            hint=also,
+            hint="; ".join(filter(None, [elsewhere, also])) or None,
         )
     template = _ALLOWED.get(first["type"])
     info = model.model_fields.get(name)
-    guess = _guess_value(first)
+    guess = sentence_of_value(_field_at(first["loc"]), first["input"]) or _guess_value(first)
     hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
@@ -363,10 +460,29 @@ def _owner(loc: Sequence[str | int]) -> tuple[type[BaseModel], str]:
     return model, name
 
 
-def _guess_field(name: str, model: type[BaseModel]) -> str | None:
-    """A near field of the same section, else the full path of a field of that very name in another one."""
-    elsewhere = [path for path in field_paths() if path.split(".")[-1] == OTHER_NAMES.get(name, name)]
-    return f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(name, model.model_fields)
+def _unknown_leaves(error: Any) -> Iterator[str]:
+    """The paths of the fields in what `error` is about, where that is not known."""
+    if error["type"] == "extra_forbidden":
+        yield from leaves(_dotted(error["loc"]), error["input"])
+
+
+def _guess_field(path: str, value: Any, model: type[BaseModel]) -> str | None:
+    """A field of that very name in another section, as a full path, else a near one of the same section."""
+    name = path.rpartition(".")[2]
+    near = did_you_mean(name, model.model_fields)
+    elsewhere = same_name(name) or (None if near else next(filter(None, map(same_name, leaves(path, value))), None))
+    return f"did you mean '{elsewhere}'?" if elsewhere else near
+
+
+def same_name(path: str) -> str | None:
+    """The first field of the schema whose name is the last one of `path`."""
+    name = path.rpartition(".")[2]
+    return next((known for known in field_paths() if known.rpartition(".")[2] == name), None)
+
+
+def _field_at(loc: Sequence[str | int]) -> str:
+    """The path of the field at `loc`, without the places in lists."""
+    return _dotted([part for part in loc if isinstance(part, str)])
 
 
 def _guess_value(error: Any) -> str | None:

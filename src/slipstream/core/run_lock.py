@@ -116,6 +116,17 @@ def check_free(run_dir: Path) -> None:
             raise _refusal(run_dir, holder)
 
 
+def is_held(run_dir: Path) -> bool:
+    """Whether a run of another process is known to go on in `run_dir`; False where the file system has no locks."""
+    if run_dir.resolve() in _held:
+        return False
+    try:
+        check_free(run_dir)
+    except SlipstreamError:
+        return True
+    return False
+
+
 def inherited(run_dir: Path) -> tuple[int, ...]:
     """The descriptors for a process that writes to `run_dir` to inherit (`subprocess.Popen(pass_fds=...)`)."""
     held = _held.get(run_dir.resolve())

@@ -6,6 +6,8 @@ What holds between sections is checked by `RunConfig` in `core/config.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -124,7 +126,12 @@ class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint (`path`) or a fresh, randomly initialised model of a `family`."""
 
     path: FilePath | None = Field(
-        None, description="Folder of a Hugging Face checkpoint with tokenizer. Excludes the rest."
+        None,
+        description="Folder of a Hugging Face checkpoint with tokenizer, or its id on the hub: ORG/NAME or "
+        "ORG/NAME@REVISION, as every checkpoint may be named (docs/checkpoints.md). Excludes the rest.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub id `path`; the run saves the commit, behind an @ in `path`."
     )
     family: Literal["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"] = Field(
         "llama", description="Architecture of a fresh model (llama also covers Mistral and SmolLM)."
@@ -140,6 +147,16 @@ class ModelConfig(Section):
         None,
         description="Characters of a character tokenizer for a fresh model; null takes printable ASCII and newline.",
     )
+
+    @model_validator(mode="after")
+    def _check_revision(self) -> Self:
+        if self.revision is not None and (self.path is None or "@" in self.path or self.path.startswith("stage:")):
+            raise ConfigError(
+                "model.revision belongs to a hub id in model.path that names none itself",
+                got=f"model.revision = '{self.revision}' with model.path = {self.path!r}",
+                allowed="model.path = 'ORG/NAME' with model.revision, or model.path = 'ORG/NAME@REVISION'",
+            )
+        return self
 
 
 class TaskConfig(Section):
@@ -176,7 +193,11 @@ class PromptsConfig(Section):
     between_periods: bool = Field(
         False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
     )
-    max_prompt_tokens: Positive = Field(128, description="Longest prompt, in tokens; see too_long.")
+    max_prompt_tokens: Positive | None = Field(
+        None,
+        description="Longest prompt, in tokens; see too_long. null: what the model's positions leave beside "
+        "generator.max_new_tokens; decode slots then have room for the longest prompt that there is.",
+    )
     too_long: Literal["drop", "cut", "shorten"] = Field(
         "drop",
         description="Longer prompts are dropped and counted, cut at the right, or shortened: shorten_column loses what "
@@ -192,7 +213,8 @@ class VLLMConfig(Section):
 
     python: FilePath = Field(
         ".venv-vllm/bin/python",
-        description="Interpreter of vLLM's environment, from the working folder; `make vllm-env` makes that one.",
+        description="Interpreter of vLLM's environment, from the working folder; in a checkout, `make vllm-env` "
+        "makes that one.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision vLLM computes in; lower ones need a higher generator.probe_tolerance."
@@ -363,12 +385,24 @@ class GeneratorConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+MAX_GROUP_SCORES = 4096
+"""Rewards that terms with per = 'group' give a group, all together: a worker's answer has at most 64 KiB."""
+FROM_PYTHON = "python:"
+"""How a term's function begins that was handed over from Python: its name follows."""
+
+
 class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
     function: FilePath = Field(
         description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', 'code', or "
-        "'module:function', 'file.py:function' with TRL's signature."
+        "'module:function', 'file.py:function' with TRL's signature. 'python:NAME' stands for a function given to "
+        "`slipstream.run`."
+    )
+    per: Literal["completion", "group"] = Field(
+        "completion",
+        description="What one call of your own function scores: one completion (lists of length 1), as soon as it is "
+        "finished, or all completions of a prompt together.",
     )
     weight: Number = Field(1.0, description="Factor of this term in the sum.")
     at_least: Number | None = Field(
@@ -413,7 +447,24 @@ class RewardsConfig(Section):
         "float32", description="What reward models are kept and computed in on a GPU; their heads stay float32."
     )
     num_workers: Count = Field(1, description="Sandboxed worker processes.")
-    timeout_s: Seconds = Field(5.0, description="Limit of one scoring call in seconds; then the worker is killed.")
+    timeout_s: Seconds = Field(
+        5.0,
+        description="Limit of one scoring call in seconds, of a completion or a group; then the worker is killed.",
+    )
+    dry_call: bool = Field(
+        True,
+        description="Before a run starts, call your own functions, 'code' and 'overlap' on two of its prompts with "
+        "made-up completions, and refuse what fails. false: for functions that should not be called in vain.",
+    )
+    allow_network: bool = Field(
+        False,
+        description="Let workers open sockets: for functions that you trust, such as a judge. Not for verifiers that "
+        "evaluate model text.",
+    )
+    environment: list[str] = Field(
+        default_factory=list,
+        description="Names of environment variables that workers get besides PATH, e.g. that of an API key.",
+    )
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
     violation_cap: Number = Field(0.0, description="Largest reward of a completion that violates a constraint.")
     max_chars: Positive = Field(20_000, description="Longer completions are cut to so many characters before scoring.")
@@ -430,7 +481,10 @@ class RewardsConfig(Section):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        names = [*(term.function for term in self.terms), *(model.name for model in self.models)]
+        wrong = next((name for name in self.environment if not name or "=" in name or "\0" in name), None)
+        if wrong is not None:
+            raise ConfigError("no environment variable has such a name", got=f"rewards.environment: {wrong!r}")
+        names = self.part_names
         repeated = next((model.name for model in self.models if names.count(model.name) > 1), None)
         if repeated is not None:
             raise ConfigError(
@@ -444,6 +498,29 @@ class RewardsConfig(Section):
     def weighted(self) -> list[RewardTerm | RewardModelTerm]:
         """All terms of the sum in the order of their parts: functions, then models."""
         return [*self.terms, *self.models]
+
+    @property
+    def part_names(self) -> list[str]:
+        """The names of their parts, each another one."""
+        return [*names_of([term.function for term in self.terms]), *(model.name for model in self.models)]
+
+
+def names_of(functions: Sequence[str]) -> list[str]:
+    """Return a short name for each of the reward functions: 'format_reward' for 'lib.rewards:format_reward'.
+
+    Functions of one name in several files or modules are told apart by these, 'a.py:reward' and 'b.py:reward'; what is
+    the same still is numbered from the second on.
+    """
+    names: list[str] = []
+    for function in functions:
+        location, _, name = function.rpartition(":")
+        is_shared = any(other.rpartition(":")[2] == name and other != function for other in functions)
+        name = f"{PurePath(location).name}:{name}" if location and is_shared else name
+        number = 1
+        while (numbered := name if number == 1 else f"{name}#{number}") in names:
+            number += 1
+        names.append(numbered)
+    return names
 
 
 Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "greedy_baseline", "gae", "reward"]
@@ -514,7 +591,7 @@ class KLConfig(Section):
         "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
     )
     reference: FilePath | None = Field(
-        None, description="Folder of the reference's checkpoint; null: policy version 0."
+        None, description="Folder or hub id of the reference's checkpoint; null: policy version 0."
     )
     target: PositiveFloat | None = Field(
         None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
@@ -786,6 +863,11 @@ class EvalConfig(Section):
     every: NonNegative = Field(0, description="Steps between greedy evaluations during the run; 0 means only the ends.")
     num_prompts: Positive = Field(500, description="Held-out prompts per evaluation, at most prompts.num_eval.")
     num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
+    measure: str | None = Field(
+        None,
+        description="Name of the reward term that says whether an answer is right: where it is 1 or more. Accuracy is "
+        "the share of right answers; without a measure there is none, and the mean reward tells how good a policy is.",
+    )
 
 
 class ObserveConfig(Section):

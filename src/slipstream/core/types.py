@@ -370,7 +370,7 @@ class Swapped(Message):
 
 
 class EvalScored(Message):
-    """One evaluation rollout. `reward` is the first term's, unweighted; it counts as correct from 1 - 1e-6 on."""
+    """One evaluation rollout, without its tokens: the reward as it would be trained on, and its parts."""
 
     eval_id: int
     ordinal: int
@@ -380,6 +380,24 @@ class EvalScored(Message):
     answer: str | None
     num_tokens: int
     version: int = -1
+    reward_parts: dict[str, float | None] = {}
+    failure: str | None = None
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> EvalScored:
+        completion = rollout.completion
+        return cls(
+            eval_id=completion.eval_id,
+            ordinal=completion.ordinal,
+            reward=rollout.reward,
+            completion_text=completion.text,
+            prompt_text=completion.prompt.text,
+            answer=completion.prompt.answer,
+            num_tokens=completion.num_tokens,
+            version=completion.min_version,
+            reward_parts=rollout.reward_parts,
+            failure=rollout.failure,
+        )
 
 
 class CheckpointSaved(Message):
@@ -406,6 +424,13 @@ class Counters(Message):
 
     executor: str
     values: dict[str, float]
+
+
+class Noted(Message):
+    """What a person is to see now, in one line of at most a thousand characters."""
+
+    executor: str
+    text: str
 
 
 class Joined(Message):

@@ -1,4 +1,4 @@
-"""Held-out accuracy of a model: the prompts, the engine, the noise and the rewards of the run itself.
+"""What a model's answers to held-out prompts are worth: the prompts, engine, noise and rewards of the run itself.
 
 The greedy answers are those of the evaluation inside a run for the same weights; with one sample per prompt the sampled
 ones are, too.
@@ -6,7 +6,7 @@ ones are, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.measure import check_measure, is_right, measured
 from slipstream.core.types import Prompt, Rollout
-from slipstream.evals.pass_at_k import mean_pass_at_k
+from slipstream.evals.pass_at_k import pass_at_k_of
 from slipstream.evals.sampling import sample_completions
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.target import eval_target
@@ -27,15 +28,16 @@ from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_completions, check_sizes
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
-
-CORRECT = 1 - 1e-6  # from here on the first term's reward counts as correct, as in `core.types.EvalScored`
+from slipstream.rewards.dry_call import dry_call
+from slipstream.rewards.given import Reward, with_given
 
 
 @dataclass(frozen=True)
 class Answer:
     """One answer to one held-out prompt. `reference` is the dataset's answer, `failure` why scoring failed.
 
-    `reward` is the weighted sum; `is_correct` is decided by the first reward term alone.
+    `reward` is what would be trained on, `reward_parts` its terms (None: abstained); `is_correct` is what the term
+    `eval.measure` says, None where it is not set or abstained.
     """
 
     prompt_id: str
@@ -47,23 +49,29 @@ class Answer:
     num_tokens: int
     finish_reason: str
     reward: float
-    is_correct: bool
+    reward_parts: dict[str, float | None]
+    is_correct: bool | None
     failure: str | None
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Accuracies in 0..1 over `num_prompts` held-out prompts, and every answer: greedy ones first, by prompt.
+    """Means over `num_prompts` held-out prompts, and every answer: greedy ones first, by prompt.
 
-    `sampled_accuracy` is the mean over `num_samples` samples per prompt at temperature 1; `pass_at_k` maps k to the
-    unbiased estimate from them. `signal_frac` is the share of prompts whose samples differ in reward, as RL with groups
-    of `num_samples` needs. `num_failed` counts answers whose scoring failed.
+    `sampled_` is the mean over `num_samples` samples per prompt at temperature 1. `reward_parts` are the means of the
+    reward's terms. Accuracies, in 0..1, are None where `eval.measure` is not set, and `pass_at_k` is empty; it maps k
+    to the unbiased estimate from the samples. `signal_frac` is the share of prompts whose samples differ in reward, as
+    RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring failed.
     """
 
     checkpoint: str
     recipe: str
-    accuracy: float
-    sampled_accuracy: float
+    reward: float | None
+    sampled_reward: float | None
+    reward_parts: dict[str, float]
+    sampled_reward_parts: dict[str, float]
+    accuracy: float | None
+    sampled_accuracy: float | None
     pass_at_k: dict[int, float]
     signal_frac: float
     num_prompts: int
@@ -81,13 +89,13 @@ def evaluate_model(
     *,
     recipe: str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
-    reward: Callable[..., Any] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
 ) -> EvalResult:
     """Evaluate a run's directory, or a Hugging Face checkpoint's under `recipe`.
 
-    `reward` is the Python function the run was started with, where there was one. ConfigError for bad input.
+    `reward` is what the run was started with, where that was from Python. ConfigError for bad input.
     """
     _, config = eval_target(path, recipe=recipe, overrides=overrides)
     return evaluate(config, reward=reward, num_prompts=num_prompts, num_samples=num_samples)
@@ -96,7 +104,7 @@ def evaluate_model(
 def evaluate(
     config: RunConfig,
     *,
-    reward: Callable[..., Any] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
 ) -> EvalResult:
@@ -106,38 +114,46 @@ def evaluate(
     """
     if num_samples < 1:
         raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
-    if reward is None and (config.rewards.terms or not config.rewards.models):
-        check_rewards(config.rewards, task_table(config.prompts.tasks))
+    config, functions = with_given(config, reward)
+    check_measure(config)
+    tasks = task_table(config.prompts.tasks)
+    if config.rewards.terms or not config.rewards.models:
+        check_rewards(config.rewards, tasks, functions)
     check_sizes(config, check_policy(config), {"generator"})
     asked = config.eval.num_prompts if num_prompts is None else num_prompts
     check_completions("num_prompts", asked, num_samples, max_tokens=config.generator.max_new_tokens)
     tokenizer = build_tokenizer(config.model)
     held_out = _held_out(config, tokenizer, num_prompts)
+    dry_call(config.rewards, tasks, held_out, functions=functions, group_size=num_samples)
     model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
     answer = partial(sample_completions, config, model, tokenizer, held_out, num_slots=config.eval.num_slots)
     completions = answer(temperature=0.0)
     num_greedy = len(completions)
     completions += answer(temperature=1.0, num_samples=num_samples)
-    rollouts = score_by(config, config.rewards, numbered(completions), function=reward)
+    if any(term.per == "group" for term in config.rewards.terms):  # the greedy answer is a group of its own
+        scores = partial(score_by, config, config.rewards, functions=functions)
+        rollouts = scores(numbered(completions[:num_greedy]))
+        rollouts += scores(numbered(completions[num_greedy:], num_samples), group_size=num_samples)
+    else:
+        rollouts = score_by(config, config.rewards, numbered(completions), functions=functions)
+    measure = config.eval.measure
     answers = tuple(
-        _as_answer(rollout, sample=completion.sample, temperature=0.0 if index < num_greedy else 1.0)
+        _as_answer(rollout, measure, sample=completion.sample, temperature=0.0 if index < num_greedy else 1.0)
         for index, (completion, rollout) in enumerate(zip(completions, rollouts, strict=True))
     )
-    greedy, sampled = answers[:num_greedy], answers[num_greedy:]
-    num_correct = [
-        sum(answer.is_correct for answer in sampled[start : start + num_samples])
-        for start in range(0, len(sampled), num_samples)
-    ]
-    has_signal = [
-        len({answer.reward for answer in sampled[start : start + num_samples]}) > 1
-        for start in range(0, len(sampled), num_samples)
-    ]
+    greedy, sampled = measured(answers[:num_greedy], measure), measured(answers[num_greedy:], measure)
+    groups = [answers[start : start + num_samples] for start in range(num_greedy, len(answers), num_samples)]
+    has_signal = [len({answer.reward for answer in group}) > 1 for group in groups]
     return EvalResult(
         checkpoint=str(config.model.path),
         recipe=config.recipe,
-        accuracy=_accuracy(greedy),
-        sampled_accuracy=_accuracy(sampled),
-        pass_at_k=mean_pass_at_k(num_correct, num_samples),
+        reward=greedy.reward,
+        sampled_reward=sampled.reward,
+        reward_parts=greedy.reward_parts,
+        sampled_reward_parts=sampled.reward_parts,
+        accuracy=greedy.accuracy,
+        sampled_accuracy=sampled.accuracy,
+        pass_at_k=pass_at_k_of([answer.is_correct for answer in answers[num_greedy:]], num_samples),
         signal_frac=sum(has_signal) / len(has_signal),
         num_prompts=num_greedy,
         num_samples=num_samples,
@@ -165,9 +181,8 @@ def _held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, num_prompts
     return held_out[:wanted]
 
 
-def _as_answer(rollout: Rollout, *, sample: int, temperature: float) -> Answer:
+def _as_answer(rollout: Rollout, measure: str | None, *, sample: int, temperature: float) -> Answer:
     completion = rollout.completion
-    first_part = next(iter(rollout.reward_parts.values()), None)
     return Answer(
         prompt_id=completion.prompt.prompt_id,
         prompt=completion.prompt.text,
@@ -178,10 +193,7 @@ def _as_answer(rollout: Rollout, *, sample: int, temperature: float) -> Answer:
         num_tokens=completion.num_tokens,
         finish_reason=completion.finish_reason,
         reward=rollout.reward,
-        is_correct=(rollout.reward if first_part is None else first_part) >= CORRECT,
+        reward_parts=rollout.reward_parts,
+        is_correct=is_right(rollout, measure),
         failure=rollout.failure,
     )
-
-
-def _accuracy(answers: Sequence[Answer]) -> float:
-    return sum(answer.is_correct for answer in answers) / len(answers)

@@ -27,6 +27,16 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1 - all_wrong
 
 
+def pass_at_k_of(is_right: Sequence[bool | None], num_samples: int) -> dict[int, float]:
+    """`mean_pass_at_k` from verdicts, `num_samples` in a row for each prompt.
+
+    Prompts with a sample that nothing judged (None) are left out; empty where that leaves none.
+    """
+    groups = [is_right[start : start + num_samples] for start in range(0, len(is_right), num_samples)]
+    num_correct = [group.count(True) for group in groups if None not in group]
+    return mean_pass_at_k(num_correct, num_samples) if num_correct else {}
+
+
 def mean_pass_at_k(num_correct: Sequence[int], num_samples: int) -> dict[int, float]:
     """pass@k averaged over prompts, for k = 1, 2, 4, ... and `num_samples`; `num_correct` counts per prompt."""
     ks = sorted({*(1 << i for i in range(num_samples.bit_length())), num_samples})

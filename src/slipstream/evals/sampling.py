@@ -34,7 +34,8 @@ def sample_completions(
     hears how many are finished.
     """
     generator = config.generator
-    max_len = min(model.config.max_positions, config.prompts.max_prompt_tokens + generator.max_new_tokens)
+    longest = config.prompts.max_prompt_tokens or max((len(prompt.tokens) for prompt in prompts), default=1)
+    max_len = min(model.config.max_positions, longest + generator.max_new_tokens)
     stop_ids = stop_token_ids(tokenizer, generator)
     engine = native_engine(
         model,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from slipstream.batching import collate
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
 from slipstream.core.clock import WallClock
-from slipstream.core.config import RewardsConfig, RewardTerm, RunConfig
+from slipstream.core.config import RewardsConfig, RunConfig
 from slipstream.core.executor import Context, NoSpans
 from slipstream.core.types import Completion, Rollout
 from slipstream.prompts import task_table
 from slipstream.rewards.executor import Rewards
+from slipstream.rewards.given import Functions
 from slipstream.rewards.model_scorer import ModelScorer
 
 EVALUATION, REWARDS = "evaluation", "rewards"
@@ -68,10 +68,14 @@ def score(completions: Sequence[Completion], rewards: Rewards) -> list[Rollout]:
     return [scored[completion.ordinal, completion.sample] for completion in completions]
 
 
-def numbered(completions: Sequence[Completion]) -> list[Completion]:
-    """The same with ordinals of their own, which tell several samples or evaluations of one prompt apart."""
+def numbered(completions: Sequence[Completion], group_size: int = 1) -> list[Completion]:
+    """The same with ordinals of their own, which tell several samples or evaluations of one prompt apart.
+
+    With a `group_size`, so many that follow each other are samples of one ordinal.
+    """
     return [
-        msgspec.structs.replace(completion, ordinal=index, sample=0) for index, completion in enumerate(completions)
+        msgspec.structs.replace(completion, ordinal=index // group_size, sample=index % group_size)
+        for index, completion in enumerate(completions)
     ]
 
 
@@ -80,25 +84,27 @@ def score_by(
     rewards: RewardsConfig,
     completions: Sequence[Completion],
     *,
-    function: Callable[..., Any] | None = None,
+    functions: Functions | None = None,
+    group_size: int = 1,
 ) -> list[Rollout]:
     """One rollout per completion as `rewards` scores it: by functions, in their workers, then by reward models.
 
-    `function` replaces the functions. The rest of `config` says what tasks there are and how long texts may be.
+    `functions` are those of terms from Python. Terms of groups get `group_size` completions of one ordinal, all of
+    which must be there. The rest of `config` says what tasks there are and how long texts may be.
     """
-    terms = [RewardTerm(function="reward")] if function is not None else rewards.terms
-    if terms or not rewards.models:
-        rollouts = score(completions, Rewards(rewards, task_table(config.prompts.tasks), function=function))
+    if rewards.terms or not rewards.models:
+        tasks = task_table(config.prompts.tasks)
+        rollouts = score(completions, Rewards(rewards, tasks, functions=functions, group_size=group_size))
     else:
         rollouts = [Rollout(completion=completion, reward=0.0) for completion in completions]
     if not rewards.models:
         return rollouts
     scorer = ModelScorer(
         rewards,
-        terms=terms,
+        terms=rewards.terms,
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
-        max_tokens=config.prompts.max_prompt_tokens + config.generator.max_new_tokens,
+        max_tokens=max([config.least_sequence, *(len(one.prompt.tokens) + len(one.tokens) for one in completions)]),
     )
     return scorer.score(rollouts)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import load_recipe, merge, resolve, with_stage_paths
+from slipstream.core.hub import Tell, checkpoint_folder, hub_id, pinned, with_folders
+from slipstream.core.recipes import load_recipe, merge, nested, resolve, with_stage_paths
 
 
 def eval_target(
@@ -16,14 +17,18 @@ def eval_target(
     *,
     recipe: str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    tell: Tell | None = None,
 ) -> tuple[Path, RunConfig]:
     """The checkpoint's folder, and the configuration to evaluate it under (`model.path` is that folder).
 
-    `path` is a run's directory (its `model/` and `config.toml`) or a checkpoint's; `recipe` replaces the run's own
+    `path` is a run's directory (its `model/` and `config.toml`), or a checkpoint's or its hub id, whose download is
+    told of by `tell`; `recipe` replaces the run's own
     configuration. 'stage:...' stands for the checkpoints of the run that `path` is or lies in. ConfigError when there
     is no checkpoint, no reward model, or nothing says what to ask it.
     """
-    path = Path(path)
+    if recipe is None and hub_id(str(path)) is not None:
+        raise ConfigError("a checkpoint alone does not say what to ask it", got=str(path), hint="add --recipe")
+    path = checkpoint_folder(str(path), what="MODEL", tell=tell)
     is_run = (path / "config.toml").is_file()
     checkpoint = path / "model" if is_run else path
     if not (checkpoint / "config.json").is_file():
@@ -38,10 +43,12 @@ def eval_target(
     if recipe is None:
         recipe = path / "config.toml"
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
-    config = resolve(tables, merge(overrides or {}, {"model": {"path": str(checkpoint)}}))
+    over = {"model": {"path": str(checkpoint), "revision": None}}
+    config = resolve(tables, merge(nested(overrides or {}), over))
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)
+    config = with_folders(pinned(config, tell=tell, only={"rewards.models.path"}), tell=tell)
     _check_reward_models(config, run_dir)
     return checkpoint, config
 
@@ -61,7 +68,7 @@ def _check_reward_models(config: RunConfig, run_dir: Path | None) -> None:
             raise ConfigError(
                 f"there is no reward model '{model.name}'",
                 got=model.path,
-                allowed="a folder with config.json",
+                allowed="a folder with config.json, or a hub id",
                 hint=None if run_dir is None else f"the run in '{run_dir}' has gone through no stage that makes it",
             )
         raise ConfigError(

@@ -123,8 +123,7 @@ class NativeBackend:
         self.weights = ServedWeights(
             self._model, precision, in_place=self._is_paged, on_device=self._stays_on_gpu, group=self._group
         )
-        longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
-        self._max_len = min(self._model.config.max_positions, longest)
+        self._max_len = config.longest_sequence(self._model.config.max_positions)
         self.engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
         self._pins: list[Pin] = []
 

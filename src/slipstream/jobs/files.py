@@ -44,7 +44,7 @@ def write_job_files(config: RunConfig, options: Any, kind: str, console: Console
             partition=options.partition,
             account=options.account,
             time=options.time or "24:00:00",
-            program=(sys.executable, "-m", "slipstream.cli"),
+            program=(sys.executable, "-m", "slipstream"),
         )
     else:
         if (options.resume or options.out) is not None:

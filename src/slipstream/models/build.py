@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.config import GeneratorConfig, ModelConfig, stage_of
+from slipstream.core.config import GeneratorConfig, ModelConfig, RunConfig, stage_of
 from slipstream.models.config import config_from_hf, local_config
 from slipstream.models.hf import load_model, load_tokenizer, logical_tensors, new_model, read_hf_config
 from slipstream.models.initialise import new_config
@@ -20,6 +20,12 @@ from slipstream.models.transformer import Transformer
 def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, or one token per character for a fresh model."""
     return char_tokenizer(config.alphabet) if config.path is None else load_tokenizer(Path(config.path))
+
+
+def max_positions(config: RunConfig) -> int:
+    """Positions of the policy; of 'stage:sft', those of what that stage starts from."""
+    path = config.sft.path if stage_of(config.model.path) == "sft" else config.model.path
+    return config.model.max_positions if path is None else config_from_hf(read_hf_config(Path(path))).max_positions
 
 
 def build_policy(

@@ -111,14 +111,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: TransformerConfi
 
 
 def _check_lengths(config: RunConfig, shape: TransformerConfig) -> None:
-    prompt, completion = config.prompts.max_prompt_tokens, config.generator.max_new_tokens
-    if prompt + completion > shape.max_positions:
-        raise ConfigError(
-            "prompts and completions do not fit the model",
-            got=f"max_prompt_tokens = {prompt}, max_new_tokens = {completion}",
-            allowed=f"together at most the {shape.max_positions} positions of {config.model.path}",
-            hint="lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens",
-        )
+    config.check_lengths(
+        shape.max_positions,
+        of=f"the positions of {config.model.path}",
+        hint="lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens",
+    )
 
 
 def _check_ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: TransformerConfig) -> None:

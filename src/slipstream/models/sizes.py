@@ -45,7 +45,7 @@ def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[st
     trains, samples = "trainer" in here and trainer.device == "cpu", "generator" in here and generator.device == "cpu"
     if trains or samples:
         _check_model(shape, memory, trains=trains)
-    longest = config.prompts.max_prompt_tokens + generator.max_new_tokens
+    longest = config.least_sequence
     if samples and generator.engine == "native":
         for field, slots, replicas in (
             ("generator.num_slots", generator.num_slots, generator.replicas),
@@ -97,7 +97,7 @@ def check_tables(shape: TransformerConfig, *, of: str, hint: str) -> None:
 
 
 def _check_work(config: RunConfig, shape: TransformerConfig, memory: int) -> None:
-    longest = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
+    longest = config.least_sequence
     rollouts = config.completions_per_step
     _fits(
         "the rollouts of one step are larger than this machine's memory",

@@ -21,6 +21,7 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
 from slipstream.core.recipes import resolve
-from slipstream.observe.balance import COMPUTING, Balance, Dials, Interference, Loop, Side, judge
+from slipstream.observe.balance import COMPUTING, Balance, Dial, Dials, Interference, Loop, Side, judge
 from slipstream.observe.interference import Work
 from slipstream.observe.states import idle_share, seconds_of, side_of
 from slipstream.observe.timeline import (
@@ -301,7 +302,6 @@ def _balance(
     sides = _sides(loop, processes)
     computing = [processes[name] for name in loop if side_of(name) in COMPUTING]
     on_cpu = [process.device == "cpu" for process in computing]
-    dials = _dials(config)
     verdict = judge(
         Loop(
             sides=sides,
@@ -309,8 +309,10 @@ def _balance(
             length_s=sum(next(iter(loop.values()), {}).values()),
             unit="threads" if all(on_cpu) else None if any(on_cpu) else "GPUs",
             shares_units=config is not None and config.is_colocated and all(on_cpu),
-            dials=dials,
-        )
+            shares_process=len({process.within or process.name for process in computing}) == 1,
+            dials=_dials(config, has_workers=not any(processes[name].within for name in loop if name == "rewards")),
+        ),
+        allows=lambda dial: config is not None and _is_valid(config, dial),
     )
     tokens = Counter(dict.fromkeys(WASTE, 0))
     for one in waste:
@@ -327,7 +329,20 @@ def _balance(
     )
 
 
-def _dials(config: RunConfig | None) -> Dials | None:
+def _is_valid(config: RunConfig, dial: Dial) -> bool:
+    """Whether the run could be started with its dial as suggested."""
+    section, _, name = dial.field.rpartition(".")
+    change: dict[str, Any] = {section: {name: dial.suggested}} if section else {name: dial.suggested}
+    if dial.field == "completions_per_group" and config.loss.select == "all":
+        change["loss"] = {"select": "best_and_worst"}
+    try:
+        resolve(config.model_dump(), change)
+    except ConfigError:
+        return False
+    return True
+
+
+def _dials(config: RunConfig | None, *, has_workers: bool) -> Dials | None:
     if config is None:
         return None
     is_ours = config.schedule.policy == "oldest_first"
@@ -342,6 +357,6 @@ def _dials(config: RunConfig | None) -> Dials | None:
         select=config.loss.select,
         kv_on_update=config.generator.kv_on_update,
         eval_every=config.eval.every,
-        reward_workers=config.rewards.num_workers,
+        reward_workers=config.rewards.num_workers if has_workers else 0,
         reward_model_ranks=config.rewards.model_ranks if config.rewards.models else 0,
     )

@@ -5,15 +5,20 @@
 
     1. Do scores hold both up?          the trainer waits for rewards, more than for anything else
     2. Does either side wait at all?    below `SMALL` on both sides, the run is balanced
-    3. Do they take turns?              both wait: `max_staleness` 0 means that, a tight bound leads to it
+    3. Do they take turns?              both wait, generators for the bound: `max_staleness` 0 means that, a tight one
+                                        leads to it. Where generators wait for something else, nothing is said
     4. Do stragglers hold it up?        a batch lies ready behind one old group
     5. Else one side waits for the other's work.
+
+Nothing is said of fewer than `LEAST_STEPS`, nor of executors that share one process, where each waits while another
+works. A suggestion is a change: of the split one by which steps get shorter by more than `SMALL`, of a dial at most
+`MOST_CHANGE` times its present value, since what is computed from a run holds near it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +28,9 @@ from slipstream.observe.states import idle_share, in_words, seconds_of
 
 SMALL = 0.1
 """Of a side's time: waiting less than this is what two processes need to hand things to each other."""
+LEAST_STEPS = round(1 / SMALL)
+"""With fewer the first step, in which the loop fills and everything is cold, is more than `SMALL` of the time."""
+MOST_CHANGE = 2
 
 COMPUTING = ("trainer", "generator", "reward_models", "reference")
 """Sides that run models: those among which cores or GPUs are split."""
@@ -81,7 +89,7 @@ class Dials:
     select: str = "all"
     kv_on_update: str = "keep"
     eval_every: int = 0
-    reward_workers: int = 1
+    reward_workers: int = 1  # 0: functions are called by the controller's process
     reward_model_ranks: int = 0
 
 
@@ -89,7 +97,8 @@ class Dials:
 class Loop:
     """`num_steps` steps in `length_s` seconds. `unit` is what the sides are measured in; None: in different ones.
 
-    `shares_units`: trainer and generators have the same ones, by turns. `dials`: None where nobody knows them.
+    `shares_units`: trainer and generators have the same ones, by turns. `shares_process`: they are in one process.
+    `dials`: None where nobody knows them.
     """
 
     sides: Mapping[str, Side]
@@ -97,6 +106,7 @@ class Loop:
     length_s: float
     unit: str | None = "threads"
     shares_units: bool = False
+    shares_process: bool = False
     dials: Dials | None = None
 
 
@@ -133,7 +143,7 @@ class Dial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """`sentence` says all of it; the rest is for programs. None where too little was trained to tell."""
+    """`sentence` says all of it; the rest is for programs. Empty, and None, where it cannot be told."""
 
     starves: Starves | None
     bottleneck: Bottleneck | None
@@ -142,10 +152,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     dial: Dial | None = None
 
 
+NOTHING = Verdict(starves=None, bottleneck=None, sentence="")
+
+
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
     """`balance` of `summary.json`: over the loop, from the first admission to the end of the last step.
 
-    `idle`: process -> share of waiting. `starves`: the side that lacks work.
+    `idle`: process -> share of waiting. `starves`: the side that lacks work. `verdict` is empty where none
+    can be told.
     """
 
     idle: dict[str, float]
@@ -158,24 +172,29 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     dial: Dial | None
 
 
-def judge(loop: Loop) -> Verdict:
-    """Who starves in `loop`, and what would help."""
+def judge(loop: Loop, *, allows: Callable[[Dial], bool] = lambda _: True) -> Verdict:
+    """Who starves in `loop`, and what would help. `allows`: whether a run may have its dial so."""
     trainer, generator = loop.sides.get("trainer"), loop.sides.get("generator")
-    if trainer is None or generator is None or loop.num_steps < 2:
-        return Verdict(starves=None, bottleneck=None, sentence="Fewer than two steps were trained: too little to tell.")
+    if trainer is None or generator is None or loop.num_steps < LEAST_STEPS or loop.shares_process:
+        return NOTHING
     takes_turns = loop.dials is not None and loop.dials.takes_turns
-    starves, bottleneck = _diagnosis(trainer, generator, takes_turns=takes_turns)
+    found = _diagnosis(trainer, generator, takes_turns=takes_turns)
+    if found is None:
+        return NOTHING
+    starves, bottleneck = found
     split = _split(loop)
     dial = None if loop.dials is None else _dial(loop, loop.dials, trainer, generator, bottleneck)
+    if dial is not None and not allows(dial):
+        dial = None
     clauses = [_opening(trainer, generator, bottleneck, loop.dials)]
-    if split is not None and bottleneck in ("generation", "training"):
+    if split is not None and bottleneck in ("generation", "training") and _is_shorter(split):
         clauses.append(_split_in_words(split))
     if dial is not None:
         clauses.append(dial.effect)
     return Verdict(starves=starves, bottleneck=bottleneck, sentence="; ".join(clauses) + ".", split=split, dial=dial)
 
 
-def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[Starves, Bottleneck]:
+def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[Starves, Bottleneck] | None:
     idle, rival = trainer.idle, generator.idle
     waits = {what: trainer.share(f"wait_{what}") for what in ("generation", "rewards", "straggler")}
     longest = max(waits, key=waits.__getitem__)
@@ -184,7 +203,7 @@ def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[St
     if idle < SMALL and rival < SMALL:
         return "neither", "none"
     if takes_turns or min(idle, rival) >= max(SMALL, max(idle, rival) / 2):
-        return "both", "turns"
+        return ("both", "turns") if takes_turns or generator.share("wait_trainer") >= rival / 2 else None
     if longest == "straggler" and waits["straggler"] >= SMALL:
         return "trainer", "stragglers"
     return ("trainer", "generation") if idle > rival else ("generator", "training")
@@ -244,15 +263,20 @@ def whole_split(work: Mapping[str, float], total: int) -> dict[str, int]:
     return units
 
 
+def _is_shorter(split: Split) -> bool:
+    """Whether another whole split promises steps that are shorter by more than what nobody would see."""
+    return split.whole != split.now and split.step_s_whole < (1 - SMALL) * split.step_s_now
+
+
 def _split_in_words(split: Split) -> str:
     names = list(split.now)
     exact = " and ".join(f"{name} {split.balanced[name]:.1f}" for name in names)
     now = " and ".join(f"{split.now[name]:g}" for name in names)
-    words = f"in balance {split.unit} would be {exact} (now {now})"
-    if all(split.whole[name] == split.now[name] for name in names):
-        return f"{words}, to which no whole split is nearer"
     whole = " and ".join(str(split.whole[name]) for name in names)
-    return f"{words}, so {whole} for steps of {split.step_s_whole:.2g} s instead of {split.step_s_now:.2g} s"
+    return (
+        f"in balance {split.unit} would be {exact} (now {now}), so {whole} for steps of {split.step_s_whole:.2g} s "
+        f"instead of {split.step_s_now:.2g} s"
+    )
 
 
 def _dial(loop: Loop, dials: Dials, trainer: Side, generator: Side, bottleneck: Bottleneck) -> Dial | None:
@@ -301,27 +325,25 @@ def _less_beside(dials: Dials, generator: Side) -> Dial | None:
     field, now, suggested = spared[state]
     if generator.share(state) < SMALL or now == suggested:
         return None
-    share = f"{generator.share(state):.0%}"
-    return Dial(
-        field=field,
-        now=now,
-        suggested=suggested,
-        effect=f"{field} = {suggested} (now {now}) would spare generators of the {share} in {in_words(state)}",
-    )
+    less = "halve" if state == "evaluate" else "spare"
+    effect = f"would {less} the {generator.share(state):.0%} of their time that generators spend in {in_words(state)}"
+    return Dial(field=field, now=now, suggested=suggested, effect=f"{field} = {suggested} (now {now}) {effect}")
 
 
-def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial:
-    """Scoring has to be as much faster as the step would be without waiting for it."""
+def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial | None:
+    """Scoring has to be as much faster as the step would be without waiting for it. None without workers."""
     factor = 1 / max(1 - trainer.share("wait_rewards"), 0.05)
     models, functions = loop.sides.get("reward_models"), loop.sides.get("rewards")
     by_models = models is not None and (functions is None or models.share("score") > functions.share("score"))
     name, now = ("model_ranks", dials.reward_model_ranks) if by_models else ("num_workers", dials.reward_workers)
-    suggested = max(now + 1, math.ceil(now * factor))
+    if now < 1:
+        return None
+    suggested = min(max(now + 1, math.ceil(now * factor)), MOST_CHANGE * now)
     return Dial(
         field=f"rewards.{name}",
         now=now,
         suggested=suggested,
-        effect=f"rewards.{name} = {suggested} (now {now}) or faster scoring would feed both",
+        effect=f"rewards.{name} = {suggested} (now {now}) or faster scoring would shorten that wait",
     )
 
 
@@ -346,7 +368,8 @@ def _more_room(dials: Dials) -> Dial:
 def _more_updates(dials: Dials, trainer: Side) -> Dial | None:
     """T (A4): as many epochs as fit into the time that the trainer waits."""
     updates = trainer.share("forward_backward", "optimizer")
-    suggested = int(dials.epochs * (1 + trainer.idle / updates)) if updates > 0 else dials.epochs
+    fitting = 1 + trainer.idle / updates if updates > 0 else 1.0
+    suggested = int(dials.epochs * min(fitting, MOST_CHANGE))
     if suggested <= dials.epochs:
         return None
     return Dial(
@@ -359,7 +382,7 @@ def _more_updates(dials: Dials, trainer: Side) -> Dial | None:
 
 def _more_samples(dials: Dials, generator: Side) -> Dial | None:
     """K (A5): as many completions as generators could sample without waiting; the best and the worst are trained."""
-    suggested = int(dials.completions_per_group / max(1 - generator.idle, 0.05))
+    suggested = int(dials.completions_per_group * min(1 / max(1 - generator.idle, 0.05), MOST_CHANGE))
     if suggested <= dials.completions_per_group:
         return None
     selecting = " with loss.select = 'best_and_worst'" if dials.select == "all" else ""

@@ -19,6 +19,11 @@ class Metric:
     meaning: str
 
     @property
+    def is_amount(self) -> bool:
+        """Whether it is a share, a count or a time, which begin at 0: everything with a unit but what is in nats."""
+        return bool(self.unit) and "nats" not in self.unit
+
+    @property
     def in_words(self) -> str:
         return f"{self.meaning} ({self.unit})" if self.unit else self.meaning
 
@@ -171,6 +176,7 @@ CATALOGUE: Mapping[str, Mapping[str, Metric]] = {
         "groups_scored": Metric("groups", "that got all their rewards"),
         "no_signal_frac": Metric(SHARE, "of these, those whose rewards gave no signal"),
         "scored_failed_frac": Metric(SHARE, "of their completions, those whose scoring failed, trained or not"),
+        "failed_completions": Metric("completions", "whose scoring failed, since the run began"),
         "poisoned": Metric("completions", "that cannot be, and were made failed ones"),
         "dropped/no_signal": Metric("groups", "dropped since all their rewards were equal"),
         "dropped/failed": Metric("groups", "dropped since all their completions failed in scoring"),
@@ -181,8 +187,12 @@ CATALOGUE: Mapping[str, Mapping[str, Metric]] = {
         "wait_frac/<process>/<state>": Metric(SHARE, "of its time as last reported, in a state of waiting"),
     },
     "Evaluations, in lines of their own": {
-        "eval_accuracy": Metric(SHARE, "held-out prompts answered right, greedily"),
-        "eval_sampled_accuracy": Metric(SHARE, "the same sampled at temperature 1, at the ends of a run"),
+        "eval_reward": Metric("", "mean reward of the greedy answers to held-out prompts"),
+        "eval_reward_parts/<term>": Metric("", "mean of one term of it, unweighted, where it was given"),
+        "eval_accuracy": Metric(SHARE, "of these answers, those that `eval.measure` calls right; missing without one"),
+        "eval_sampled_reward": Metric("", "`eval_reward` of answers sampled at temperature 1, at the ends of a run"),
+        "eval_sampled_reward_parts/<term>": Metric("", "mean of one term of it"),
+        "eval_sampled_accuracy": Metric(SHARE, "of these answers, those that are right"),
     },
 }
 """Group -> name -> what it is, in the order of the documents."""

@@ -31,7 +31,7 @@ from slipstream.core.ranks import data_parallel_rank, split_rank_name
 from slipstream.observe.attempts import Attempt, read_attempts
 from slipstream.observe.group_flow import MAX_GROUPS, GroupPath, read_group_flow
 from slipstream.observe.jsonl import intact_lines
-from slipstream.observe.states import kind
+from slipstream.observe.states import is_missed, kind
 from slipstream.observe.timeline import (
     UNLABELLED,
     Counter,
@@ -254,7 +254,7 @@ def _slices(track: _Track) -> Iterator[Timed]:
         event: Event = {"ph": "X", **track.place, "name": record.state, "cat": of_kind or UNLABELLED}
         event["dur"] = (end_ns - start_ns) / 1e3
         if of_kind == "wait":
-            event["cname"] = "grey"
+            event["cname"] = "bad" if is_missed(record.state) else "grey"  # of the viewer's own colours, "bad" is amber
         if args:
             event["args"] = args
         yield start_ns, event

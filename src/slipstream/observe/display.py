@@ -22,10 +22,11 @@ from rich.text import Text
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
+from slipstream.core.measure import Measured
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.outlet import Outlet
 from slipstream.observe.samples import Sample
-from slipstream.observe.states import colour, in_words, shares
+from slipstream.observe.states import colour, in_words, is_missed, shares
 from slipstream.observe.summary import Summary
 from slipstream.observe.timeline import TIME_PREFIX, UNLABELLED
 
@@ -90,8 +91,8 @@ class Display:
         self._metrics: dict[str, Any] = {}
         self._num_done = 0
         self._spark: list[tuple[float, int]] = [(0.0, 0)] * min(_SPARK_WIDTH, steps)
-        self._evaluations: deque[tuple[str, float]] = deque(maxlen=8)
-        self._first_evaluation: tuple[str, float] | None = None
+        self._evaluations: deque[tuple[str, Measured]] = deque(maxlen=8)
+        self._first_evaluation: tuple[str, Measured] | None = None
         self._totals: dict[str, deque[tuple[float, dict[str, float]]]] = {}
         self._replicas: dict[int, int] = {}
         self._say("   ".join(f"{name} {value}" for name, value in summary.items()))
@@ -128,12 +129,11 @@ class Display:
         if self._is_due(force=self._num_done in (1, self._steps)):
             self._update(self._step_line())
 
-    def evaluation(self, label: str, accuracy: float, **more: float) -> None:
+    def evaluation(self, label: str, found: Measured) -> None:
         """A held-out evaluation finished; `label` says of which weights ("before", "step 40", "after")."""
-        self._first_evaluation = self._first_evaluation or (label, accuracy)
-        self._evaluations.append((label, accuracy))
-        extra = "".join(f"  {name.replace('_', ' ')} {value:.3f}" for name, value in more.items())
-        self._say(f"held-out accuracy {label}: {accuracy:.3f}{extra}")
+        self._first_evaluation = self._first_evaluation or (label, found)
+        self._evaluations.append((label, found))
+        self._say(f"held-out {found.headline[0]} {label}: {in_numbers(found)}")
 
     def counters(self, executor: str, values: Mapping[str, float]) -> None:
         """`Counters` of an executor; `time/<state>` are its seconds so far in each state (`Timeline.totals`)."""
@@ -179,16 +179,24 @@ class Display:
     def finish(self, summary: Summary, files: Mapping[str, Path]) -> None:
         """End the live picture; print the table before/after, the cost, and where the files are."""
         self.close()
-        self._print(_before_after(summary))
+        if (table := _before_after(summary)).row_count:
+            self._print(table)
         staleness, throughput = summary.staleness, summary.throughput
-        self._say(
-            f"{summary.status}: {summary.steps} steps in {duration(summary.wall_s)}  "
-            f"generated {throughput.generated_tokens_per_s:,.0f} tokens/s  "
-            f"trained {throughput.trained_tokens_per_s:,.0f} tokens/s"
-        )
-        self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
+        rates = {
+            "generated": throughput.generated_tokens_per_s,
+            "trained": throughput.trained_tokens_per_s,
+        }
+        told = "".join(f"  {word} {rate:,.0f} tokens/s" for word, rate in rates.items() if rate is not None)
+        self._say(f"{summary.status}: {summary.steps} steps in {duration(summary.total_s)}{told}")
+        if staleness.histogram:
+            self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
+        if summary.prompts.failed_completions:
+            self._say(
+                f"{summary.prompts.failed_completions:,} completions could not be scored, and counted with "
+                "rewards.failure_reward: see `failure` in rollouts.jsonl"
+            )
         if summary.balance is not None:
             self._say(summary.balance.verdict)
         for name, path in files.items():
@@ -236,7 +244,8 @@ class Display:
         self._live.update(self._picture(), refresh=True)
 
     def _say(self, line: str) -> None:
-        self._print(Text(self._encodable(line)))
+        if line:  # there may be no verdict
+            self._print(Text(self._encodable(line)))
 
     def _print(self, renderable: RenderableType) -> None:
         self._console.print(renderable, soft_wrap=isinstance(renderable, Text), highlight=False)
@@ -259,7 +268,8 @@ class Display:
         if m.get("reward") is not None:
             parts.append(f"reward {m['reward']:.3f}")
         if self._evaluations:
-            parts.append(f"held-out {self._evaluations[-1][1]:.3f}")
+            name, value = self._evaluations[-1][1].headline
+            parts.append(f"held-out {name} {_cell(value)}")
         if m.get("staleness_mean") is not None:
             parts.append(f"staleness {m['staleness_mean']:.2f} (max {m['staleness_max']:.0f}, bound {self._bound})")
         parts += [
@@ -268,7 +278,7 @@ class Display:
             if m.get(name) is not None
         ]
         for process, states in self.waits().items():
-            state, share = next(((s, p) for s, p in states if s.startswith("wait_")), ("", 0.0))
+            state, share = next(((s, p) for s, p in states if is_missed(s)), ("", 0.0))
             if share >= 0.05:
                 parts.append(f"{process} {in_words(state)} {share:.0%}")
         if (eta_s := self._eta_s()) is not None and self._num_done < self._steps:
@@ -292,10 +302,11 @@ class Display:
             )
             grid.add_row("reward", self._reward_text())
         if self._evaluations and self._first_evaluation:
-            label, accuracy = self._evaluations[-1]
-            text = Text().append(f"{accuracy:.3f}", style="bold").append(f"  {label}", style="dim")
-            if self._first_evaluation != (label, accuracy):
-                text.append(f"   was {self._first_evaluation[1]:.3f} {self._first_evaluation[0]}", style="dim")
+            (label, found), (first_label, first) = self._evaluations[-1], self._first_evaluation
+            name, value = found.headline
+            text = Text().append(_cell(value), style="bold").append(f"  {name}, {label}", style="dim")
+            if first_label != label:
+                text.append(f"   was {_cell(first.headline[1])} {first_label}", style="dim")
             grid.add_row("held-out", text)
         m = self._metrics
         if m.get("generated_tokens_per_s") is not None and m.get("trained_tokens_per_s") is not None:
@@ -374,11 +385,26 @@ def _before_after(summary: Summary) -> Table:
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
 
-    pair = (before, after)
-    table.add_row("accuracy, greedy", *(_cell(e.accuracy if e else None) for e in pair))
-    table.add_row("accuracy, sampled", *(_cell(e.sampled_accuracy if e else None) for e in pair))
+    for how in ("greedy", "sampled"):
+        pair = [(e.greedy if how == "greedy" else e.sampled) if e else Measured() for e in (before, after)]
+        rows = [("accuracy", [one.accuracy for one in pair]), ("reward", [one.reward for one in pair])]
+        names = list(dict.fromkeys(name for one in pair for name in one.reward_parts))
+        if len(names) > 1:
+            rows += [(f"  {printable(name)}", [one.reward_parts.get(name) for one in pair]) for name in names]
+        for name, values in rows:
+            if values != [None, None]:
+                table.add_row(Text(f"{name}, {how}"), *map(_cell, values))
     return table
 
 
-def _cell(accuracy: float | None) -> str:
-    return "-" if accuracy is None else f"{accuracy:.3f}"
+def in_numbers(found: Measured) -> str:
+    """Return the headline's value, then the mean reward where it is another one, and its parts where it has several."""
+    name, value = found.headline
+    told = _cell(value) + ("" if name == "reward" or found.reward is None else f"  reward {found.reward:.3f}")
+    if len(found.reward_parts) > 1:
+        told += f" ({', '.join(f'{part} {mean:.3f}' for part, mean in found.reward_parts.items())})"
+    return printable(told, limit=2000)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -5,27 +5,31 @@ watches one statistic of recent steps, robust against single outliers where it l
 statistic is beyond its threshold for some steps in a row, and ends when it has been back, by a margin, for as many: one
 line at the beginning and one at the end, however noisy the number between them.
 
-An alarm is a suspicion, not a verdict. Nothing is changed by one, unless `health.stop_on` names it.
+An alarm is a suspicion, not a verdict. Nothing is changed by one, unless `health.stop_on` names it. Of what a
+configuration has chosen none rings (`unfit`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from slipstream.core.config import AlarmName, HealthConfig
+from slipstream.core.config import AlarmName, HealthConfig, RunConfig
 from slipstream.core.errors import AlarmError
+from slipstream.core.plain import shortened
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.trends import (
     History,
     Statistic,
     above_baseline,
+    clipped_tokens,
     entropy_left,
+    equal_rewards,
     level,
     longer_with_reward,
     lowest,
@@ -37,6 +41,10 @@ from slipstream.observe.trends import (
 )
 
 ALARMS_FILE = "alarms.jsonl"
+_FAILURE_CHARS = 300  # of an exception's text, in an alarm
+
+WATCHED_STEPS = 42
+"""Steps after which every alarm could have rung: the longest window is one of 40, and it takes three in a row."""
 
 Severity = Literal["notice", "warning"]
 
@@ -121,9 +129,10 @@ RULES: dict[AlarmName, Rule] = {
         reason="1 on fresh completions, above 0.95 in the shipped recipes at staleness 2; half means half is wasted",
     ),
     "ratio_clipped": Rule(
-        statistic=level("clipped_frac", 10),
+        statistic=clipped_tokens(10),
         threshold=0.25,
-        watches="share of trained tokens whose ratio the loss clips or truncates, median of 10 steps",
+        watches="share of trained tokens whose ratio the loss clips or truncates, median of 10 steps; not of losses "
+        "whose ratios are those of whole completions, which clip most of them by design",
         meaning="The loss stops or weakens the gradient of very many tokens: updates are too large for its clip",
         advice="lower the learning rate, trainer.epochs or max_staleness",
         reason="PPO's published runs clip 0.005 to 0.02 of the tokens, the quickstart at most 0.07",
@@ -166,7 +175,8 @@ RULES: dict[AlarmName, Rule] = {
         statistic=entropy_left(10),
         threshold=0.1,
         is_low=True,
-        watches="entropy over that of the first 10 steps, medians of 10; only while rewards differ and do not rise",
+        watches="entropy over that of the first 10 steps, medians of 10; only while rewards differ within a batch and "
+        "do not rise",
         meaning="The policy hardly tries anything new, and does not get better either",
         advice="raise loss.entropy_coef, generator.temperature or the upper clip; lower the learning rate",
         reason="a task that is solved needs no entropy, hence the condition",
@@ -187,21 +197,23 @@ RULES: dict[AlarmName, Rule] = {
         persist=1,
     ),
     "no_signal": Rule(
-        statistic=level("no_signal_frac", 10),
+        statistic=equal_rewards(10),
         threshold=0.9,
-        watches="share of scored groups whose rewards are all equal, median of 10 steps",
-        meaning="Nearly all sampling is wasted: groups are all right or all wrong, and teach nothing",
+        watches="share of scored groups whose rewards are all equal, median of 10 steps; not where most have failed",
+        meaning="Nearly all sampling is wasted: all completions of a group get the same reward, which teaches nothing",
         advice="harder or easier prompts, more completions per group, or stop: the task may be learned",
         reason="the quickstart ends at two thirds; at nine tenths a step costs ten times its completions",
         clears=0.95,
     ),
     "failed_rewards": Rule(
-        statistic=mean("scored_failed_frac", 10),
-        threshold=0.1,
-        watches="share of completions that failed: verifier crashed, was too slow, gave no number; mean of 10 steps",
-        meaning="Many completions could not be scored, and count with rewards.failure_reward",
-        advice="see `failure` in rollouts.jsonl; raise rewards.timeout_s or rewards.memory_mb, or mend the verifier",
-        reason="a tenth changes what the average reward means",
+        statistic=level("failed_completions", 1),
+        threshold=16.0,
+        watches="completions that failed so far: a reward raised, was too slow, gave no number; rings at the 16th, "
+        "also before the first step is done",
+        meaning="Completions could not be scored, and count with rewards.failure_reward",
+        advice="see `failure` in rollouts.jsonl; mend the reward, or raise rewards.timeout_s or rewards.memory_mb",
+        reason="16 are no accident; where they are few of very many, they change little",
+        persist=1,
     ),
     "poisoned": Rule(
         statistic=total("poisoned", 20),
@@ -219,8 +231,9 @@ RULES: dict[AlarmName, Rule] = {
         threshold=0.8,
         watches="share of the trainer's time spent waiting for generation, mean of 10 reports",
         meaning="Generation is the bottleneck: the trainer idles most of its time",
-        advice="more or larger generators, more generator.num_slots, or a larger max_staleness",
-        reason="four fifths of a process paid for nothing; at staleness 0 this is what synchronous training costs",
+        advice="where generators are busy meanwhile, more of them or more generator.num_slots; where they wait, too, a "
+        "larger max_staleness",
+        reason="four fifths of a process paid for nothing",
         severity="notice",
         clears=0.9,
     ),
@@ -229,7 +242,8 @@ RULES: dict[AlarmName, Rule] = {
         threshold=0.8,
         watches="share of the generators' time spent waiting for the trainer, mean of 10 reports and all replicas",
         meaning="Training is the bottleneck: generators idle most of their time",
-        advice="fewer generators, more trainer ranks, or a larger max_staleness",
+        advice="where the trainer is busy meanwhile, fewer generators or more trainer ranks; where it waits, too, a "
+        "larger max_staleness",
         reason="as above",
         severity="notice",
         clears=0.9,
@@ -247,8 +261,8 @@ RULES: dict[AlarmName, Rule] = {
         threshold=0.3,
         watches="share of the trainer's time in which a batch lay finished behind one older group, mean of 10 reports",
         meaning="The trainer waits for single slow completions while others are done: nothing is dropped, all wait",
-        advice="see timeline.json for a replica slower than the others: one ten times as slow is worse than none, so "
-        "take it out; else a larger max_staleness or reorder_window, a lower generator.max_new_tokens",
+        advice="a larger max_staleness or reorder_window, a lower generator.max_new_tokens; of several replicas, see "
+        "timeline.json for one slower than the others: one ten times as slow is worse than none",
         reason="a third of the time; 0.003 in the quickstart",
         clears=0.7,
     ),
@@ -272,6 +286,24 @@ RULES: dict[AlarmName, Rule] = {
 }
 
 
+def unfit(config: RunConfig) -> frozenset[AlarmName]:
+    """Alarms that would ring for what the configuration has chosen, whose advice it has declined.
+
+    In one process executors wait for each other's turns, and at staleness 0 trainer and generators take turns. A
+    schedule that promises no bound has none that a replica could be behind. Weights in 8 bits are another model.
+    """
+    found: set[AlarmName] = set()
+    if config.generator.precision in ("int8", "fp8"):
+        found.add("logprob_mismatch")
+    if config.host == "inline":
+        found |= {"starving_trainer", "starving_generator", "straggler"}
+    if config.takes_turns:
+        found |= {"starving_trainer", "starving_generator"}
+    if config.staleness_bound is None:
+        found.add("version_lag")
+    return frozenset(found)
+
+
 @dataclass
 class _State:
     is_on: bool = False
@@ -279,12 +311,15 @@ class _State:
 
 
 class Health:
-    """All alarms of a run. `update` takes one line of `metrics.jsonl` and says which began and which ended with it."""
+    """All alarms of a run. `update` takes one line of `metrics.jsonl` and says which began and which ended with it.
 
-    def __init__(self, config: HealthConfig) -> None:
+    Those of `silent` never do.
+    """
+
+    def __init__(self, config: HealthConfig, *, silent: Collection[AlarmName] = ()) -> None:
         self._config = config
         self._history = History()
-        self._states = {name: _State() for name in RULES}
+        self._states = {name: _State() for name in RULES if name not in silent}
 
     @property
     def active(self) -> list[AlarmName]:
@@ -296,10 +331,19 @@ class Health:
         if not self._config.alarms or "step_s" not in metrics:
             return []
         self._history.add(metrics)
-        found = (self._turned(name, int(metrics["step"])) for name in RULES)
+        found = (self._turned(name, int(metrics["step"])) for name in self._states)
         return [alarm for alarm in found if alarm is not None]
 
-    def _turned(self, name: AlarmName, step: int) -> Alarm | None:
+    def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
+        """Take that `count` of `num_scored` completions have failed by now, the last one with `failure`."""
+        if not self._config.alarms:
+            return []
+        self._history.add({"failed_completions": count})
+        detail = f"{count:,} of {num_scored:,} completions so far, the last: {shortened(failure, _FAILURE_CHARS)}"
+        alarm = self._turned("failed_rewards", step, detail)
+        return [] if alarm is None else [alarm]
+
+    def _turned(self, name: AlarmName, step: int, detail: str = "") -> Alarm | None:
         rule, state = RULES[name], self._states[name]
         value = rule.statistic(self._history)
         if value is None:
@@ -317,7 +361,7 @@ class Health:
             severity=rule.severity,
             value=value,
             threshold=threshold,
-            text=f"{rule.meaning} ({value:.3g}, threshold {threshold:g}). Try: {rule.advice}.",
+            text=f"{rule.meaning} ({detail or f'{value:.3g}, threshold {threshold:g}'}). Try: {rule.advice}.",
         )
 
 
@@ -328,10 +372,17 @@ class Watchman:
     After a resume it has seen the steps that `metrics.jsonl` still holds, and rings for none of them again.
     """
 
-    def __init__(self, config: HealthConfig, run_dir: Path, *, sinks: Sequence[Callable[[Alarm], None]] = ()) -> None:
+    def __init__(
+        self,
+        config: HealthConfig,
+        run_dir: Path,
+        *,
+        sinks: Sequence[Callable[[Alarm], None]] = (),
+        silent: Collection[AlarmName] = (),
+    ) -> None:
         self._config = config
         self._sinks = sinks
-        self._health = Health(config)
+        self._health = Health(config, silent=silent)
         self._run_dir = run_dir
         for line in read_metrics(run_dir / "metrics.jsonl"):
             self._health.update(line)
@@ -339,7 +390,13 @@ class Watchman:
 
     def watch(self, metrics: Mapping[str, Any]) -> list[Alarm]:
         """The alarms that began or ended with a step. AlarmError for one that is to end the run."""
-        alarms = self._health.update(metrics)
+        return self._tell(self._health.update(metrics))
+
+    def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
+        """The same as completions fail to be scored, which may be before any step is done (`Health.failed`)."""
+        return self._tell(self._health.failed(step, count, num_scored, failure))
+
+    def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
         self._writer.write(*alarms)
         for alarm in alarms:
             for sink in self._sinks:

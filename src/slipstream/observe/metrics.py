@@ -8,7 +8,8 @@ Well-known names (display and report draw them; anything else is kept and listed
     staleness_mean, _max       of the tokens consumed, in steps
     generated_tokens_per_s     sampled tokens per second over the recent steps; trained_tokens_per_s likewise
     step_s                     seconds since the previous step was done
-    eval_accuracy              held-out, greedy, with the weights of `version`; eval_sampled_accuracy at temperature 1
+    eval_reward                held-out, greedy, with the weights of `version`; eval_sampled_reward at temperature 1
+    eval_accuracy              the share of right answers among them, where `eval.measure` says what is right
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from typing import Any
 from slipstream.observe.jsonl import JsonlWriter, finite, read_jsonl
 
 Metrics = dict[str, Any]
+LEAST_S = 0.01
+"""A rate is told of so many seconds or more: in less, the time between two events is that of their messages."""
+
+
+def rate(count: float, seconds: float) -> float | None:
+    """`count` over `seconds`; None where these are fewer than `LEAST_S`."""
+    return count / seconds if seconds >= LEAST_S else None
 
 
 class MetricsWriter:

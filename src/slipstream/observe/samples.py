@@ -12,7 +12,10 @@ from slipstream.core.files import load_json
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One held-out prompt, answered greedily by version 0 and by the last version; None where it was not asked."""
+    """One held-out prompt, answered greedily by version 0 and by the last version; None where it was not asked.
+
+    `is_right` is what `eval.measure` says of an answer, None without one.
+    """
 
     prompt: str
     answer: str | None
@@ -20,6 +23,8 @@ class Sample(msgspec.Struct, frozen=True):
     after: str | None
     before_reward: float | None = None
     after_reward: float | None = None
+    before_is_right: bool | None = None
+    after_is_right: bool | None = None
 
 
 def write_samples(samples: Sequence[Sample], path: Path) -> None:

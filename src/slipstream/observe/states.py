@@ -7,6 +7,9 @@ Every second of every process is in exactly one state. A state is of one *kind*,
     gone   there is no such process: not yet, no longer, or it was killed
 
 What is in no state is `unlabelled`, and of no kind: at most 1 % of any process.
+
+Every page draws waiting hatched (thin on the watch page). It is warm where work is missed meanwhile, and grey where the
+process is ready before it is needed (`is_ready`): faster work of others would change nothing then.
 """
 
 from __future__ import annotations
@@ -23,15 +26,17 @@ Kind = Literal["work", "wait", "gone"]
 
 @dataclass(frozen=True)
 class State:
-    """`words` follow the name of a process: "trainer: waits for generation 20%"."""
+    """`words` follow the name of a process: "trainer: waits for generation 20%". `is_ready`: a wait that limits nobody,
+    of a process that has done what it was asked for."""
 
     words: str
     colour: str
     meaning: str
     kind: Kind = "work"
+    is_ready: bool = False
 
 
-WAIT_COLOUR = "#e8863a"
+WAIT_COLOUR = "#c9431f"  # of waits that are not in the table
 OTHER_COLOUR = "#8c8c6b"
 
 STATES: dict[str, State] = {
@@ -40,7 +45,7 @@ STATES: dict[str, State] = {
     "prefill": State("prefill", "#7cb5ec", "keys and values of prompts"),
     "re_prefill": State("re-prefill", "#b05f9e", "keys and values made a second time: after a swap, for what goes on"),
     "evaluate": State("evaluate", "#8e6bbf", "answers to held-out prompts, under a pinned version"),
-    "drain": State("drain", "#d9a441", "decodes what is live while a newer version waits for its end"),
+    "drain": State("drain", "#1d4f91", "decodes what is live while a newer version waits for its end"),
     "swap": State("swap", "#c43d7a", "exchanges the weights between two decode steps"),
     # Trainer
     "forward_backward": State("forward-backward", "#2a9d6f", "losses and gradients of microbatches"),
@@ -66,20 +71,21 @@ STATES: dict[str, State] = {
     "shut_down": State("shut down", "#6d7f8f", "from the last command to the end of the process"),
     "receive": State("receive", "#a9b8c6", "takes and checks what has arrived"),
     "send": State("send", "#a9b8c6", "hands on what is finished"),
-    "overhead": State("overhead", "#c2b280", "the loop around the work: ports, counters, signs of life"),
-    # Waits
-    "wait_generation": State("waits for generation", WAIT_COLOUR, "no batch of scored groups yet", "wait"),
-    "wait_rewards": State("waits for rewards", "#e9a178", "the oldest group is sampled and not scored", "wait"),
-    "wait_straggler": State("waits for a straggler", "#d1495b", "a batch lies ready behind one old group", "wait"),
+    "overhead": State("overhead", "#cfb9de", "the loop around the work: ports, counters, signs of life"),
+    # Waits in which work is missed
+    "wait_generation": State("waits for generation", "#e56c3c", "no batch of scored groups yet", "wait"),
+    "wait_rewards": State("waits for rewards", "#e5c451", "the oldest group is sampled and not scored", "wait"),
+    "wait_straggler": State("waits for a straggler", "#761c28", "a batch lies ready behind one old group", "wait"),
+    "wait_trainer": State("waits for the trainer", "#e98f0a", "the staleness bound admits no further group", "wait"),
+    "wait_prompt": State("waits for a prompt", "#e6a37f", "the bound would admit a group; none has come", "wait"),
+    "wait_ranks": State("waits for its other ranks", "#684613", "the slowest rank of its group has not come", "wait"),
+    # Waits of those that are ready before they are needed
     "wait_nothing": State(
-        "waits for nothing", "#d6d9dd", "its part of the run is done, or a command is on its way", "wait"
+        "waits for nothing", "#636363", "its part of the run is done, or a command is on its way", "wait", is_ready=True
     ),
-    "wait_trainer": State("waits for the trainer", WAIT_COLOUR, "the staleness bound admits no further group", "wait"),
-    "wait_prompt": State("waits for a prompt", "#f0b27a", "the bound would admit a group; none has come", "wait"),
-    "wait_completions": State("waits for completions", WAIT_COLOUR, "nothing to score", "wait"),
-    "wait_rollouts": State("waits for rollouts", WAIT_COLOUR, "nothing to measure", "wait"),
-    "wait_ranks": State("waits for its other ranks", "#d98e5f", "the slowest rank of its group has not come", "wait"),
-    "idle": State("idle", "#d6d9dd", "waits for whatever comes first", "wait"),
+    "wait_completions": State("waits for completions", "#888893", "nothing to score", "wait", is_ready=True),
+    "wait_rollouts": State("waits for rollouts", "#403e49", "nothing to measure", "wait", is_ready=True),
+    "idle": State("idle", "#b0b2b4", "waits for whatever comes first", "wait", is_ready=True),
     # No process
     ABSENT: State("absent", "#eef0f2", "not started yet, or ended", "gone"),
     LOST: State("lost", "#4a4a4a", "killed: from its last written line until its successor is there", "gone"),
@@ -95,6 +101,22 @@ TRAINS = frozenset({"forward_backward", "optimizer", "collate", "reference", "pr
 """Of the trainer: those of a step that compute, or move weights."""
 
 
+AWAITED = {
+    "wait_generation": "generator",
+    "wait_straggler": "generator",
+    "wait_rewards": "rewards",
+    "wait_trainer": "trainer",
+    "wait_prompt": "prompts",
+}
+"""Wait -> the side of the loop whose work would end it."""
+
+WAITING = (
+    " is waiting: in warm colours where work is missed meanwhile, in grey where a process is ready before it is "
+    "needed, as rewards should be."
+)
+"""How the pages draw waits, for their reader: what is hatched in the report is thin on the watch page."""
+
+
 def in_words(state: str) -> str:
     """`wait_generation` as "waits for generation", `warm_start` as "warm start"; others' states, too."""
     if (known := STATES.get(state)) is not None:
@@ -103,7 +125,7 @@ def in_words(state: str) -> str:
 
 
 def colour(state: str) -> str:
-    """The colour of a state, `#rrggbb`; every kind of waiting is warm."""
+    """The colour of a state, `#rrggbb`."""
     if (known := STATES.get(state)) is not None:
         return known.colour
     return WAIT_COLOUR if state.startswith("wait_") else OTHER_COLOUR
@@ -118,6 +140,11 @@ def kind(state: str) -> Kind | None:
     return "wait" if state.startswith("wait_") else "work"
 
 
+def is_missed(state: str) -> bool:
+    """Whether `state` is a wait in which work is missed: one that is not of a process ready before it is needed."""
+    return kind(state) == "wait" and not (state in STATES and STATES[state].is_ready)
+
+
 def seconds_of(kind_of_state: Kind, seconds: Mapping[str, float]) -> float:
     """What of `seconds` by state is of one kind."""
     return sum(value for state, value in seconds.items() if kind(state) == kind_of_state)
@@ -127,6 +154,25 @@ def idle_share(seconds: Mapping[str, float]) -> float:
     """Share of waiting in the time that the process was there; 0 for one that never was."""
     there_s = sum(seconds.values()) - seconds_of("gone", seconds)
     return seconds_of("wait", seconds) / there_s if there_s > 0 else 0.0
+
+
+def waited_for(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Side -> share of their time that those who need its work waited for it, from the seconds by process and state.
+
+    The largest is of the side that limits the run. Names may be of whole sides, as "generator (4)".
+    """
+    sides: dict[str, dict[str, float]] = {}
+    for process, states in seconds.items():
+        own = sides.setdefault(side_of(process.partition(" (")[0]), {})
+        for state, value in states.items():
+            own[state] = own.get(state, 0.0) + value
+    found: dict[str, float] = {}
+    for states in sides.values():
+        there_s = sum(states.values()) - seconds_of("gone", states)
+        for state, side in AWAITED.items():
+            if there_s > 0 and states.get(state):
+                found[side] = found.get(side, 0.0) + states[state] / there_s
+    return {side: found.get(side, 0.0) for side in sides if side in AWAITED.values()}
 
 
 def side_of(process: str) -> str:

@@ -16,6 +16,7 @@ import msgspec
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import SlipstreamError, clip
 from slipstream.core.files import decode_json
+from slipstream.core.measure import Measured
 from slipstream.observe.balance import Balance
 from slipstream.observe.health import AlarmSpan
 
@@ -24,11 +25,39 @@ ACCOUNTING_TOLERANCE_S = 1e-3
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """Held-out accuracy of one policy version: `accuracy` greedy, `sampled_accuracy` at temperature 1."""
+    """What one policy version's answers to held-out prompts came to: greedy ones, and `sampled_` at temperature 1.
+
+    `reward` is the mean of what would be trained on, `reward_parts` those of its terms. The accuracies are shares of
+    right answers, None where no term is named as the measure (`eval.measure`). Runs older than the rewards lack these.
+    """
 
     accuracy: float | None
     sampled_accuracy: float | None
     num_prompts: int
+    reward: float | None = None
+    sampled_reward: float | None = None
+    reward_parts: dict[str, float] = {}
+    sampled_reward_parts: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, greedy: Measured, sampled: Measured, num_prompts: int) -> Evaluation:
+        return cls(
+            accuracy=greedy.accuracy,
+            sampled_accuracy=sampled.accuracy,
+            num_prompts=num_prompts,
+            reward=greedy.reward,
+            sampled_reward=sampled.reward,
+            reward_parts=greedy.reward_parts,
+            sampled_reward_parts=sampled.reward_parts,
+        )
+
+    @property
+    def greedy(self) -> Measured:
+        return Measured(self.reward, self.reward_parts, self.accuracy)
+
+    @property
+    def sampled(self) -> Measured:
+        return Measured(self.sampled_reward, self.sampled_reward_parts, self.sampled_accuracy)
 
 
 class Evaluations(msgspec.Struct, frozen=True):
@@ -39,11 +68,11 @@ class Evaluations(msgspec.Struct, frozen=True):
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """Over the RL phase: from the first admission to the end of the last step."""
+    """Over the RL phase: from the first admission to the end of the last step; None where no step was finished."""
 
-    generated_tokens_per_s: float
-    trained_tokens_per_s: float
-    completions_per_s: float
+    generated_tokens_per_s: float | None
+    trained_tokens_per_s: float | None
+    completions_per_s: float | None
 
 
 class Staleness(msgspec.Struct, frozen=True):
@@ -60,7 +89,11 @@ class Staleness(msgspec.Struct, frozen=True):
 
 
 class Prompts(msgspec.Struct, frozen=True):
-    """Groups by fate. `lost` were admitted and have none; `repeated` were trained more than once: both are bugs."""
+    """Groups by fate. `lost` were admitted and have none; `repeated` were trained more than once: both are bugs.
+
+    `failed` are groups of which every completion failed to be scored and that were dropped; `failed_completions` counts
+    single ones, of all groups.
+    """
 
     admitted: int
     trained: int
@@ -70,6 +103,17 @@ class Prompts(msgspec.Struct, frozen=True):
     lost: int
     repeated: int
     regenerated_tokens: int
+    failed_completions: int = 0
+
+
+class Data(msgspec.Struct, frozen=True):
+    """Prompts to train on and held out, those dropped as longer than `max_tokens`, and the longest of the others."""
+
+    num_train: int
+    num_eval: int
+    num_too_long: int
+    max_tokens: int
+    longest_tokens: int
 
 
 class WeightSync(msgspec.Struct, frozen=True):
@@ -117,8 +161,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     earlier_s: float = 0.0
     evaluation: dict[str, Any] | None = None  # what the stage `evaluate` found (`stages/evaluate.py`)
     alarms: list[AlarmSpan] = []  # each with the steps it lasted, by the step it began at
+    data: Data | None = None
     restarts: dict[str, int] = {}  # executor -> how often it was started again
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all attempts, without what was abandoned."""
+        return self.earlier_s + self.wall_s
 
 
 def write_summary(summary: Summary, path: Path) -> None:

@@ -24,6 +24,10 @@ _UNITS = ((1e9, 1e8, "G"), (1e6, 1e5, "M"), (1e3, 1e3, "k"))  # with the least g
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
+MIN_SPAN = 0.5
+MIN_RATIO = 4.0
+
+
 @dataclass(frozen=True)
 class Axis:
     """What is measured along an axis. `low` and `high` lie on it, whatever the data are."""
@@ -105,18 +109,38 @@ class Scale:
         return tick_name(tick * factor, gap * factor) + (sign if tick or self.is_share else "")
 
 
+def axis_ends(low: float, high: float, *, is_amount: bool = False) -> tuple[float, float]:
+    """Where an axis of values from `low` to `high` begins and ends at least: the rule of every chart, of all pages.
+
+    An amount (a share, a count, a length, a time) begins at 0, and so does what comes down to MIN_SPAN of its largest
+    value. What stays away from 0 is shown around its middle on an axis that spans MIN_SPAN of the largest value, so
+    that a change of a percent looks like one.
+    """
+    if low < 0.0 < high or low == high == 0.0:
+        return low, high
+    if high <= 0.0:
+        end, begin = axis_ends(-high, -low, is_amount=is_amount)
+        return -begin, -end
+    if is_amount or low < MIN_SPAN * high:
+        return 0.0, high
+    middle = (low + high) / 2
+    return min(low, middle - MIN_SPAN * high / 2), max(high, middle + MIN_SPAN * high / 2)
+
+
 def scale_of(values: Iterable[float], axis: Axis, *, most: int, is_fitted: bool = False) -> Scale:
-    """The scale of `values` with about `most` ticks. `is_fitted`: it ends where the values do, else at
-    ticks; of whole values it has whole ticks."""
+    """The scale of `values` with about `most` ticks. `is_fitted`: it ends where the values do, else at ticks, by the
+    rule of `axis_ends` (a logarithmic one spans at least a factor of MIN_RATIO); of whole values it has whole ticks."""
     found = [*values, *(end for end in (axis.low, axis.high) if end is not None)]
     if axis.is_log:
         found = [value for value in found if value > 0.0] or [1.0]
         low, high = min(found), max(found)
-        margin = max(high / low, 2.0) ** 0.06
+        margin = max(1.04, math.sqrt(MIN_RATIO / (high / low)), (high / low) ** 0.06)
         low, high = (low, high) if is_fitted and high > low else (low / margin, high * margin)
         marks = [tick for tick in log_ticks(low, high) if low <= tick <= high]
         return Scale(low, high, tuple(marks), is_log=True, is_share=axis.is_share)
     low, high = min(found), max(found)
+    if not is_fitted:
+        low, high = axis_ends(low, high, is_amount=axis.is_share)
     slack = 0.01 * (high - low)  # what is as little beyond a tick does not ask for another one
     marks = ticks(low + slack, high - slack, most) if not is_fitted else ticks(low, high, most)
     if is_fitted and high > low:

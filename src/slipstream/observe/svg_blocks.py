@@ -160,6 +160,8 @@ def areas(
         outline = path(upper + lower[::-1])
         pale = ' class="pale"' if _is_pale(state) else ""
         shapes.append(f'<polygon points="{outline}" fill="{colour(state)}"{pale}/>')
+        if kind(state) == "wait":
+            shapes.append(f'<polygon class="hatch" points="{outline}"/>')
     parts = [inner(shapes, height), grid(up, height), x_axis(across, x.label, height)]
     for column in columns:
         whole = sum(column.counts.values())
@@ -178,11 +180,12 @@ def state_bars(
     *,
     title: str,
     is_scaled: bool = False,
+    notes: Mapping[str, str] | None = None,
     missing: str = "Nothing was recorded.",
 ) -> str:
     """A bar per process, divided by its states in seconds: of full length, the largest first; or, `is_scaled`, as long
-    as its seconds, which are then told, and all in one order. The legend leaves out what is less than LEGEND_SHARE of
-    every bar."""
+    as its seconds, which are then told, and all in one order. `notes` stand beside the names of processes. The legend
+    leaves out what is less than LEGEND_SHARE of every bar."""
     pitch, bar = 50, 24
     longest_s = max((sum(seconds.values()) for seconds in rows.values()), default=0.0)
     parts, told = [], []
@@ -197,8 +200,10 @@ def state_bars(
             found.sort(key=lambda item: place[item[0]])
         length = sum(seconds.values()) / longest_s if is_scaled else 1.0
         total = f" {number(sum(seconds.values()))} s" if is_scaled else ""
+        note = f"  {notes[name]}" if notes and name in notes else ""
         shown = escape(shortened(name, MAX_NAME))
-        parts.append(f'<text class="name" x="0" y="{y + 13}">{shown}<tspan class="soft">{total}</tspan></text>')
+        soft = f'<tspan class="soft">{total}{escape(note)}</tspan>'
+        parts.append(f'<text class="name" x="0" y="{y + 13}">{shown}{soft}</text>')
         at = 0.0
         for state, share in found:
             if share >= LEGEND_SHARE:
@@ -335,7 +340,7 @@ def block(place: float, y: float, width: float, height: float, state: str, tip: 
     """A stretch of time in `state`. Waiting is hatched as well as coloured: not everybody sees the colours."""
     where = f'x="{percent(place)}" y="{y:g}" width="{percent(width)}" height="{height:g}"'
     pale = ' class="pale"' if _is_pale(state) else ""
-    hatch = f'<rect class="hatch" {where}/>' if kind(state) == "wait" and width > HATCHED and not pale else ""
+    hatch = f'<rect class="hatch" {where}/>' if kind(state) == "wait" and width > HATCHED else ""
     return f'<rect {where} fill="{colour(state)}"{pale}><title>{escape(tip)}</title></rect>{hatch}'
 
 
@@ -353,11 +358,11 @@ def _is_pale(state: str) -> bool:
     return _luminance(colour(state)) > 0.6
 
 
-def state_legend(states: Iterable[str], more: Sequence[tuple[str, str, str]] = (), *, is_hatched: bool = True) -> str:
+def state_legend(states: Iterable[str], more: Sequence[tuple[str, str, str]] = ()) -> str:
     """States with their colours; those that look the same share an entry."""
     names: dict[tuple[str, str], list[str]] = {}
     for state in states:
-        look = "pale" if _is_pale(state) else "hatched" if is_hatched and kind(state) == "wait" else ""
+        look = "pale" if _is_pale(state) else "hatched" if kind(state) == "wait" else ""
         names.setdefault((colour(state), look), []).append(in_words(state))
     return legend([*((" / ".join(own), f"block {look}", shade) for (shade, look), own in names.items()), *more])
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.observe.noise import rises
+
 MAX_HISTORY = 64  # values of a metric that are kept
 BASELINE = 10  # values at the beginning of a run that later ones are compared with
 
@@ -109,6 +111,25 @@ def above_baseline(name: str, count: int) -> Statistic:
     return statistic
 
 
+def clipped_tokens(count: int) -> Statistic:
+    """The median share of tokens that are clipped, of losses whose ratios are those of tokens."""
+
+    def statistic(history: History) -> float | None:
+        return None if history.last("sequence_ratio", 1) is not None else level("clipped_frac", count)(history)
+
+    return statistic
+
+
+def equal_rewards(count: int) -> Statistic:
+    """The median share of groups whose rewards are all equal; 0 while most completions fail, and so are equal."""
+
+    def statistic(history: History) -> float | None:
+        failed = history.last("scored_failed_frac", count)
+        return 0.0 if failed is not None and median(failed) >= 0.5 else level("no_signal_frac", count)(history)
+
+    return statistic
+
+
 def waiting(process: str, state: str, count: int) -> Statistic:
     """The mean share of time that the processes whose names begin with `process` were in `state`, of `count` reports.
 
@@ -143,13 +164,16 @@ def sticks_out(value: float, before: Sequence[float], factor: float) -> bool:
     single outliers.
     """
     middle = median(before)
-    if value <= factor * middle:
+    if middle <= 0.0 or value <= factor * middle:  # after steps without a gradient any is large
         return False
     return value > middle + 10.0 * 1.4826 * median(abs(one - middle) for one in before)
 
 
 def entropy_left(count: int) -> Statistic:
-    """Entropy over that of the run's first steps, while rewards still differ and no longer rise; else 1."""
+    """Entropy over that of the run's first steps, while rewards still differ and do not rise; else 1.
+
+    They rise where their last values lie above the ones before, or where their trend does (`noise.rises`).
+    """
 
     def statistic(history: History) -> float | None:
         now, first = history.last("entropy", count), history.baseline("entropy")
@@ -158,8 +182,8 @@ def entropy_left(count: int) -> Statistic:
         if now is None or first is None or rewards is None or spreads is None or first_spread is None or first <= 0.0:
             return None
         has_risen = median(rewards[count:]) > median(rewards[:count]) + 0.05 * first_spread
-        is_solved = median(spreads) < 0.2 * first_spread
-        return 1.0 if has_risen or is_solved else median(now) / first
+        is_solved = median(spreads) <= 0.2 * first_spread  # or gave no signal from the beginning
+        return 1.0 if has_risen or is_solved or rises(rewards) else median(now) / first
 
     return statistic
 

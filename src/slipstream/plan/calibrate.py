@@ -173,11 +173,7 @@ def row_multiple(config: RunConfig) -> int:
 
 def _fit_decode(machines: Sequence[Machine]) -> Fit:
     """Seconds per decode step and row computed, per token prefilled, beside decoding or alone, and per pass alone."""
-    generators = [machine.run.config.generator for machine in machines]
-    longest = max(
-        machine.run.config.prompts.max_prompt_tokens + generator.max_new_tokens
-        for machine, generator in zip(machines, generators, strict=True)
-    )
+    longest = max(machine.run.config.least_sequence for machine in machines)
     terms = ("steps", "rows", "prefilled", "passes", "context")[: 5 if longest >= LONG_CONTEXT else 4]
 
     def pieces(machine: Machine, name: str) -> Pieces:

@@ -48,7 +48,7 @@ def measured_model(measured: Measured, shape: TransformerConfig) -> MeasuredMode
             f"{model.name} ({', '.join(f'{name} {model.shape.get(name)}' for name in _SHAPE[:5])})"
             for model in measured.models
         ),
-        hint="`python benchmarks/eta_curves.py --json FILE` measures the quickstart's, and --models others",
+        hint="in a checkout, `python benchmarks/eta_curves.py --json FILE` measures some: see its --models",
     )
 
 

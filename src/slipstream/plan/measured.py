@@ -87,7 +87,7 @@ def write_measured(measured: Measured, path: Path) -> None:
 
 def read_measured(path: Path) -> Measured:
     """The file that `write_measured` wrote. ConfigError for what is none."""
-    hint = "`python benchmarks/eta_curves.py --json FILE` writes one"
+    hint = "in a checkout, `python benchmarks/eta_curves.py --json FILE` writes one"
     try:
         measured = msgspec.json.decode(path.read_bytes(), type=Measured)
     except OSError as error:

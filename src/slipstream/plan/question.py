@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.hub import config_file, hub_id
 from slipstream.core.plain import shortened, shown
 from slipstream.core.recipes import check_path, list_recipes, load_recipe, read_toml, resolve
 from slipstream.core.sections import MAX_COUNT, MAX_INTEGER, Precision
@@ -100,7 +101,7 @@ class Subject:
 
 
 def subject_of(named: str) -> Subject:
-    """A published architecture by name, a Hugging Face folder or config.json, a recipe, or a run's folder."""
+    """A published architecture by name, a Hugging Face folder or config.json, a recipe, a run's folder, a hub id."""
     check_path(named, f"model {shortened(named, 60)!r}")
     path = Path(named)
     if named.lower() in ARCHITECTURES:
@@ -111,10 +112,12 @@ def subject_of(named: str) -> Subject:
         return Subject(name=path.name, shape=shape_of(path), path=str(path if path.is_dir() else path.parent))
     if path.suffix == ".toml" or named in {recipe.name for recipe in list_recipes()}:
         return _subject_of_recipe(path.stem, load_recipe(named))
+    if hub_id(named) is not None:
+        return Subject(name=path.name, shape=_shape_named(named, "MODEL"), path=named)
     known = [*ARCHITECTURES, *(recipe.name for recipe in list_recipes())]
     raise ConfigError(
         f"'{named}' is no model that is known",
-        allowed=f"{', '.join(known)}; a Hugging Face folder or config.json; a .toml file; the folder of a run",
+        allowed=f"{', '.join(known)}; a Hugging Face folder, config.json or hub id; a .toml file; the folder of a run",
         hint=did_you_mean(named.lower(), known),
     )
 
@@ -124,10 +127,16 @@ def shape_of(path: Path) -> TransformerConfig:
     return config_from_hf(read_object(path / "config.json" if path.is_dir() else path))
 
 
+def _shape_named(path: str, field: str) -> TransformerConfig:
+    """Of a checkpoint's folder or hub id, of which this reads no weights."""
+    return config_from_hf(read_object(config_file(path, what=field)))
+
+
 def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
     config = resolve(tables)
     if config.model.path is not None:
-        return Subject(name=name, shape=shape_of(Path(config.model.path)), path=config.model.path, recipe=tables)
+        path = config.model.path if config.model.revision is None else f"{config.model.path}@{config.model.revision}"
+        return Subject(name=name, shape=_shape_named(path, "model.path"), path=path, recipe=tables)
     from slipstream.models.build import build_tokenizer
     from slipstream.models.initialise import new_config
 
@@ -281,14 +290,14 @@ def _reward_model(question: Question, config: RunConfig | None) -> TransformerCo
             hint="plan with the largest: --reward-model NAME",
         )
     path = config.rewards.models[0].path
-    if not (Path(path) / "config.json").is_file():
+    if hub_id(path) is None and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             "the shape of the reward model is not known",
             got=path,
             allowed="a folder with config.json",
             hint="--reward-model NAME gives one",
         )
-    return shape_of(Path(path))
+    return _shape_named(path, "rewards.models.path")
 
 
 def _lengths(question: Question, subject: Subject) -> tuple[Lengths, list[str]]:
@@ -306,7 +315,8 @@ def _lengths(question: Question, subject: Subject) -> tuple[Lengths, list[str]]:
     longest = question.max_new_tokens
     if config is not None:
         longest = longest or config.generator.max_new_tokens
-        prompt = prompt or config.prompts.max_prompt_tokens / 2
+        if prompt is None and config.prompts.max_prompt_tokens is not None:
+            prompt = config.prompts.max_prompt_tokens / 2
     room = subject.shape.max_positions
     if prompt is None:
         prompt = min(PROMPT_TOKENS, room / 8)

@@ -21,7 +21,7 @@ from slipstream.controller.policies import schedule_for
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shown
-from slipstream.core.recipes import merge, resolve
+from slipstream.core.recipes import merge, nested, resolve
 from slipstream.core.sections import MAX_WAIT_S
 from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
 from slipstream.plan.dials import DIALS
@@ -83,7 +83,7 @@ def what_if(
     paths = [Path(run)] if isinstance(run, str | Path) else [Path(one) for one in run]
     runs = [read_run(path) for path in paths]
     config = as_simulated(runs[0])
-    tables = merge(PRESETS[preset] if preset is not None else {}, _nested(overrides or {}))
+    tables = merge(PRESETS[preset] if preset is not None else {}, nested(overrides or {}))
     changed = changed_config(config, tables)
     calibration = calibrate(runs)
     return WhatIf(
@@ -112,15 +112,6 @@ def changed_config(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
             hint="a run with it would: `slipstream run`; for another model, `slipstream plan`",
         )
     return resolve(merge(config.model_dump(), tables))
-
-
-def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"generator.replicas": 3}` as `{"generator": {"replicas": 3}}`."""
-    tables: dict[str, Any] = {}
-    for name, value in overrides.items():
-        section, dot, field = name.partition(".")
-        tables = merge(tables, {section: _nested({field: value})} if dot else {name: value})
-    return tables
 
 
 def _names(tables: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -1,6 +1,13 @@
 """Tasks and datasets, templates, and a resumable stream of prompts."""
 
-from slipstream.prompts.build import PromptReport, PromptSet, build_prompts, count_overlap, demonstrations
+from slipstream.prompts.build import (
+    PromptReport,
+    PromptSet,
+    build_prompts,
+    count_overlap,
+    demonstrations,
+    prompts_that_fit,
+)
 from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.tasks import task_names, task_table
 
@@ -11,6 +18,7 @@ __all__ = [
     "build_prompts",
     "count_overlap",
     "demonstrations",
+    "prompts_that_fit",
     "task_names",
     "task_table",
 ]

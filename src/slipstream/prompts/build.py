@@ -7,9 +7,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig, WarmStartConfig
 from slipstream.core.errors import ConfigError
@@ -20,7 +20,12 @@ from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.tasks import TaskSource, task_table
 from slipstream.prompts.template import Encoder, Template
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _BATCH = 1024  # rows tokenised at once
+MAX_DROPPED_FRAC = 0.05
+"""Of the distinct prompts: a larger share that is too long is worth a warning."""
 _DRY_CANDIDATES = 2048  # a task whose candidates yield under 1 % new prompts over so many has run dry
 
 
@@ -34,7 +39,21 @@ class PromptReport:
     num_duplicates: int
     num_too_long: int
     overlap: int
+    max_tokens: int  # of a prompt that is taken
+    longest: int  # tokens of the longest one taken
     tasks: dict[str, int] = field(default_factory=dict)  # training prompts per task key
+
+    @property
+    def warning(self) -> str | None:
+        """Where so many prompts were dropped as too long that what is trained on is not what was given."""
+        given = self.num_candidates - self.num_duplicates
+        if self.num_too_long <= MAX_DROPPED_FRAC * given:
+            return None
+        return (
+            f"WARNING: {self.num_too_long} of {given} prompts ({self.num_too_long / given:.0%}) have more than "
+            f"{self.max_tokens} tokens and were dropped: raise prompts.max_prompt_tokens, lower "
+            "generator.max_new_tokens where the model has no more room, or see prompts.too_long"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,13 +102,13 @@ def build_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     generation decides. Tasks supply exactly `num_train` + `num_eval` distinct prompts or raise ConfigError; a dataset
     supplies at most `num_train`.
     """
-    encoder = Encoder(config.prompts, tokenizer)
-    collector = _Collector(encoder)
-    tasks = task_table(config.prompts.tasks)
+    settings = prompts_that_fit(config)
+    collector = _Collector(Encoder(settings, tokenizer))
+    tasks = task_table(settings.tasks)
     if tasks:
-        train, held_out = _from_tasks(config.prompts, tasks, collector, config.seed)
+        train, held_out = _from_tasks(settings, tasks, collector, config.seed)
     else:
-        train, held_out = _from_dataset(config.prompts, collector, config.seed)
+        train, held_out = _from_dataset(settings, collector, config.seed)
     per_task: dict[str, int] = {}
     for prompt in train:
         per_task[prompt.task] = per_task.get(prompt.task, 0) + 1
@@ -100,10 +119,21 @@ def build_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
         num_duplicates=collector.num_duplicates,
         num_too_long=collector.num_too_long,
         overlap=count_overlap(train, held_out),
+        max_tokens=settings.max_prompt_tokens or 0,
+        longest=max(len(prompt.tokens) for prompt in (*train, *held_out)),
         tasks=per_task,
     )
     assert report.overlap == 0, f"{report.overlap} held-out prompts are among the training prompts"
     return PromptSet(train=PromptStream(train, config.seed), eval=held_out, report=report, tasks=tasks)
+
+
+def prompts_that_fit(config: RunConfig) -> PromptsConfig:
+    """[prompts] with a number in `max_prompt_tokens`: what the model has room for, where none was asked for."""
+    if config.prompts.max_prompt_tokens is not None:
+        return config.prompts
+    from slipstream.models.build import max_positions  # torch
+
+    return config.prompts.model_copy(update={"max_prompt_tokens": config.longest_prompt(max_positions(config))})
 
 
 def count_overlap(train: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.hub import reached_for_dataset
 from slipstream.prompts.rows import Row, to_json_types
 from slipstream.prompts.template import Template
 
@@ -19,47 +20,69 @@ MAX_LINE_BYTES = 16 * 2**20
 MAX_ENTRIES = 10_000
 """Of a folder that is searched for files of data; the library that does it follows every path, for minutes."""
 
+KINDS = (".jsonl", ".ndjson", ".parquet")
+"""Suffixes of the files that are read."""
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
 def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[Row]:
     """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed."""
-    for index, record in enumerate(read_records(source, config.dataset_config, config.dataset_split)):
-        row = row_of(record, config, template=template, where=f"{source}, record {index}")
+    for where, record in read_records(source, config.dataset_config, config.dataset_split):
+        row = row_of(record, config, template=template, where=where)
         if row is not None:
             yield row
 
 
-def read_records(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+def check_source(source: str) -> None:
+    """Raise ConfigError for a dataset that is no file of a known kind, no folder, and has not the form of a hub id."""
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix in {".jsonl", ".ndjson"}:
-        return _jsonl(path)
-    if path.is_file() and path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            records: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(
-                f"'{path}' cannot be read", got=" ".join(str(error).split())[:200], allowed="a parquet file"
-            ) from error
-        return records
-    if path.is_file():
-        raise ConfigError("unknown kind of dataset file", got=source, allowed=".jsonl, .ndjson, .parquet or a folder")
-    if path.is_dir():
-        return _folder(path, name, split)
-    if path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1:
+    if path.is_file() and path.suffix not in KINDS:
+        raise ConfigError("unknown kind of dataset file", got=source, allowed=f"{', '.join(KINDS)} or a folder")
+    is_local = path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1
+    if not path.exists() and is_local:
         raise ConfigError(
             "dataset not found",
             got=source,
             allowed="an existing file or folder, or a hub id 'owner/name'",
-            hint=f"relative paths are from {Path.cwd()}",
+            hint=f"relative paths are from {Path.cwd()}; `slipstream recipes` tells what a shipped recipe needs",
         )
-    return _load(source, name, split)
 
 
-def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
+def read_records(source: str, name: str | None, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each record with where it stands, for errors: the line of a JSONL file, or its place in the data, from 1."""
+    check_source(source)
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".parquet":
+        for number, record in _jsonl(path):
+            yield f"{source}, line {number}", record
+        return
+    if path.is_dir():
+        records = _folder(path, name, split)
+    else:
+        records = _parquet(path) if path.is_file() else _of_hub(source, name, split)
+    for number, record in enumerate(records, start=1):
+        yield f"{source}, record {number}", record
+
+
+def _of_hub(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+    with reached_for_dataset(source):
+        return _load(source, name, split)
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        records: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"'{path}' cannot be read", got=" ".join(str(error).split())[:200], allowed="a parquet file"
+        ) from error
+    return records
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with _opened(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
             if not line.strip():
@@ -89,7 +112,7 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
                 raise ConfigError(
                     f"{where} is not a JSON object", got=type(record).__name__, allowed="one object a line"
                 )
-            yield record
+            yield number, record
 
 
 def _rest_of_line(file: BinaryIO) -> int:
@@ -138,7 +161,8 @@ def _load(source: str, name: str | None, split: str) -> Iterable[Mapping[str, An
         raise ConfigError(
             f"dataset '{source}' cannot be loaded",
             got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            hint="without network, download it first and give its folder, a JSONL or a parquet file",
+            hint=f"where there is a network, `hf download --repo-type dataset {source} --local-dir DIR` makes a folder "
+            "that can be named instead",
         ) from error
     return _split(loaded, split, source=source)
 

@@ -37,6 +37,19 @@ def task_names() -> list[str]:
     return sorted([*DATASETS, *OWN_TASKS])
 
 
+def check_task_names(tasks: Sequence[TaskConfig]) -> None:
+    """Raise ConfigError for a task that there is not."""
+    for task in tasks:
+        if task.name not in (known := task_names()):
+            guess = did_you_mean(task.name, known)
+            raise ConfigError(
+                f"unknown task '{task.name}'" + (f"; {guess}" if guess else ""),
+                got=task.name,
+                allowed=f"one of {len(known)}",
+                hint="`slipstream recipes --tasks` lists them",
+            )
+
+
 def task_table(tasks: Sequence[TaskConfig]) -> dict[str, TaskConfig]:
     """Key of each task, as in `Prompt.task`: its name, or name#2, name#3 for further entries of the same name."""
     table: dict[str, TaskConfig] = {}
@@ -68,14 +81,7 @@ class TaskSource:
     def _create(self, size: int) -> Any:
         import reasoning_gym
 
-        if self._task.name not in task_names():
-            guess = did_you_mean(self._task.name, task_names())
-            raise ConfigError(
-                f"unknown task '{self._task.name}'" + (f"; {guess}" if guess else ""),
-                got=self._task.name,
-                allowed=f"one of {len(task_names())}",
-                hint="`slipstream recipes --tasks` lists them",
-            )
+        check_task_names([self._task])
         reserved = sorted({"seed", "size"} & self._task.params.keys())
         if reserved:
             raise ConfigError(

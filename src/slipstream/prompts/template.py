@@ -6,16 +6,18 @@ import string
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
 from slipstream.prompts.rows import Row, row_key, split_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Template:
@@ -155,7 +157,7 @@ class Encoder:
         return make(text[: len(text) - num_cut])
 
     def fits(self, prompt: Prompt) -> bool:
-        return 0 < len(prompt.tokens) <= self._config.max_prompt_tokens
+        return 0 < len(prompt.tokens) <= (self._config.max_prompt_tokens or len(prompt.tokens))
 
     def _render_chats(self, chats: Sequence[list[dict[str, Any]]]) -> list[str]:
         if self._renderer is None:

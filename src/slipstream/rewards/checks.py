@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
+import msgspec
+
 from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import FROM_PYTHON, names_of
 from slipstream.core.types import Prompt
 from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
+from slipstream.rewards.given import check_given
 from slipstream.rewards.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Setup, Task
+from slipstream.rewards.protocol import Setup, Task, Term
 
 COMPARING = frozenset({"exact_match", "overlap", "math"})
 """Built-ins that abstain without an answer to compare with."""
@@ -28,9 +32,16 @@ def isolation_report() -> dict[str, bool]:
         pool.close()
 
 
+def terms_of(config: RewardsConfig) -> list[Term]:
+    """All functions of `config`, each with its name; ConfigError as `make_term`."""
+    terms = [make_term(term.function, term.params, term.per) for term in config.terms]
+    names = names_of([term.function for term in config.terms])
+    return [msgspec.structs.replace(term, name=name) for term, name in zip(terms, names, strict=True)]
+
+
 def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
-    """The workers' setup; ConfigError for unknown functions or parameters."""
-    terms = [make_term(term.function, term.params) for term in config.terms]
+    """The workers' setup; ConfigError for unknown functions or parameters. What was given from Python is not theirs."""
+    terms = terms_of(config)
     if not terms:
         raise ConfigError(
             "a run needs at least one reward function",
@@ -45,10 +56,12 @@ def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
             allowed=", ".join(f"'{name}'" for name in BUILTINS if name != "task") + ", or your own function",
         )
     return Setup(
-        terms=terms,
+        terms=[term for term in terms if not term.function.startswith(FROM_PYTHON)],
         tasks={key: Task(name=task.name, params=task.params) for key, task in tasks.items()},
         memory_bytes=config.memory_mb << 20,
         timeout_s=config.timeout_s,
+        allow_network=config.allow_network,
+        environment=config.environment,
     )
 
 
@@ -77,6 +90,14 @@ def check_isolation(setup: Setup, held: Collection[str], *, trust_verifier: bool
     """ConfigError when a verifier evaluates model text and a barrier it needs is missing, unless it is trusted."""
     missing = sorted(REQUIRED_FOR_UNSAFE - set(held))
     unsafe = unsafe_verifiers(setup)
+    if unsafe and setup.allow_network and not trust_verifier:
+        raise ConfigError(
+            f"the verifier of '{unsafe[0]}' evaluates model text with {UNSAFE_VERIFIERS[unsafe[0]]}, which is to have "
+            "no network",
+            got="rewards.allow_network = true",
+            allowed="rewards.allow_network = false, or rewards.trust_verifier = true",
+            hint="a function given to slipstream.run runs in your process, with your network, beside such a verifier",
+        )
     if unsafe and missing and not trust_verifier:
         raise ConfigError(
             f"the verifier of '{unsafe[0]}' evaluates model text with {UNSAFE_VERIFIERS[unsafe[0]]}, "
@@ -87,9 +108,15 @@ def check_isolation(setup: Setup, held: Collection[str], *, trust_verifier: bool
         )
 
 
-def check_rewards(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> None:
-    """Everything that can be refused before a run starts. Starts a worker only when a verifier is known as unsafe."""
+def check_rewards(config: RewardsConfig, tasks: Mapping[str, TaskConfig], given: Collection[str] = ()) -> None:
+    """Everything that can be refused without prompts. Starts a worker only when a verifier is known as unsafe.
+
+    `given`: the names of the functions that were handed over from Python.
+    """
+    check_given(config, given)
     setup = setup_of(config, tasks)
     if unsafe_verifiers(setup) and not config.trust_verifier:
+        if config.allow_network:
+            check_isolation(setup, REQUIRED_FOR_UNSAFE, trust_verifier=False)
         held = [barrier for barrier, holds in isolation_report().items() if holds]
         check_isolation(setup, held, trust_verifier=False)

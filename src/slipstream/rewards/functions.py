@@ -6,25 +6,25 @@ runs inside a worker, except `combined_reward` and the checks of names.
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import inspect
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import msgspec
 import regex  # like `re`, with a deadline
 
 from slipstream.core.config import RewardModelTerm, RewardTerm
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shown
+from slipstream.core.sections import FROM_PYTHON
+from slipstream.rewards.calls import Scoring, call_function, import_function
 from slipstream.rewards.code import Programs, Scorer, code_reward
-from slipstream.rewards.protocol import Job, Task, Term
+from slipstream.rewards.protocol import Job, Per, Task, Term
 from slipstream.rewards.user_functions import check_function
 
 # Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9), or
@@ -277,6 +277,12 @@ def check_term(term: Term) -> None:
             )
         check_function(term.function)
         return
+    if term.per == "group" and term.function in BUILTINS:
+        raise ConfigError(
+            f"reward '{term.function}' scores each completion by itself",
+            got="per = 'group'",
+            allowed="per = 'completion'; 'group' is for functions of your own",
+        )
     if term.function not in BUILTINS:
         raise ConfigError(
             f"unknown reward function '{term.function}'",
@@ -317,87 +323,44 @@ def _provided(term: Term, tasks: Mapping[str, Task], programs: Programs | None, 
 def build_scorer(
     term: Term, tasks: Mapping[str, Task], *, programs: Programs | None = None, timeout_s: float = 1.0
 ) -> Scorer:
-    """The scorer of `term`; imports only what it needs. ConfigError on wrong names or parameters.
+    """The scorer of `term`, a built-in; imports only what it needs. ConfigError on wrong names or parameters.
 
     `programs` starts what 'code' runs, within the deadline `timeout_s` of a job.
     """
-    if ":" in term.function:
-        function = _import_function(term)
-        return lambda job: call_function(function, job)
     check_term(term)
     return BUILTINS[term.function](**term.params, **_provided(term, tasks, programs, timeout_s))
 
 
-def call_function(function: Callable[..., Any], job: Job) -> float | None:
-    """Call the user's `function` with TRL's keywords for one completion, and await it if it is async.
+def build_scoring(
+    term: Term, tasks: Mapping[str, Task], *, programs: Programs | None = None, timeout_s: float = 1.0
+) -> Scoring:
+    """`term` as workers call it; imports only what it needs. ConfigError as `build_scorer`, or for no such function."""
+    if ":" in term.function:
+        scores = partial(call_function, import_function(term))
+    else:
+        scores = partial(_each, build_scorer(term, tasks, programs=programs, timeout_s=timeout_s))
+    return Scoring(term.name or term.function, term.per, scores)
 
-    fn(prompts=[p], completions=[c], completion_ids=[ids], **{column: [value]}) -> [float or None]. For chats `p` is
-    the list of messages and `c` is [{"role": "assistant", "content": text}].
+
+def _each(scorer: Scorer, jobs: Sequence[Job]) -> list[float | None]:
+    return [scorer(job) for job in jobs]
+
+
+def make_term(function: str, params: Mapping[str, Any], per: Per = "completion") -> Term:
+    """A checked term, with the text of its file where it names one. ConfigError on anything malformed.
+
+    One that was handed over from Python stays as it is: who runs it has the function.
     """
-    is_chat = not isinstance(job.prompt, str)
-    completion = [{"role": "assistant", "content": job.completion}] if is_chat else job.completion
-    columns = {"answer": job.answer, **job.columns}
-    for reserved in ("prompts", "completions", "completion_ids"):
-        columns.pop(reserved, None)
-    rewards = function(
-        prompts=[job.prompt],
-        completions=[completion],
-        completion_ids=[job.completion_ids],
-        **{name: [value] for name, value in columns.items()},
-    )
-    if inspect.isawaitable(rewards):
-        rewards = asyncio.run(_awaited(rewards))
-    rewards = list(rewards)
-    if len(rewards) != 1:
-        raise ValueError(f"the reward function returned {len(rewards)} rewards for 1 completion")
-    return None if rewards[0] is None else float(rewards[0])
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
-
-
-def _import_function(term: Term) -> Callable[..., Any]:
-    location, _, name = term.function.rpartition(":")
-    module = importlib.import_module(location) if term.source is None else _module_of(location, term.source)
-    functions = {key: value for key, value in vars(module).items() if callable(value)}
-    if name not in functions:
-        raise ConfigError(
-            f"'{location}' has no function '{name}'",
-            allowed=", ".join(key for key in functions if not key.startswith("_")),
-            hint=did_you_mean(name, functions),
-        )
-    function: Callable[..., Any] = functions[name]
-    return function
-
-
-def _module_of(location: str, source: str) -> ModuleType:
-    """The module that running `source`, the user's own file, makes."""
-    module = ModuleType(f"slipstream_user_{Path(location).stem}")
-    module.__file__ = location
-    sys.modules[module.__name__] = module
-    exec(compile(source, location, "exec"), vars(module))
-    return module
-
-
-def make_term(function: str, params: Mapping[str, Any]) -> Term:
-    """A checked term, with the text of its file where it names one. ConfigError on anything malformed."""
-    term = Term(function, dict(params))
+    term = Term(function, dict(params), per=per)
+    if function.startswith(FROM_PYTHON):
+        return term
     check_term(term)
     location = function.rpartition(":")[0]
     if not location.endswith(".py"):
         return term
     path = Path(location).expanduser().resolve()
-    return Term(f"{path}:{function.rpartition(':')[2]}", dict(params), source=path.read_text(encoding="utf-8"))
-
-
-def term_names(terms: Sequence[Term]) -> list[str]:
-    """Names of the parts of a reward: the functions, numbered from the second of the same name on."""
-    names: list[str] = []
-    for i, term in enumerate(terms):
-        same = sum(other.function == term.function for other in terms[:i])
-        names.append(term.function if not same else f"{term.function}#{same + 1}")
-    return names
+    source = path.read_text(encoding="utf-8")
+    return msgspec.structs.replace(term, function=f"{path}:{function.rpartition(':')[2]}", source=source)
 
 
 def combined_reward(

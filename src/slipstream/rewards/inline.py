@@ -1,41 +1,41 @@
-"""A Python callable as reward function, in the caller's process: trusted, but held to its deadline."""
+"""Python callables as reward functions, in the caller's process: trusted, but held to their deadline."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import queue
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
-from slipstream.rewards.functions import call_function
+from slipstream.rewards.calls import Scoring, answer
 from slipstream.rewards.pool import Scored
-from slipstream.rewards.protocol import MAX_ERROR_CHARS, Job
+from slipstream.rewards.protocol import AnyJob
 
 _MAX_ABANDONED = 8  # threads that never came back; a thread cannot be killed
 
 
 class CallableScorer:
-    """Scores with `function` (TRL's keyword signature, sync or async) in a daemon thread, one job at a time.
+    """Scores with `terms`, the caller's functions, in a daemon thread, one job at a time.
 
     Same interface as `ScoringPool`. A job that takes longer than `timeout_s` is failed, its thread abandoned (its
     answer is ignored) and a new one started; after 8 abandoned threads every further job fails at once.
     """
 
-    def __init__(self, function: Callable[..., Any], *, timeout_s: float, clock: Clock | None = None) -> None:
-        self._function = function
+    def __init__(self, terms: Sequence[Scoring], *, timeout_s: float, clock: Clock | None = None) -> None:
+        self._terms = terms
+        self._reached = ""  # the term that the job in hand has come to
         self._timeout_s = timeout_s
         self._clock = clock or WallClock()
-        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[AnyJob] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, Scored]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._current: Job | None = None
+        self._current: AnyJob | None = None
         self._deadline_s = 0.0
-        self._thread_inbox: queue.SimpleQueue[Job | None] | None = None
+        self._thread_inbox: queue.SimpleQueue[AnyJob | None] | None = None
         self._generation = 0
         self._num_waiting = 0
         self.num_restarts = 0
@@ -48,7 +48,7 @@ class CallableScorer:
     def wait_ready(self) -> None:
         """Nothing to wait for."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: AnyJob) -> None:
         self._waiting.put(job)
         self._num_waiting += 1
 
@@ -63,7 +63,7 @@ class CallableScorer:
                 done.append(scored)
                 self._current = None
         if self._current is not None and self._clock.now_s() >= self._deadline_s:
-            done.append(self._failed(self._current, f"timed out after {self._timeout_s:g} s"))
+            done.append(self._failed(self._current, f"{self._reached}: timed out after {self._timeout_s:g} s"))
             self._current = None
             self._generation += 1
             self._thread_inbox = None
@@ -96,21 +96,25 @@ class CallableScorer:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _hand_over(self, job: Job) -> None:
+    def _hand_over(self, job: AnyJob) -> None:
         if self._thread_inbox is None:
             self._thread_inbox = queue.SimpleQueue()
             start_thread(self._serve, args=(self._thread_inbox, self._generation), name="reward-function")
         self._current = job
+        self._reached = ", ".join(term.name for term in self._terms)
         self._deadline_s = self._clock.now_s() + self._timeout_s
         self._thread_inbox.put(job)
 
-    def _serve(self, inbox: queue.SimpleQueue[Job | None], generation: int) -> None:
+    def _serve(self, inbox: queue.SimpleQueue[AnyJob | None], generation: int) -> None:
         """Consumes jobs, waits for the next one, ends on None or when its generation is over."""
+
+        def began(index: int) -> None:
+            if generation == self._generation:
+                self._reached = self._terms[index].name
+
         while (job := inbox.get()) is not None:
-            try:
-                scored = Scored(job_id=job.job_id, parts=[call_function(self._function, job)])
-            except Exception as error:  # noqa: BLE001 - whatever the user's function raises fails one rollout
-                scored = self._failed(job, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+            result = answer(self._terms, job, began)
+            scored = Scored(job_id=job.job_id, parts=result.parts, failure=result.error)
             if generation != self._generation:
                 return
             self._answers.put((generation, scored))
@@ -122,5 +126,5 @@ class CallableScorer:
                 return
 
     @staticmethod
-    def _failed(job: Job, failure: str) -> Scored:
+    def _failed(job: AnyJob, failure: str) -> Scored:
         return Scored(job_id=job.job_id, parts=[], failure=failure)

@@ -73,13 +73,13 @@ def _succeeds(result: int) -> bool:
     return result == 0
 
 
-def enter_namespaces() -> Namespaces:
-    """Put the next forked child into namespaces of its own (network, processes, IPC)."""
+def enter_namespaces(*, allow_network: bool = False) -> Namespaces:
+    """Put the next forked child into namespaces of its own (processes, IPC, and network unless that is allowed)."""
     if not sys.platform.startswith("linux"):
         return Namespaces()
     libc = _libc()
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    flags = _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC
+    flags = _CLONE_NEWPID | _CLONE_NEWIPC | (0 if allow_network else _CLONE_NEWNET)
     if os.geteuid() == 0:
         return Namespaces(
             is_separate=_succeeds(libc.unshare(flags)),
@@ -228,9 +228,11 @@ def become_unreadable() -> None:
         _libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def filter_syscalls(held: Collection[str], *, alone_as: int | None = None) -> list[str]:
+def filter_syscalls(held: Collection[str], *, alone_as: int | None = None, allow_network: bool = False) -> list[str]:
     """Install the filter; the barriers that hold by it. It is useless without `no_new_privs`, and not permitted."""
-    return ["syscalls", "network"] if "privileges" in held and seccomp.install(alone_as=alone_as) else []
+    if "privileges" not in held or not seccomp.install(alone_as=alone_as, allow_network=allow_network):
+        return []
+    return ["syscalls"] if allow_network else ["syscalls", "network"]
 
 
 def _account() -> str:

@@ -22,9 +22,9 @@ class RewardModels(Executor):
     """Scores what has arrived as one batch, at most `model_batch_size`, while others sample and train.
 
     Consumes `completions`: a `Rollout` that reward functions have scored, or a `Completion` where there are no
-    functions. Emits a `Rollout` on `scored`; for evaluation completions `EvalScored` on `events`, with the first
-    model's score. Waits for: either of them. Ends when: told to stop and nothing is left. Of several ranks each has all
-    of the models and scores what it is dealt; rank 0 passes the end on.
+    functions. Emits a `Rollout` on `scored`; for evaluation completions `EvalScored` on `events`. Waits for: either of
+    them. Ends when: told to stop and nothing is left. Of several ranks each has all of the models and scores what it is
+    dealt; rank 0 passes the end on.
     """
 
     inputs = ("completions",)
@@ -103,26 +103,13 @@ class RewardModels(Executor):
         return batch
 
     def _emit(self, rollout: Rollout) -> None:
-        completion = rollout.completion
-        if completion.purpose == "train":
+        if rollout.completion.purpose == "train":
             self._counts["scored"] += 1
             stamped = msgspec.structs.replace(rollout, scored_s=self._context.clock.now_s())
             self._context.outputs["scored"].put(stamped)
             return
         self._counts["eval_scored"] += 1
-        first = next(iter(rollout.reward_parts.values()), None)
-        self._context.outputs["events"].put(
-            EvalScored(
-                eval_id=completion.eval_id,
-                ordinal=completion.ordinal,
-                reward=rollout.reward if first is None else first,
-                completion_text=completion.text,
-                prompt_text=completion.prompt.text,
-                answer=completion.prompt.answer,
-                num_tokens=completion.num_tokens,
-                version=completion.min_version,
-            )
-        )
+        self._context.outputs["events"].put(EvalScored.of(rollout))
 
     def _report(self, *, is_last: bool) -> None:
         now_s = self._context.clock.now_s()

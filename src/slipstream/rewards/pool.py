@@ -11,13 +11,27 @@ from dataclasses import dataclass, field
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.scratch import sweep
-from slipstream.rewards.protocol import MAX_ERROR_CHARS, Job, Result, Setup, SetupFailed, WorkerReady
+from slipstream.rewards.protocol import (
+    MAX_ERROR_CHARS,
+    AnyJob,
+    Began,
+    GroupJob,
+    Result,
+    Setup,
+    SetupFailed,
+    TriedNetwork,
+    WorkerReady,
+)
 from slipstream.rewards.sandbox import Worker
 
 _MAX_BATCH = 64  # jobs sent to a worker together; each still has the deadline of its own
 _BATCH_S = 0.05  # so that slow jobs spread over the workers
 _START_S = 120.0  # imports of sympy and reasoning-gym on a busy machine
 _MAX_FAILED_STARTS = 3  # in a row
+NO_NETWORK = (
+    "rewards have no network: set rewards.allow_network = true if you trust the function, or give it to slipstream.run "
+    "as a Python function"
+)
 
 
 if sys.platform == "linux":
@@ -28,7 +42,7 @@ else:
 
 @dataclass(frozen=True)
 class Scored:
-    """The parts of one job's reward, or why there are none."""
+    """The parts of one job's reward, as in `Result`, or why there are none."""
 
     job_id: int
     parts: list[float | None]
@@ -37,16 +51,18 @@ class Scored:
 
 @dataclass
 class _Slot:
-    """A worker, the jobs it has in order, and when the first of them is overdue."""
+    """A worker, the jobs it has in order, and when the first of them is overdue; which term that has reached."""
 
     worker: Worker
     deadline_s: float
     is_ready: bool = False
-    jobs: deque[Job] = field(default_factory=deque)
+    jobs: deque[AnyJob] = field(default_factory=deque)
+    term: str | None = None
+    has_tried_network: bool = False
 
 
 class ScoringPool:
-    """`num_workers` workers and one warm spare, behind one file descriptor.
+    """`num_workers` workers and a warm spare, behind one file descriptor.
 
     Consumes: jobs (`submit`). Produces: one `Scored` per job (`poll`), whatever the job does. Each job has `timeout_s`
     from the moment its worker reached it, as far as the pool can see: results that wait are read before any deadline
@@ -55,14 +71,20 @@ class ScoringPool:
     """
 
     def __init__(
-        self, setup: Setup, *, num_workers: int, clock: Clock | None = None, private: Sequence[str] = ()
+        self,
+        setup: Setup,
+        *,
+        num_workers: int,
+        clock: Clock | None = None,
+        private: Sequence[str] = (),
+        num_spares: int = 1,
     ) -> None:
         self._setup = setup
         self._private = private
         self._clock = clock or WallClock()
         self._num_workers = num_workers
         self._selector = _nested_selector()
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[AnyJob] = deque()
         self._done: list[Scored] = []
         self._slots: list[_Slot] = []
         self._failed_starts = 0
@@ -70,7 +92,7 @@ class ScoringPool:
         self.num_restarts = 0
         self.isolation: frozenset[str] = frozenset()
         sweep()  # folders of workers that were killed with their pool
-        for _ in range(num_workers + 1):
+        for _ in range(num_workers + num_spares):
             self._start()
 
     @property
@@ -85,7 +107,7 @@ class ScoringPool:
             assert deadline_s is not None
             self._advance(max(0.0, deadline_s - self._clock.now_s()))
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: AnyJob) -> None:
         """Queue `job`; it is handed to a worker at the next `poll`."""
         self._waiting.append(job)
 
@@ -135,10 +157,18 @@ class ScoringPool:
 
     def _read(self, slot: _Slot) -> None:
         for message in slot.worker.receive():
-            if isinstance(message, SetupFailed) and not slot.is_ready:
-                raise ConfigError(f"the reward functions cannot be set up: {message.error}")
-            if isinstance(message, WorkerReady) and not slot.is_ready:
-                slot.is_ready = True
+            if isinstance(message, TriedNetwork) and (slot.jobs or not slot.is_ready):
+                slot.has_tried_network = True
+            elif isinstance(message, Began) and slot.jobs and 0 <= message.term < len(self._setup.terms):
+                term = self._setup.terms[message.term]
+                slot.term = term.name or term.function
+            elif isinstance(message, SetupFailed) and not slot.is_ready:
+                raise ConfigError(
+                    f"the reward functions cannot be set up: {message.error}",
+                    hint=NO_NETWORK if slot.has_tried_network else None,
+                )
+            elif isinstance(message, WorkerReady) and not slot.is_ready:
+                slot.is_ready, slot.has_tried_network = True, False
                 self._failed_starts = 0
                 self.isolation = frozenset(message.isolation)
             elif isinstance(message, Result) and slot.jobs and message.job_id == slot.jobs[0].job_id:
@@ -155,8 +185,9 @@ class ScoringPool:
         started_s = slot.deadline_s - self._setup.timeout_s
         self._job_s += 0.05 * (max(0.0, now_s - started_s) - self._job_s)
         slot.deadline_s = now_s + self._setup.timeout_s
-        error = None if result.error is None else result.error[: 2 * MAX_ERROR_CHARS]
+        error = None if result.error is None else _explained(result.error[: 2 * MAX_ERROR_CHARS], slot)
         self._done.append(Scored(job_id=result.job_id, parts=result.parts, failure=error))
+        slot.term, slot.has_tried_network = None, False
 
     def _replace(self, slot: _Slot, failure: str) -> None:
         """Kill the worker of `slot` and start another; its first job failed, the others go to the next worker."""
@@ -173,9 +204,18 @@ class ScoringPool:
                 )
         self.num_restarts += 1
         if slot.jobs:
-            self._done.append(Scored(job_id=slot.jobs.popleft().job_id, parts=[], failure=failure))
+            job = slot.jobs.popleft()
+            term = slot.term or self._only_term(job)
+            failure = _explained(failure if term is None else f"{term}: {failure}", slot)
+            self._done.append(Scored(job_id=job.job_id, parts=[], failure=failure))
         self._waiting.extendleft(reversed(slot.jobs))
         self._start()
+
+    def _only_term(self, job: AnyJob) -> str | None:
+        """The term that scores `job`, where there is just one."""
+        per = "group" if isinstance(job, GroupJob) else "completion"
+        terms = [term for term in self._setup.terms if term.per == per]
+        return (terms[0].name or terms[0].function) if len(terms) == 1 else None
 
     def _free(self) -> list[_Slot]:
         """Idle workers, not counting the spare."""
@@ -199,3 +239,8 @@ class ScoringPool:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.worker.has_unsent else 0)
         if self._selector.get_key(slot.worker).events != events:
             self._selector.modify(slot.worker, events, slot)
+
+
+def _explained(failure: str, slot: _Slot) -> str:
+    """`failure` of the job of `slot`, with what its function could not know."""
+    return f"{failure} ({NO_NETWORK})" if slot.has_tried_network else failure

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 MAX_RESULT_BYTES = 64 * 1024  # a larger frame from a worker is an attack or a bug: the worker is killed
 MAX_ERROR_CHARS = 500
+
+Per = Literal["completion", "group"]
 
 _LENGTH = struct.Struct("<I")
 
@@ -17,12 +19,15 @@ _LENGTH = struct.Struct("<I")
 class Term(msgspec.Struct, frozen=True):
     """One reward function: a key of BUILTINS or an import path, and its keyword parameters.
 
-    `source` is the text of the file in 'file.py:function', which the worker's user may not be able to read.
+    `source` is the text of the file in 'file.py:function', which the worker's user may not be able to read. `per` says
+    whether it scores jobs or whole `GroupJob`s; `name` is its part's, for errors.
     """
 
     function: str
     params: dict[str, Any] = {}
     source: str | None = None
+    per: Per = "completion"
+    name: str = ""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -39,6 +44,8 @@ class Setup(msgspec.Struct, frozen=True):
     tasks: dict[str, Task]
     memory_bytes: int
     timeout_s: float
+    allow_network: bool = False
+    environment: list[str] = []  # names of variables that the worker gets besides its own
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +60,7 @@ class SetupFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-class Job(msgspec.Struct, frozen=True):
+class Job(msgspec.Struct, frozen=True, tag=True):
     """One completion to score. `prompt` is text, or the chat's messages."""
 
     job_id: int
@@ -65,20 +72,41 @@ class Job(msgspec.Struct, frozen=True):
     columns: dict[str, Any]
 
 
+class GroupJob(msgspec.Struct, frozen=True, tag=True):
+    """The completions of one prompt, which terms with per = 'group' score together."""
+
+    job_id: int
+    jobs: list[Job]
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """The worker's job has reached its term of this index: where there are several, who is slow would not be known."""
+
+    term: int
+
+
+class TriedNetwork(msgspec.Struct, frozen=True, tag=True):
+    """The worker's job has tried to reach a network that there is not."""
+
+
 class Result(msgspec.Struct, frozen=True, tag=True):
-    """One number per term (None: the function abstained), or the `error` of the first term that failed."""
+    """One number per term of the job's kind (None: the function abstained), or the `error` of the first that failed.
+
+    For a `GroupJob` each term has one number per completion: first all of the first term's.
+    """
 
     job_id: int
     parts: list[float | None]
     error: str | None = None
 
 
-FromWorker = WorkerReady | SetupFailed | Result
+AnyJob = Job | GroupJob
+FromWorker = WorkerReady | SetupFailed | Began | TriedNetwork | Result
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: msgspec.Struct | list[Job]) -> bytes:
+def frame(message: msgspec.Struct | list[AnyJob]) -> bytes:
     """`message` as 4 bytes of length (little endian) and msgpack."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.core.scratch import make_claimed
-from slipstream.rewards.protocol import MAX_RESULT_BYTES, FrameReader, FromWorker, Job, Setup, frame
+from slipstream.rewards.protocol import MAX_RESULT_BYTES, AnyJob, FrameReader, FromWorker, Setup, frame
 from slipstream.rewards.worker import Layout
 
 _KEEPER_GRACE_S = 5.0  # the keeper needs milliseconds to kill what is below it
@@ -23,10 +23,10 @@ _MAX_READ_BYTES = 1 << 20  # read from one worker between two looks at the other
 _decoder = msgspec.msgpack.Decoder(FromWorker, strict=True)
 
 
-def _environment() -> dict[str, str]:
-    """What a worker sees of the environment: no secrets, one thread, where this package is."""
+def _environment(also: Sequence[str]) -> dict[str, str]:
+    """What a worker sees of the environment: no secrets but those of `also`, one thread, where this package is."""
     package_root = str(Path(__file__).resolve().parents[2])
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", *also) if name in os.environ}
     return kept | {
         "LANG": "C.UTF-8",
         "PYTHONPATH": package_root,
@@ -48,7 +48,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         folder, self._claim = make_claimed("reward")
         self._scratch = str(folder)
-        environment = _environment() | {"HOME": self._scratch, "TMPDIR": self._scratch}
+        environment = _environment(setup.environment) | {"HOME": self._scratch, "TMPDIR": self._scratch}
         folders = [os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None]
         sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *folders]]
         home = os.path.expanduser("~")  # may be another folder than the account's
@@ -57,6 +57,7 @@ class Worker:
             sys_path=list(dict.fromkeys(sys_path)),
             private=[home, *map(os.path.abspath, private)],
             runs_programs=any(term.function == "code" for term in setup.terms),
+            allow_network=setup.allow_network,
         )
         with theirs:
             self._keeper = subprocess.Popen(
@@ -86,7 +87,7 @@ class Worker:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, jobs: list[Job]) -> None:
+    def send(self, jobs: list[AnyJob]) -> None:
         """Queue one list of jobs; `flush` moves it."""
         self._unsent += frame(jobs)
         self.flush()

@@ -104,6 +104,8 @@ _DENIED: dict[str, tuple[int, int]] = {
     "setdomainname": (171, 162),
 }
 
+_CONNECTING = {"socket", "connect", "bind"}  # the resolver of the C library binds, too
+
 # What a single program may not do either, which has no children and signals nobody but itself.
 _DENIED_ALONE: dict[str, tuple[int, int]] = {
     "fork": (57, -1),
@@ -121,16 +123,16 @@ _SOCKETPAIR, _PRLIMIT64, _IOCTL = (53, 199), (302, 261), (16, 29)
 _KILL, _TGKILL = (62, 129), (234, 131)
 
 
-def install(*, alone_as: int | None = None) -> bool:
+def install(*, alone_as: int | None = None, allow_network: bool = False) -> bool:
     """Filter this process and all it will start, for good. False where the kernel or the architecture has no filters.
 
     `alone_as`, the process' own id, makes it stay the only one: threads, but no processes, programs, or signals to
-    others.
+    others. With `allow_network` it may open sockets and connect them; not listen.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if not sys.platform.startswith("linux") or architecture is None or sys.byteorder != "little":
         return False
-    program = _program(*architecture, alone_as)
+    program = _program(*architecture, alone_as, allow_network=allow_network)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
     libc = ctypes.CDLL(None, use_errno=True)
@@ -143,7 +145,7 @@ def number(call: str) -> int:
     return -1 if architecture is None else _DENIED[call][architecture[1]]
 
 
-def _program(audit: int, column: int, alone_as: int | None) -> bytes:
+def _program(audit: int, column: int, alone_as: int | None, *, allow_network: bool) -> bytes:
     """Instructions of struct sock_filter: a call goes from rule to rule until one returns."""
     refused = _step(_RETURN, _ERRNO | errno.EPERM)
     rules = [
@@ -155,8 +157,8 @@ def _program(audit: int, column: int, alone_as: int | None) -> bytes:
     if column == 0:
         rules += [_step(_AT_LEAST, _X32_BIT, 0, 1), refused]
     denied = _DENIED | ({} if alone_as is None else _DENIED_ALONE)
-    for numbers in denied.values():
-        if numbers[column] >= 0:
+    for call, numbers in denied.items():
+        if numbers[column] >= 0 and not (allow_network and call in _CONNECTING):
             rules += [_step(_EQUAL, numbers[column], 0, 1), refused]
     allowed = _step(_RETURN, _ALLOW)
     # The flags of clone3 lie in memory, which a filter cannot see: without it the C library uses clone.

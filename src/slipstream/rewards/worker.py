@@ -16,29 +16,36 @@ import shutil
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.lifeline import die_with_parent
 from slipstream.rewards import isolation, launcher
-from slipstream.rewards.code import Programs, Scorer
-from slipstream.rewards.functions import build_scorer
+from slipstream.rewards.calls import Scoring, answer, describe
+from slipstream.rewards.code import Programs
+from slipstream.rewards.functions import build_scoring
 from slipstream.rewards.protocol import (
     MAX_ERROR_CHARS,
+    AnyJob,
+    Began,
     FrameReader,
     Job,
-    Result,
     Setup,
     SetupFailed,
     Term,
+    TriedNetwork,
     WorkerReady,
     frame,
 )
 
 _MAX_JOB_BYTES = 1 << 30  # frames of jobs come from the trusted side
+_RESOLVER = "/etc/resolv.conf"
+_NETWORK_CALLS = {"socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"}
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -48,6 +55,7 @@ class Layout(msgspec.Struct, frozen=True):
     sys_path: list[str]
     private: list[str]
     runs_programs: bool
+    allow_network: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    namespaces = isolation.enter_namespaces()
+    namespaces = isolation.enter_namespaces(allow_network=layout.allow_network)
     child = os.fork()
     if child == 0:
         signal.set_wakeup_fd(-1)
@@ -93,10 +101,12 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     held = []
     needed = [*layout.sys_path, os.path.join(sys.base_prefix, "lib")]
+    if layout.allow_network:
+        needed.append(os.path.dirname(os.path.realpath(_RESOLVER)))  # may lie below /run
     are_files_confined = False
     if namespaces.is_separate:
         die_with_parent()
-        held += ["network", "processes"]
+        held += ["processes"] if layout.allow_network else ["network", "processes"]
     programs = _start_launcher(connection, layout, namespaces) if layout.runs_programs else None
     if namespaces.is_separate:
         is_other_user = namespaces.worker_uid is not None
@@ -122,7 +132,7 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
         worker_uid = None  # another user could not import what the terms need
     os.chdir(layout.scratch)
     held += isolation.drop_privileges(worker_uid, is_user_namespace=namespaces.is_user_namespace)
-    held += isolation.filter_syscalls(held)
+    held += isolation.filter_syscalls(held, allow_network=layout.allow_network)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -169,53 +179,65 @@ def serve(connection: socket.socket, held: Iterable[str], programs: Programs | N
     reader = FrameReader(_MAX_JOB_BYTES)
     bodies = _receive(connection, reader)
     setup = msgspec.msgpack.decode(bodies.pop(0), type=Setup)
-    try:
-        scorers = [
-            build_scorer(term, setup.tasks, programs=programs, timeout_s=setup.timeout_s) for term in setup.terms
-        ]
-        _warm_up(setup.terms, scorers)
-    except SlipstreamError as error:
-        connection.sendall(frame(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
-        return
-    except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
-        connection.sendall(frame(SetupFailed(error=_describe(error))))
-        return
+    network = _NetworkWatch(connection)
+    if not setup.allow_network:
+        sys.addaudithook(network.hear)
+    terms: list[Scoring] = []
+    for term in setup.terms:
+        try:
+            terms.append(build_scoring(term, setup.tasks, programs=programs, timeout_s=setup.timeout_s))
+            _warm_up(term, terms[-1])
+        except SlipstreamError as error:
+            connection.sendall(frame(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
+            return
+        except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
+            connection.sendall(frame(SetupFailed(error=f"{term.name or term.function}: {describe(error)}")))
+            return
     isolation.limit_resources(setup.memory_bytes, is_own_user="user" in held)
     around_programs = programs.probe() if programs is not None else None
     reported = [name for name in (*held, "limits") if around_programs is None or name in around_programs]
     connection.sendall(frame(WorkerReady(isolation=reported)))
     pid = os.getpid()
-    decoder = msgspec.msgpack.Decoder(list[Job])
+    decoder = msgspec.msgpack.Decoder(list[AnyJob])
+    num_of_kind = Counter(term.per for term in terms)
+
+    def began(index: int) -> None:
+        if num_of_kind[terms[index].per] > 1:
+            connection.sendall(frame(Began(index)))
+
     while True:
         for body in bodies:
             for job in decoder.decode(body):
                 isolation.limit_cpu(2 * setup.timeout_s)
-                result = _score(scorers, setup.terms, job)
+                network.is_told = False
+                result = answer(terms, job, began)
                 if os.getpid() != pid:  # a verifier forked and let its child return: only one of the two may go on
                     os._exit(0)
                 connection.sendall(frame(result))
         bodies = _receive(connection, reader)
 
 
-def _score(scorers: Sequence[Scorer], terms: Sequence[Term], job: Job) -> Result:
-    parts: list[float | None] = []
-    for scorer, term in zip(scorers, terms, strict=True):
-        try:
-            parts.append(scorer(job))
-        except BaseException as error:  # noqa: BLE001 - whatever a verifier raises (SystemExit too) fails one rollout
-            return Result(job_id=job.job_id, parts=[], error=f"{term.function}: {_describe(error)}")
-    return Result(job_id=job.job_id, parts=parts)
+class _NetworkWatch:
+    """Tells the pool, once a job, that Python was asked for a network: the error that follows seldom says why."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.is_told = False
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """An audit hook."""
+        if not event.startswith("socket.") or self.is_told:
+            return
+        is_socket = event == "socket.__new__" and arguments[1] in (socket.AF_INET, socket.AF_INET6)
+        if is_socket or event in _NETWORK_CALLS:
+            self.is_told = True
+            self._connection.sendall(frame(TriedNetwork()))
 
 
-def _warm_up(terms: Sequence[Term], scorers: Sequence[Scorer]) -> None:
+def _warm_up(term: Term, scoring: Scoring) -> None:
     """Let math_verify build its grammar now: its first call takes a second that no completion should be charged."""
-    for term, scorer in zip(terms, scorers, strict=True):
-        if term.function == "math":
-            scorer(Job(0, "", "\\boxed{\\frac{1}{2}}", [], "", "0.5", {}))
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+    if term.function == "math":
+        scoring.scores([Job(0, "", "\\boxed{\\frac{1}{2}}", [], "", "0.5", {})])
 
 
 def _receive(connection: socket.socket, reader: FrameReader) -> list[bytes]:

@@ -14,7 +14,9 @@ from slipstream.controller.placement import check_remote, num_cores
 from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.files import load_json
-from slipstream.core.recipes import check_model_path, save_config, with_stage_paths
+from slipstream.core.hub import check_model_path, with_folders
+from slipstream.core.measure import check_measure
+from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.models.device import check_gpus
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_sizes
@@ -24,15 +26,17 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import read_summary, write_summary
 from slipstream.observe.trackers import check_trackers
-from slipstream.prompts import build_prompts, task_table
+from slipstream.prompts import PromptSet, build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
+from slipstream.rewards.dry_call import dry_call
+from slipstream.rewards.given import Functions
 from slipstream.stages.child import run_in_child
 from slipstream.stages.evaluate import run_evaluation
 from slipstream.stages.judging import build_judge
 from slipstream.stages.preferences import run_preferences
 from slipstream.stages.progress import Progress, Quiet, read_record, record_path, watch
 from slipstream.stages.reward_model import read_preferences, run_reward_model
-from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl
+from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl, two_prompts
 from slipstream.stages.sft import run_sft, stage_demonstrations
 
 STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str, Any]]] = {
@@ -43,11 +47,17 @@ STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str,
 }
 
 
-def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[str] = ()) -> None:
-    """Raise ConfigError for what any stage would stumble over, before the first of them starts."""
+def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Collection[str] = ()) -> None:
+    """Raise ConfigError for what any stage would stumble over, before the first of them starts.
+
+    `given` are the names of the reward functions that were handed over from Python: to RL alone. Hub ids of `config`
+    are pinned (`core/hub.py`).
+    """
+    config = with_folders(config)
     check_trackers(config.trackers)
+    check_measure(config)
     if "rl" in config.stages:
-        check(config, has_own_reward=has_own_reward, remote=remote)
+        check(config, given=given, remote=remote)
     else:
         check_model_path(config)
         check_remote(config, remote)
@@ -64,13 +74,16 @@ def check_stages(config: RunConfig, *, has_own_reward: bool, remote: Collection[
         build_judge(config.judge)
 
 
-def check_data(config: RunConfig, run_dir: Path) -> None:
+def check_data(config: RunConfig, run_dir: Path, functions: Functions | None = None) -> None:
     """Raise ConfigError for data that a stage could not work on, by reading all of it, before the first one starts.
+
+    Rewards are called on two of the prompts; `functions` are those from Python.
 
     A run of RL alone reads its data once, before anything else, and needs no check.
     """
     if config.stages == list(JUST_RL):
         return
+    config = with_folders(config)
     tokenizer = policy_tokenizer(config)
     has_own_demonstrations = "sft" in config.stages and config.sft.dataset is not None
     takes_prompts = (
@@ -79,11 +92,21 @@ def check_data(config: RunConfig, run_dir: Path) -> None:
         or ("reward_model" in config.stages and config.reward_model.normalise != "none")
     )
     if takes_prompts:
-        build_prompts(config, tokenizer)
+        _call_rewards(config, build_prompts(config, tokenizer), run_dir, functions)
     if has_own_demonstrations:
         stage_demonstrations(config, tokenizer)
     if "reward_model" in config.stages and config.reward_model.preferences is not None:
         read_preferences(config, run_dir, tokenizer, Quiet())
+
+
+def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, functions: Functions | None) -> None:
+    """The dry call of all rewards that any stage scores with."""
+    tasks, two, private = task_table(config.prompts.tasks), two_prompts(prompts), [str(run_dir)]
+    if "rl" in config.stages:
+        size = config.samples_per_group
+        dry_call(config.rewards, tasks, two, functions=functions, group_size=size, private=private)
+    if {"preferences", "evaluate"} & set(config.stages):
+        dry_call(config.gold_rewards, tasks, two, private=private)
 
 
 def _readers(config: RunConfig) -> list[Reader]:
@@ -126,7 +149,8 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
                         run_in_child(stage, run_dir, display=given.display)
             except KeyboardInterrupt:
                 with watch(config, stage, display=given.display) as watcher:
-                    watcher.note(f"interrupted in the stage {stage}: go on with --resume {run_dir}")
+                    watcher.note(f"interrupted in the stage {stage}, which begins again then")
+                    watcher.note(f"go on with: {given.resume_call(run_dir)}")
                 return told | {"status": "interrupted"}
         told = _publish_evaluation(config, run_dir, given) if stage == "evaluate" else read_record(run_dir, stage)
     return {"status": "done"} | told
@@ -136,7 +160,7 @@ def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) ->
     """One stage other than RL, in this process and with all cores."""
     torch.set_num_threads(num_cores())
     with HeldFolder(run_dir), watch(config, stage, display=display) as watcher:
-        record = STAGES_OF_ONE_PROCESS[stage](with_stage_paths(config, run_dir), run_dir, watcher)
+        record = STAGES_OF_ONE_PROCESS[stage](with_folders(with_stage_paths(config, run_dir)), run_dir, watcher)
         watcher.note(f"{stage}: done in {duration(record['seconds'])}")
 
 
@@ -146,10 +170,10 @@ def is_done(stage: str, run_dir: Path) -> bool:
 
 
 def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
-    if is_rl_done(run_dir):
+    if is_rl_done(config, run_dir):
         found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
-    check(with_stage_paths(config, run_dir), has_own_reward=given.reward is not None, remote=given.remote)
+    check(with_folders(with_stage_paths(config, run_dir)), given=given.functions, remote=given.remote)
     if (run_dir / "ledger.jsonl").exists():
         return resume_rl(config, run_dir, given)
     return run_rl(config, run_dir, given)

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.core.config import RewardsConfig, RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
+from slipstream.core.measure import RIGHT_FROM
 from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.evals.drift import measure_drift, sample_of
-from slipstream.evals.evaluate import CORRECT
 from slipstream.evals.lengths import completion_lengths
 from slipstream.evals.pass_at_k import mean_pass_at_k
 from slipstream.evals.sampling import sample_completions
@@ -145,9 +145,12 @@ def _scores(
 
 
 def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_samples: int) -> dict[str, Any]:
-    """Mean score and pass@k; win rate and difference where there are references. Failed ones count nowhere else."""
+    """Mean score, pass@k (from a score of 1 on), win rate and difference where there are references.
+
+    Failed ones count nowhere else.
+    """
     sound = [rollout.reward for rollout in rollouts if rollout.failure is None]
-    correct = [rollout.failure is None and rollout.reward >= CORRECT for rollout in rollouts]
+    correct = [rollout.failure is None and rollout.reward >= RIGHT_FROM for rollout in rollouts]
     num_correct = [sum(correct[at : at + num_samples]) for at in range(0, len(correct), num_samples)]
     gold: dict[str, Any] = {
         "mean_score": sum(sound) / len(sound) if sound else None,

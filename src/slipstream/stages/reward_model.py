@@ -23,7 +23,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import Sample, score
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
-from slipstream.prompts import build_prompts
+from slipstream.prompts import build_prompts, prompts_that_fit
 from slipstream.prompts.dataset import read_records
 from slipstream.prompts.rows import Row
 from slipstream.prompts.template import Encoder, Template
@@ -166,17 +166,17 @@ def _from_dataset(
     source = config.reward_model.preferences
     assert source is not None
     template = Template(config.prompts.template, field="prompts.template")
-    encoder = Encoder(config.prompts, tokenizer)
+    encoder = Encoder(prompts_that_fit(config), tokenizer)
     is_rated = config.reward_model.candidates == 1
     texts = ("completion",) if is_rated else ("chosen", "rejected")
     rows: list[Row] = []
     labels: list[tuple[list[str], float | None]] = []
-    for index, record in enumerate(read_records(source, None, config.prompts.dataset_split)):
+    for where, record in read_records(source, None, config.prompts.dataset_split):
         is_text = all(isinstance(record.get(name), str) for name in ("prompt", *texts))
         rating = record.get("rating") if is_rated else None
         if not is_text or (is_rated and (isinstance(rating, bool) or not isinstance(rating, int | float))):
             raise ConfigError(
-                f"{source}, record {index} is no {'rating' if is_rated else 'preference'}",
+                f"{where} is no {'rating' if is_rated else 'preference'}",
                 got=", ".join(record),
                 allowed=f"texts in the columns prompt, {', '.join(texts)}"
                 + (", and a number in rating" if is_rated else ""),

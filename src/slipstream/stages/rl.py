@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +16,11 @@ from typing import Any
 
 import msgspec
 
-from slipstream.controller.build import build_work, default_pipeline
+from slipstream.controller.build import build_work, check_room, default_pipeline
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, Work, read_cut
 from slipstream.controller.ledger import check_fits
+from slipstream.controller.machine import Snapshot
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.policies import schedule_for
 from slipstream.controller.restarts import Restarts
@@ -28,23 +31,28 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError
 from slipstream.core.files import open_regular
+from slipstream.core.hub import with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
-from slipstream.core.recipes import save_config, with_stage_paths
+from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.staleness import last_step
-from slipstream.core.types import Partial
+from slipstream.core.types import Partial, Prompt
 from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.chrome_trace import merge_timelines
+from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import flatten, read_metrics
 from slipstream.observe.report import write_report
-from slipstream.observe.summary import Summary, read_summary, write_summary
+from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
-from slipstream.prompts import PromptSet
+from slipstream.prompts import PromptReport, PromptSet, task_table
 from slipstream.rewards.checks import check_answers
+from slipstream.rewards.dry_call import dry_call
+from slipstream.rewards.given import Functions
 from slipstream.stages.progress import watch
 from slipstream.stages.resume import FILES, Resumed, prepare_resume
 from slipstream.trainer import checkpoint as one_rank
 from slipstream.trainer.checkpoint import Found, newest_whole, policy_shapes, read_manifest
+from slipstream.trainer.optim import lr_factor
 from slipstream.trainer.shard_storage import FORMAT as FORMAT_OF_RANKS
 
 log = logging.getLogger(__name__)
@@ -54,7 +62,7 @@ log = logging.getLogger(__name__)
 class FromPython:
     """What a caller may hand in besides a configuration."""
 
-    reward: Callable[..., Any] | None = None
+    functions: Functions = field(default_factory=dict)  # of the rewards, by the names that the configuration has
     display: bool = True
     pipeline: Callable[[RunConfig], Pipeline] | None = None
     cluster: Cluster | None = None
@@ -64,6 +72,16 @@ class FromPython:
     def remote(self) -> frozenset[str]:
         """The groups that run on other machines."""
         return frozenset() if self.cluster is None else self.cluster.remote
+
+    def resume_call(self, run_dir: Path) -> str:
+        """Return the command, or the call, that goes on with the run in `run_dir`."""
+        same = [name for name, one in (("reward", self.functions), ("pipeline", self.pipeline)) if one]
+        if same:
+            return f"slipstream.run(resume={str(run_dir)!r}, ...) with the same {' and '.join(same)}"
+        folder = shlex.quote(str(run_dir))
+        if self.cluster is not None:
+            return f"slipstream launch --group controller --resume {folder}, with the other flags as before"
+        return f"slipstream run --resume {folder}"
 
 
 def run_rl(
@@ -96,6 +114,7 @@ def run_rl(
             sleep(pause_s)
         except KeyboardInterrupt:
             _mark_interrupted(run_dir)
+            _tell(config, given, [f"go on with: {given.resume_call(run_dir)}"])
             raise
         resumed, prepared = prepare_resume(run_dir), None
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
@@ -113,8 +132,13 @@ def _attempt(
     """One run of the pipeline, to its end or to its first error. `restarts` goes on counting over attempts."""
     with_paths = with_stage_paths(config, run_dir)
     checkpoint = None if resumed is None else resumed.checkpoint
-    work, prompt_set = prepared or _work(with_paths, given, is_resumed=checkpoint is not None)
+    if prepared is None and resumed is None:
+        prepared = _work(with_paths, run_dir, given, is_resumed=False)
+    work, prompt_set = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
+    report = prompt_set.report
+    with_paths = _with_longest_prompt(with_paths, report)
     tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
+    tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
     cut = None if resumed is None else resumed.cut
     if cut is not None:
         tally.restore(cut.run)
@@ -122,7 +146,7 @@ def _attempt(
             tally.recall(line)
     observer: Observer = ConsoleObserver(config, run_dir) if given.display else SilentObserver()
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
-    observer.started(prompt_set.report)
+    observer.started(report)
     first_step = 0 if cut is None else cut.schedule.steps_done
     with (
         contextlib.closing(observer),
@@ -130,7 +154,7 @@ def _attempt(
         open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers,
     ):
         pipeline = (
-            default_pipeline(with_paths, reward=given.reward, resume=checkpoint, remote=given.remote)
+            default_pipeline(with_paths, functions=given.functions, resume=checkpoint, remote=given.remote)
             if given.pipeline is None
             else given.pipeline(with_paths)
         )
@@ -156,7 +180,10 @@ def _attempt(
         tally.status = "failed"  # until the controller says otherwise
         try:
             with given.interrupts.deferred(config.shutdown_grace_s):
-                return _run_and_conclude(controller, conclude)
+                told = _run_and_conclude(controller, conclude)
+            if told["status"] == "interrupted":
+                observer.note(f"go on with: {given.resume_call(run_dir)}")
+            return told
         except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
             if tally.status == "failed":
                 tally.status = "interrupted"
@@ -164,6 +191,7 @@ def _attempt(
             with contextlib.suppress(DiskError):
                 folder.check()
                 write_summary(tally.summary(run_dir), run_dir / "summary.json")
+            observer.note(f"go on with: {given.resume_call(run_dir)}")
             raise
 
 
@@ -236,29 +264,108 @@ def _draw(run_dir: Path) -> None:
 def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     """Continue from the newest whole checkpoint, or begin anew where the attempts so far have left none.
 
-    What was written so far is kept under `attempt_<n>/` (`stages/resume.py`). ConfigError where RL is done.
+    With more steps than the run was to have, a run that is done goes on, too. What was written so far is kept under
+    `attempt_<n>/` (`stages/resume.py`). ConfigError where RL is done, or has gone on further than `config` says.
     """
-    if is_rl_done(run_dir):
+    if is_rl_done(config, run_dir):
         raise ConfigError(
             "the run is already complete",
             got=f"{config.steps} of {config.steps} steps",
-            allowed="a run that was stopped before its last step",
-            hint=f"its policy is {run_dir / 'model'}: a new run goes on from there with --model.path",
+            allowed="a run that was stopped before its last step, or more steps",
+            hint=f"--steps {2 * config.steps} goes on with it; a new run from its policy takes "
+            f"--model.path {run_dir / 'model'}",
         )
     with_paths = with_stage_paths(config, run_dir)
     found = _checked_checkpoint(with_paths, run_dir)
-    prepared = _work(with_paths, given, is_resumed=found[0] is not None)  # its errors come before files are moved
+    checkpoint = found[0]
+    before = resolve(run_dir / "config.toml")
+    if checkpoint is None and is_rl_done(before, run_dir):
+        raise ConfigError(
+            f"'{run_dir}' has no checkpoint to go on from",
+            got="a run that is done, without its checkpoints",
+            allowed="the folder of a run as it was left",
+            hint=f"a new run goes on from its policy: --model.path {run_dir / 'model'}",
+        )
+    notes = [] if checkpoint is None else extension(before, config, read_cut(checkpoint).schedule)
+    is_resumed = checkpoint is not None
+    prepared = _work(with_paths, run_dir, given, is_resumed=is_resumed)  # its errors come before files are moved
     resumed = prepare_resume(run_dir, found)
-    _tell(config, given, resumed.notes)
+    if (run_dir / EVALUATION_FILE).exists():  # of a policy that is trained further
+        (run_dir / EVALUATION_FILE).replace(resumed.attempt / EVALUATION_FILE)
+    _tell(config, given, [*resumed.notes, *notes])
     return run_rl(config, run_dir, given, resumed=resumed, prepared=prepared)
 
 
-def _work(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
-    """Prompts and demonstrations. ConfigError for data that cannot be read, or that no reward could score."""
-    work, prompts = build_work(config, is_resumed=is_resumed)
-    if given.reward is None:
-        check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
+def extension(before: RunConfig, config: RunConfig, cut: Snapshot) -> list[str]:
+    """Sentences on what another number of steps changes besides the run's length. ConfigError for too few.
+
+    Groups that the run has admitted are trained: it is at least as long as it takes them.
+    """
+    if config.steps == before.steps:
+        return []
+    least = max(cut.steps_done, math.ceil((cut.next_ordinal - len(cut.dropped)) / config.groups_per_step))
+    if config.steps < least:
+        raise ConfigError(
+            "the run has gone further than that",
+            got=f"steps = {config.steps}, after {cut.steps_done} steps",
+            allowed=f"at least {least}: what is trained, or sampled for the next steps",
+        )
+    notes = [f"steps: {config.steps}, which were {before.steps}"]
+    at = cut.steps_done * config.updates_per_step
+    optimizers = {"trainer": config.trainer.optimizer} | (
+        {"critic": config.critic.optimizer} if config.has_critic else {}
+    )
+    for section, optimizer in optimizers.items():
+        if optimizer.schedule == "constant":
+            continue
+        old, new = (
+            optimizer.lr * lr_factor(optimizer, update=at, total_updates=one.steps * one.updates_per_step)
+            for one in (before, config)
+        )
+        notes.append(
+            f"{section}.optimizer.schedule = '{optimizer.schedule}' is over all steps: after step {cut.steps_done} the "
+            f"learning rate is {new:.3g} now, where it was to be {old:.3g}, and falls to 0 at step {config.steps}"
+        )
+    return notes
+
+
+def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+    """Prompts and demonstrations. ConfigError for data that cannot be read, or that the rewards cannot score."""
+    work, prompts = _build(config, given, is_resumed=is_resumed)
+    check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
+    note = dry_call(
+        config.rewards,
+        task_table(config.prompts.tasks),
+        two_prompts(prompts),
+        functions=given.functions,
+        group_size=config.samples_per_group,
+        private=[str(run_dir)],
+    )
+    if note is not None:
+        _tell(config, given, [note])
     return work, prompts
+
+
+def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+    """Prompts and demonstrations, and whether memory has room for the longest of them."""
+    local = with_folders(config)
+    work, prompts = build_work(local, is_resumed=is_resumed)
+    if config.prompts.max_prompt_tokens is None:
+        check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
+    return work, prompts
+
+
+def two_prompts(prompts: PromptSet) -> list[Prompt]:
+    """One to train on and one held out, which may come from another data set."""
+    return [*prompts.train.prompts[:1], *prompts.eval[:1]]
+
+
+def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:
+    """`config` with the longest prompt that there is, where no limit was asked for: slots are as long as it takes."""
+    if config.prompts.max_prompt_tokens is not None:
+        return config
+    prompts = config.prompts.model_copy(update={"max_prompt_tokens": report.longest})
+    return config.model_copy(update={"prompts": prompts})
 
 
 def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
@@ -287,7 +394,7 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
             allowed=", ".join(map(str, formats)),
             hint="was it written by a newer Slipstream?",
         )
-    stored, expected = policy_shapes(checkpoint), parameter_shapes(check_policy(config))
+    stored, expected = policy_shapes(checkpoint), parameter_shapes(check_policy(with_folders(config)))
     if stored is not None and stored != expected:
         differing = [name for name in sorted(stored | expected) if stored.get(name) != expected.get(name)]
         raise ConfigError(
@@ -325,13 +432,29 @@ def _tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
             watcher.note(note)
 
 
-def is_rl_done(run_dir: Path) -> bool:
-    """Whether RL has gone through all its steps and left a policy: its summary is written last."""
-    summary = run_dir / "summary.json"
-    if not summary.is_file() or not (run_dir / "model" / "config.json").is_file():
+def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
+    """Whether RL has gone through all of its steps and left a policy: its summary is written last.
+
+    ConfigError where it has gone through more.
+    """
+    summary = _summarised(run_dir)
+    if summary is None or summary.status != "done" or not (run_dir / "model" / "config.json").is_file():
         return False
+    if summary.steps > config.steps:
+        raise ConfigError(
+            "the run has gone further than that",
+            got=f"steps = {config.steps}, after {summary.steps} steps",
+            allowed=f"at least {summary.steps}",
+        )
+    return summary.steps == config.steps
+
+
+def _summarised(run_dir: Path) -> Summary | None:
+    """The run's summary, where an attempt has come to its end."""
+    if not (run_dir / "summary.json").is_file():
+        return None
     try:
-        return read_summary(summary).status == "done"
+        return read_summary(run_dir / "summary.json")
     except SlipstreamError as error:
         raise ConfigError(
             error.what,

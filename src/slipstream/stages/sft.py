@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -130,10 +130,8 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
     )
     template = Template(reading.template, field="prompts.template")
     encoder = Encoder(reading, tokenizer)
-    records: Iterable[Mapping[str, Any]] = read_records(source, reading.dataset_config, reading.dataset_split)
     rows = []
-    for index, record in enumerate(records):
-        where = f"{source}, record {index}"
+    for where, record in read_records(source, reading.dataset_config, reading.dataset_split):
         if record.get(sft.messages_column):
             record = _split_chat(record, config, where=where)
         row = row_of(record, reading, template=template, where=where)

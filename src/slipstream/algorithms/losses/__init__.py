@@ -27,6 +27,7 @@ from slipstream.algorithms.losses.spec import Atom, InputName, Kind, Loss, LossI
 from slipstream.algorithms.losses.value import value_loss
 from slipstream.algorithms.reduce import Reduction
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.other_names import sentence_of_value
 
 __all__ = ["LOSSES", "Atom", "InputName", "Kind", "Loss", "LossInputs", "Reduction", "Unit", "loss_named"]
 
@@ -88,9 +89,9 @@ def loss_named(name: str, params: Mapping[str, float | str]) -> Loss:
 @cache
 def _built(name: str, params: tuple[tuple[str, float | str], ...]) -> Loss:
     if name not in LOSSES:
-        raise ConfigError(
-            f"unknown loss '{name}'", got=name, allowed=", ".join(sorted(LOSSES)), hint=did_you_mean(name, LOSSES)
-        )
+        policies = sorted(known for known, loss in LOSSES.items() if loss.kind == "policy")
+        hint = sentence_of_value("loss.name", name) or did_you_mean(name, policies)
+        raise ConfigError(f"unknown loss '{name}'", got=name, allowed=", ".join(policies), hint=hint)
     loss = LOSSES[name]
     for param, value in params:
         if param not in loss.params:

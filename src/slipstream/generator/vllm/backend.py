@@ -71,7 +71,7 @@ class VLLMBackend:
         settings = config.generator.vllm
         model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
         parameters = FlatParameters(model)
-        self._max_len = longest_sequence(config, model.config.max_positions)
+        self._max_len = config.longest_sequence(model.config.max_positions)
         self._pins: list[Pin] = []
         self._folder = WeightFolder(parameters.flat.nbytes, context.scratch_prefix)
         try:
@@ -198,14 +198,9 @@ def interpreter(config: RunConfig) -> Path:
             "there is no environment with vLLM",
             got=f"generator.vllm.python = '{path}', from {Path.cwd()}",
             allowed="a Python interpreter that can import vllm",
-            hint="`make vllm-env` makes .venv-vllm",
+            hint="in a checkout, `make vllm-env` makes .venv-vllm; elsewhere, name an interpreter that has vllm",
         )
     return path.absolute()  # not resolved: a link into an environment is what makes it one
-
-
-def longest_sequence(config: RunConfig, max_positions: int) -> int:
-    """Tokens of the longest prompt and completion together, in a model of so many positions."""
-    return min(max_positions, config.prompts.max_prompt_tokens + config.generator.max_new_tokens)
 
 
 def model_room(config: RunConfig, max_len: int) -> int:
@@ -234,7 +229,8 @@ def check_vllm(config: RunConfig) -> None:
     else:
         shape = config_from_hf(read_hf_config(Path(path)))
         head_dim, max_positions = shape.head_dim, shape.max_positions
-    model_room(config, longest_sequence(config, max_positions))
+    if config.prompts.max_prompt_tokens is not None:  # else asked again when the longest prompt is known
+        model_room(config, config.longest_sequence(max_positions))
     has_gpu = shutil.which("nvidia-smi") is not None
     if not has_gpu and head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.observe.report.gains import Evaluated, gains_of_several
-from slipstream.observe.report.html import card, cards, document, items, part, table, text
+from slipstream.observe.report.html import card, cards, document, field, items, part, table, text
 from slipstream.observe.report.learning import numbers, three_clocks
-from slipstream.observe.report.outcomes import faster, outcome_table
+from slipstream.observe.report.outcomes import BOLD, are_alike, faster, outcome_table
 from slipstream.observe.report.overview import status_of
 from slipstream.observe.report.run import Clock, Run, read_run
 from slipstream.observe.report.setup import as_saved, flat, meaning, shown
@@ -22,6 +23,12 @@ MAX_RUNS = 14  # as many as lines can be told apart: seven colours, each whole a
 MAX_NAME = 22  # letters: what has room over a bar on a phone, beside the process and the seconds
 COMPARISON_FILE = "comparison.html"
 NOT_COMPARED = ("recipe",)  # fields that say nothing about how a run went
+SAYS_MOST = ("recipe", "loss.name", "model.path", "max_staleness")
+SAYS_LEAST = ("steps", "seed")
+MAX_FIELDS = 3  # of a label
+MAX_TRIED = 40  # fields
+MAX_VALUE = 40  # letters of a field's value, in one
+MIN_FIELD = 4  # letters of a field that says what it is of: "lr" does not
 MENU = {
     "overview": "In short",
     "learning": "Learning",
@@ -34,10 +41,11 @@ MENU = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A run among others: what it is called here, and its colour."""
+    """A run among others: what it is called here, its folder as far as it differs, and its colour."""
 
     run: Run
     name: str
+    folder: str
     hue: int
 
 
@@ -51,11 +59,10 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> Pa
         raise ConfigError("a run is compared with itself", got=", ".join(map(str, run_dirs)), allowed="different runs")
     if not 2 <= len(places) <= MAX_RUNS:
         raise ConfigError("runs to compare", got=f"{len(places)} of them", allowed=f"2 to {MAX_RUNS}")
-    names = short_names(places)
-    compared = [
-        Compared(read_run(run_dir), names[place], i)
-        for i, (run_dir, place) in enumerate(zip(run_dirs, places, strict=True))
-    ]
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    folders = [short_names(places)[place] for place in places]
+    names = labels(runs) or folders
+    compared = [Compared(*one, i) for i, one in enumerate(zip(runs, names, folders, strict=True))]
     path = Path(COMPARISON_FILE) if out is None else out
     replace_file(path, comparison_page(compared).encode())
     return path
@@ -69,6 +76,36 @@ def short_names(places: Sequence[Path]) -> dict[Path, str]:
     names = {place: "/".join(place.parts[-depth:]) for place in places}
     cut = {place: shortened(name, MAX_NAME) for place, name in names.items()}
     return cut if len(set(cut.values())) == len(places) else names
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """What sets each run apart in its configuration, in as few fields as tell all of them apart; none if too many must.
+
+    A field that says most by itself comes first (SAYS_MOST), one that says least last. Text stands for itself.
+    """
+    fields = {
+        name: [_label(name, value) for value in values]
+        for name, values in differing_fields(runs, apart_from=()).items()
+        if all(value not in (None, {}, [], "") and len(shown(value)) <= MAX_VALUE for value in values)
+    }
+    first = [name for name in SAYS_MOST if name in fields]
+    last = [name for name in SAYS_LEAST if name in fields]
+    order = [*first, *(name for name in fields if name not in (*first, *last))][:MAX_TRIED] + last
+    for count in range(1, MAX_FIELDS + 1):
+        for chosen in combinations(order, count):
+            found = [", ".join(words) for words in zip(*(fields[name] for name in chosen), strict=True)]
+            if len(set(found)) == len(runs):
+                cut = [shortened(name, MAX_NAME) for name in found]
+                return cut if len(set(cut)) == len(runs) else found
+    return []
+
+
+def _label(name: str, value: object) -> str:
+    """A field's value in a label: the end of a path, other text by itself, with the field's name what is no text."""
+    if isinstance(value, str):
+        return value.rstrip("/").rpartition("/")[2] or value
+    section, _, field_name = name.rpartition(".")
+    return f"{field_name if len(field_name) > MIN_FIELD else f'{section} {field_name}'} {shown(value)}".strip()
 
 
 def comparison_page(runs: Sequence[Compared]) -> str:
@@ -91,15 +128,16 @@ def comparison_page(runs: Sequence[Compared]) -> str:
 
 def _overview(runs: Sequence[Compared]) -> str:
     told = faster({one.name: one.run for one in runs})
-    if len({one.run.recipe for one in runs}) > 1:
-        told.append("The recipes differ, so rewards need not mean the same.")
+    if not are_alike([one.run for one in runs]):
+        told.append("Prompts or rewards differ, so rewards and held-out scores need not mean the same.")
+    if resumed := [one.name for one in runs if one.run.num_attempts > 1]:
+        told.append(f"Resumed: {', '.join(resumed)}. Curves over time leave out what was abandoned.")
     for one in runs:
         if (status := status_of(one.run)) != "done":
             told.append(f"{one.name}: {status}, {len(one.run.history.steps)} steps so far.")
     lead = "Every run has one colour on this page."
     summary = card("What happened", "", items(told, kind="plain"), size="wide") if told else ""
-    note = "The best of each line is bold, where one is better than another."
-    outcomes = card("Outcomes", note, outcome_table({one.name: one.run for one in runs}), size="wide")
+    outcomes = card("Outcomes", BOLD, outcome_table({one.name: one.run for one in runs}), size="wide")
     return part("overview", "In short", lead, [_names(runs), summary, outcomes])
 
 
@@ -107,18 +145,10 @@ def _names(runs: Sequence[Compared]) -> str:
     """The runs with their colours and what sets each apart."""
     chips = "".join(
         f'<li><i class="key stroke {Series(one.name, [], one.hue).kind}"></i><b>{text(one.name)}</b> '
-        f"<span>{text(_dial(one.run))}</span></li>"
+        f"<span>{field(one.folder if one.folder != one.name else '')}</span></li>"
         for one in runs
     )
     return f'<ul class="runs">{chips}</ul>'
-
-
-def _dial(run: Run) -> str:
-    """How asynchronous a run was."""
-    staleness, update = run.config.get("max_staleness"), run.config.get("weight_update")
-    if staleness is None:
-        return ""
-    return "synchronous" if staleness == 0 else f"staleness ≤ {staleness}, {str(update).replace('_', ' ')}"
 
 
 # Overlays
@@ -127,6 +157,7 @@ def _dial(run: Run) -> str:
 def _learning(runs: Sequence[Compared]) -> str:
     pictures = [
         _clocks(runs, "Held-out accuracy", "eval_accuracy", "accuracy, greedy"),
+        _clocks(runs, "Held-out reward", "eval_reward", "mean reward, greedy"),
         _clocks(runs, "Reward", "reward", "reward of the batch"),
         cards(
             _overlay(
@@ -152,7 +183,7 @@ def _learning(runs: Sequence[Compared]) -> str:
             ),
         ),
     ]
-    lead = "Asynchrony costs a little per step and wins time: compare the first picture of a row with its last."
+    lead = "The first picture of a row tells what a step teaches, the last one what an hour does."
     return part("learning", "Who learns faster?", lead, pictures)
 
 
@@ -181,7 +212,7 @@ def _overlay(runs: Sequence[Compared], title: str, name: str, y: Axis, note: str
     if not series:
         return ""
     chart = line_chart(series, title=title, x=Axis("step"), y=y, missing="None of the runs measured it.")
-    return card(title, note, chart, details=numbers(series, "step"))
+    return card(title, note, chart, details=numbers(series, "step"), folds=True)
 
 
 def _off_policy(runs: Sequence[Compared]) -> str:
@@ -216,7 +247,7 @@ def _off_policy(runs: Sequence[Compared]) -> str:
             "Drift within a batch",
             "kl_k3",
             Axis("KL(sampler ‖ trained), nats per token", low=0.0),
-            "How far the trained policy is from the one that sampled. From 0.1 on, the batch is no longer its own.",
+            "How far the trained policy is from the one that sampled.",
         ),
         _overlay(
             runs,
@@ -226,7 +257,12 @@ def _off_policy(runs: Sequence[Compared]) -> str:
             "How much of a batch still counts after the correction.",
         ),
     )
-    return part("off-policy", "Whose data was older?", "What the speed costs, if it costs anything.", [pictures])
+    return part(
+        "off-policy",
+        "Whose data was older?",
+        "What was sampled while others were trained comes from older versions of the policy.",
+        [pictures],
+    )
 
 
 def _time(runs: Sequence[Compared]) -> str:
@@ -248,7 +284,7 @@ def _time(runs: Sequence[Compared]) -> str:
     note = "The length of a bar is a step's time, the mean over all of them; work first, then, hatched, waiting."
     pictures = [
         card("What a step is spent on", note, chart, size="wide"),
-        card("What holds each of them up", "", items(told, kind="plain"), size="wide") if told else "",
+        card("What holds each of them up", "", items(told, kind="plain"), size="wide", folds=True) if told else "",
         cards(
             _overlay(
                 runs,
@@ -260,7 +296,7 @@ def _time(runs: Sequence[Compared]) -> str:
             _overlay(runs, "Trained on", "trained_tokens_per_s", Axis("tokens per second", low=0.0), "By the trainer."),
         ),
     ]
-    return part("time", "Whose time went where?", "Two runs of the same steps differ by what they wait for.", pictures)
+    return part("time", "Whose time went where?", "Means over the steps of each run's last attempt.", pictures)
 
 
 def _evaluation(runs: Sequence[Compared]) -> str:
@@ -269,7 +305,7 @@ def _evaluation(runs: Sequence[Compared]) -> str:
 
 def _setup(runs: Sequence[Compared]) -> str:
     rows = [
-        [f"<code>{text(name)}</code>", *(text(shown(value)) for value in values), text(meaning(name))]
+        [f"<code>{field(name)}</code>", *(text(shown(value)) for value in values), text(meaning(name))]
         for name, values in differing_fields([one.run for one in runs]).items()
     ]
     head = ["field", *(one.name for one in runs), "what it is"]
@@ -279,13 +315,13 @@ def _setup(runs: Sequence[Compared]) -> str:
         "setup",
         "What was different?",
         "Whatever differs in the pictures comes from here, or from chance.",
-        [card("Configuration", note, content, size="wide")],
+        [card("Configuration", note, content, size="wide", folds=True)],
     )
 
 
-def differing_fields(runs: Sequence[Run]) -> dict[str, list[object]]:
+def differing_fields(runs: Sequence[Run], *, apart_from: Collection[str] = NOT_COMPARED) -> dict[str, list[object]]:
     """Field -> its value in each run, where these differ."""
     tables = [flat(run.config) for run in runs]
-    names = dict.fromkeys(name for fields in tables for name in fields if name not in NOT_COMPARED)
+    names = dict.fromkeys(name for fields in tables for name in fields if name not in apart_from)
     found = {name: [as_saved(fields.get(name)) for fields in tables] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

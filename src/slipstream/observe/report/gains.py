@@ -28,7 +28,7 @@ def gains(found: Mapping[str, Any] | None) -> str:
         return ""
     rows = ([text(name), text(before), text(after)] for name, before, after in evaluation_rows(found))
     note = f"{found['num_prompts']} held-out prompts at temperature {found['temperature']:g}, ± standard error."
-    measured = card("Gold, judge and drift", note, table(["", "before", "after"], rows, kind="numbers"))
+    measured = card("Gold, judge and drift", note, table(["", "before", "after"], rows, kind="numbers"), folds=True)
     return part(
         "evaluation", "What was gained, at what price?", LEAD, [cards(against_kl([Evaluated("", 0, found)]), measured)]
     )
@@ -40,9 +40,8 @@ def gains_of_several(runs: Sequence[Evaluated]) -> str:
     if not picture:
         return ""
     rows = [[text(s.name), f"{s.x:.2f} ± {s.x_error:.2f}", f"{s.y:.1%} ± {s.y_error:.1%}"] for s in spots_of(runs)]
-    measured = card(
-        "The same in numbers", "Means ± standard errors.", table(["", "KL", "gold win rate"], rows, kind="numbers")
-    )
+    numbers = table(["", "KL", "gold win rate"], rows, kind="numbers")
+    measured = card("The same in numbers", "Means ± standard errors.", numbers, folds=True)
     return part("evaluation", "What was gained, at what price?", LEAD, [cards(picture, measured)])
 
 

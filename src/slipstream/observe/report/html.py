@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 from slipstream.observe.display import printable
 
 MAX_TEXT = 600  # characters of a prompt, a completion or a value that are shown
-HATCH = (
-    '<svg class="defs" aria-hidden="true" width="0" height="0"><defs><pattern id="hatch" width="6" height="6" '
-    'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="stripe" width="2" height="6"/></pattern>'
-    "</defs></svg>"
+STRIPES = '<rect class="stripe" width="2" height="6"/><rect class="stripe dark" x="3" width="2" height="6"/>'
+HATCH = "".join(  # areas are stretched: drawn 1000 wide and shown about 330 wide, so their stripes are drawn wider
+    f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="{transform}">'
+    f"{STRIPES}</pattern>"
+    for name, transform in (("hatch", "rotate(45)"), ("hatch-areas", "scale(3 1) rotate(45)"))
 )
+DEFS = f'<svg class="defs" aria-hidden="true" width="0" height="0"><defs>{HATCH}</defs></svg>'
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -27,7 +30,7 @@ def document(*, title: str, heading: str, menu: Mapping[str, str], body: Iterabl
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{text(title)} - Slipstream</title><style>{style}</style></head>"
-        f'<body>{HATCH}<header>{heading}</header><nav aria-label="Parts of this page">{links}</nav>'
+        f'<body>{DEFS}<header>{heading}</header><nav aria-label="Parts of this page">{links}</nav>'
         f"<main>{''.join(body)}</main></body></html>\n"
     )
 
@@ -42,12 +45,24 @@ def part(anchor: str, title: str, lead: str, content: Iterable[str]) -> str:
     )
 
 
-def card(title: str, note: str, content: str, *, size: str = "", details: str = "") -> str:
-    """A picture: what it is, how to read it in a sentence, the picture, and its numbers folded away."""
+def card(title: str, note: str, content: str, *, size: str = "", details: str = "", folds: bool = False) -> str:
+    """A picture: what it is, how to read it in a sentence, the picture, and its numbers folded away.
+
+    `folds`: on a phone no more than the title, until it is touched.
+    """
     told = f'<p class="note">{text(note)}</p>' if note else ""
-    return (
-        f'<article class="card {size}"><h3>{text(title)}</h3>{told}<div class="body">{content}</div>{details}</article>'
-    )
+    heading, inside = f"<h3>{text(title)}</h3>", f'{told}<div class="body">{content}</div>{details}'
+    if folds:
+        return f'<article class="card folds {size}">{folded_on_phones(heading, inside, wide=heading)}</article>'
+    return f'<article class="card {size}">{heading}{inside}</article>'
+
+
+def folded_on_phones(summary: str, content: str, *, wide: str = "") -> str:
+    """`content` below a `summary` to touch where the screen is narrow, else by itself below `wide`; all of it HTML.
+
+    `<details>` cannot be open on one screen and closed on another without a script, so what it opens lies beside it.
+    """
+    return f'<details class="fold"><summary>{summary}</summary></details>{wide}<div class="rest">{content}</div>'
 
 
 def cards(*items: str) -> str:
@@ -77,7 +92,7 @@ def table(
         lines.append(f"<tr>{start}{cells}</tr>")
     if not lines:
         return ""
-    names = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
+    names = "".join(f'<th scope="col">{field(name)}</th>' for name in head)
     top = f"<thead><tr>{names}</tr></thead>" if any(head) else ""
     kind = f"{kind} stacks" if stacks else kind
     inside = f'<table class="{kind}">{top}<tbody>{"".join(lines)}</tbody></table>'
@@ -86,7 +101,7 @@ def table(
 
 def facts(values: Mapping[str, object]) -> str:
     """Names and values as a table."""
-    return table((), ((text(name), text(str(value))) for name, value in values.items()), kind="facts")
+    return table((), ((field(name), text(str(value))) for name, value in values.items()), kind="facts")
 
 
 def items(lines: Iterable[str], *, kind: str = "") -> str:
@@ -98,6 +113,11 @@ def items(lines: Iterable[str], *, kind: str = "") -> str:
 def text(value: str) -> str:
     """On one line, control characters spelled out, cut, escaped."""
     return escape(printable(value, limit=MAX_TEXT))
+
+
+def field(name: str) -> str:
+    """A name of a field, a file or a metric: where a line has no room for it, it is broken behind a mark."""
+    return re.sub(r"(?<=[._/:@])(?=.)", "<wbr/>", text(name))
 
 
 def model_text(value: str | None) -> str:

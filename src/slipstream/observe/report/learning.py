@@ -1,4 +1,4 @@
-"""Is it learning? Reward and accuracy against three clocks, and what usually explains them."""
+"""Is it learning? Rewards, and accuracy where there is a measure, by three clocks, and what usually explains them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from slipstream.core.config import AlarmName
-from slipstream.observe.report.html import card, cards, folded, part, table, text
+from slipstream.observe.report.html import card, cards, folded, folded_on_phones, part, table, text
 from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, rescaled
 from slipstream.observe.svg import MAX_POINTS, Axis, Band, Series, empty, line_chart, line_legend, number, thin
 from slipstream.observe.svg_blocks import Column, merged, percent_name
@@ -26,35 +26,42 @@ def learning(run: Run) -> str:
         _clocks(run, smooth),
         cards(_terms(run), _signal(run), _lengths(run), _entropy(run), _gradient(run), *_critic(run)),
     ]
-    return part(
-        "learning", "Is it learning?", "Up and to the left is good, and the held-out lines are the proof.", pictures
-    )
+    return part("learning", "Is it learning?", "Up and to the left is good; held-out lines are the proof.", pictures)
 
 
 def reward_series(run: Run, clock: Clock) -> list[Series]:
     history = run.history
+    names = {"eval_reward": "held-out mean reward, greedy", "eval_sampled_reward": "held-out mean reward, sampled"}
+    if has_accuracy(run):
+        of_accuracy = {
+            "eval_accuracy": "held-out accuracy, greedy",
+            "eval_sampled_accuracy": "held-out accuracy, sampled",
+        }
+        names = of_accuracy | {"eval_reward": names["eval_reward"]}
     found = [
         Series("reward of each batch", history.points("reward", clock), BLUE, smooth=history.window()),
-        Series("held-out accuracy, greedy", history.evaluated("eval_accuracy", clock), ORANGE, has_dots=True),
-        Series("held-out accuracy, sampled", history.evaluated("eval_sampled_accuracy", clock), GREEN, has_dots=True),
+        *(
+            Series(label, history.evaluated(name, clock), hue, has_dots=True)
+            for hue, (name, label) in zip((ORANGE, GREEN, PURPLE), names.items(), strict=False)
+        ),
     ]
     return [series for series in found if series.points]
 
 
+def has_accuracy(run: Run) -> bool:
+    """Whether a term of the reward was named as the measure of what is right."""
+    return bool(run.history.evaluated("eval_accuracy"))
+
+
 def _clocks(run: Run, smooth: str) -> str:
     if not run.history.steps and not run.history.evaluations:
-        return card("Reward and accuracy", "", empty("No step is done yet."), size="wide")
+        return card("Reward", "", empty("No step is done yet."), size="wide")
     note = (
         "The same lines by steps, by tokens trained on, and by time since the first prompt was handed out: "
         f"data and hours are what a step costs.{smooth}"
     )
-    return three_clocks(
-        "Reward and accuracy",
-        note,
-        [run],
-        lambda clock: reward_series(run, clock),
-        Axis("reward and accuracy", low=0.0),
-    )
+    what = "reward and accuracy" if has_accuracy(run) else "reward"
+    return three_clocks(what.capitalize(), note, [run], lambda clock: reward_series(run, clock), Axis(what, low=0.0))
 
 
 def three_clocks(
@@ -77,7 +84,9 @@ def three_clocks(
         chart = line_chart(series, title=f"{title} by {axis.label}", x=axis, y=y, height=height, has_legend=False)
         charts.append(f"<div>{chart}</div>")
     series = series_of("step")
-    content = f'{line_legend(series)}<div class="triple">{"".join(charts)}</div>'
+    first, *others = charts
+    rest = folded_on_phones("The same by tokens and by time", "".join(others))
+    content = f'{line_legend(series)}<div class="triple">{first}{rest}</div>'
     return card(title, note, content, size="wide", details=numbers(series, "step"))
 
 
@@ -86,18 +95,20 @@ def _terms(run: Run) -> str:
     names = run.history.names(PARTS)
     if len(names) < 2:
         return ""
-    series = [
-        Series(name.removeprefix(PARTS), run.history.points(name), hue, smooth=run.history.window())
-        for hue, name in zip(count(), names, strict=False)
-    ]
+    series = []
+    for hue, name in zip(count(), names, strict=False):
+        term, held_out = name.removeprefix(PARTS), run.history.evaluated(f"eval_{name}")
+        series.append(Series(term, run.history.points(name), hue, smooth=run.history.window()))
+        if held_out:
+            series.append(Series(f"{term}, held out", held_out, hue, has_dots=True, is_dashed=True))
     note = "Terms of weight 0 are only measured: one that falls while the reward rises says what the reward cannot see."
-    return chart_card("Reward by term", note, series, Axis("mean of the batch"))
+    return chart_card("Reward by term", note, series, Axis("mean over answers"))
 
 
 def _signal(run: Run) -> str:
     points = [(x, 1.0 - share) for x, share in run.history.points("no_signal_frac")]
     series = [Series("groups with signal", points, BLUE, smooth=run.history.window())]
-    note = "Groups whose answers are all right or all wrong teach nothing. Near 0, harder or easier prompts are needed."
+    note = "Groups whose answers all have the same reward teach nothing."
     axis = Axis("share of groups", low=0.0, high=1.0, is_share=True)
     return chart_card("Groups that can teach", note, series, axis, alarm_bands(run, ("no_signal",)))
 
@@ -123,7 +134,7 @@ def _entropy(run: Run) -> str:
 
 def _gradient(run: Run) -> str:
     series = [Series("gradient norm", run.history.points("grad_norm"), BLUE, smooth=run.history.window())]
-    note = "Single spikes happen; again and again means single tokens rule the update. Before clipping."
+    note = "Before clipping. Single spikes happen."
     axis = Axis("norm, logarithmic", is_log=True)
     return chart_card("Size of the gradient", note, series, axis, alarm_bands(run, ("grad_norm_spikes",)))
 
@@ -153,7 +164,7 @@ def chart_card(
     if not series:
         return ""
     chart = line_chart(series, title=title, x=Axis(x), y=y, bands=bands, limits=limits)
-    return card(title, note, chart, details=numbers(series, x))
+    return card(title, note, chart, details=numbers(series, x), folds=True)
 
 
 def alarm_bands(run: Run, names: Iterable[AlarmName]) -> list[Band]:

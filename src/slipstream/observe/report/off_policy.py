@@ -20,7 +20,7 @@ def off_policy(run: Run) -> str:
         cards(_staleness(run), _ratios(run)),
         cards(_gap(run), _kl(run), _cost(run), *_reference(run)),
     ]
-    lead = "While one batch is trained the next ones are sampled, so tokens come from older versions of the policy."
+    lead = "Where the next batches are sampled while one is trained, tokens come from older versions of the policy."
     return part("off-policy", "How old was the data, and did it matter?", lead, pictures)
 
 
@@ -43,11 +43,13 @@ def _staleness(run: Run) -> str:
         missing="No token was trained yet.",
     )
     share = run.staleness.get(0, 0.0) / max(sum(run.staleness.values()), 1.0)
-    told = "The bound holds for every token." if run.bound is not None else "This schedule promises no bound."
-    note = (
-        f"How many training steps old a token was when it was trained on; 0 is fresh. {told} "
-        f"Fresh: {percent_name(share)}."
-    )
+    note = "How many training steps old a token was when it was trained on; 0 is fresh."
+    if run.bound is None:
+        note += " This schedule promises no bound."
+    elif run.max_staleness is not None and run.max_staleness <= run.bound:
+        note += " The bound holds for every token."
+    if run.staleness:
+        note += f" Fresh: {percent_name(share)}."
     return card("Age of the trained tokens", note, chart, details=column_numbers(columns, rows, "step"))
 
 
@@ -79,7 +81,7 @@ def _ratios(run: Run) -> str:
         "How much likelier the trained policy finds a token than the policy that sampled it. 1 is no difference; "
         "what is far from it is clipped or weighs too much."
     )
-    return card("Importance ratios", note, chart, details=column_numbers(columns, rows, "step"))
+    return card("Importance ratios", note, chart, details=column_numbers(columns, rows, "step"), folds=True)
 
 
 def ratio_row(low: float, high: float) -> str:
@@ -108,7 +110,7 @@ def _gap(run: Run) -> str:
 
 def _kl(run: Run) -> str:
     series = [Series("KL", run.history.points("kl_k3"), BLUE, smooth=run.history.window())]
-    note = "From the policy that sampled to the trained one. 0.002 is usual; from 0.1 on it runs away from its batch."
+    note = "From the policy that sampled to the trained one. From 0.1 on an alarm rings."
     axis = Axis("KL(sampler ‖ trained), nats per token", low=0.0)
     return chart_card("Drift within a batch", note, series, axis, alarm_bands(run, ("policy_drift",)))
 
@@ -132,7 +134,7 @@ def _reference(run: Run) -> Iterable[str]:
     if not points:
         return
     series = [Series("KL", points, BLUE, smooth=window)]
-    note = "How far training has moved from the frozen reference. Reward bought with much of it often fools the judge."
+    note = "How far training has moved from the frozen reference."
     bands = alarm_bands(run, ("kl_runaway",))
     yield chart_card("KL to the reference", note, series, Axis("nats per completion", low=0.0), bands)
     coefficients = run.history.points("kl_coef")

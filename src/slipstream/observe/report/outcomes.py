@@ -2,80 +2,124 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Literal
 
 from slipstream.observe.display import duration
+from slipstream.observe.noise import ERRORS, LEAST_TREND, Estimate, mean_of
 from slipstream.observe.report.html import table, text
-from slipstream.observe.report.run import Clock, Run
+from slipstream.observe.report.run import Run
 from slipstream.observe.svg import Point, number, smoothed
 from slipstream.observe.svg_blocks import percent_name
+
+BOLD = "Bold is better than each of the others by more than noise: twice the standard error of their difference."
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A line of the table. `value` is None where a run does not have it; `best` picks the better of several values."""
+    """A line of the table. `measure` is None where a run does not have it.
+
+    `best` picks the better of several values; None where none is better, or where they are not of the same thing.
+    """
 
     name: str
-    value: Callable[[Run], float | None]
+    measure: Callable[[Run], Estimate | float | None]
     words: Callable[[float], str]
     best: Callable[[Sequence[float]], float] | None = None
 
 
 def outcome_table(runs: Mapping[str, Run]) -> str:
-    target = common_reward(list(runs.values()))
+    several = list(runs.values())
+    has_one_batch = (
+        len({(run.config.get("groups_per_step"), run.config.get("completions_per_group")) for run in several}) == 1
+    )
     lines = [
-        Outcome("held-out accuracy before, greedy", lambda run: run.accuracies[0], "{:.1%}".format),
-        Outcome("held-out accuracy after, greedy", lambda run: run.accuracies[1], "{:.1%}".format, max),
+        Outcome("held-out accuracy before, greedy", lambda run: run.held_out[0].accuracy, "{:.1%}".format),
+        Outcome(
+            "held-out accuracy after, greedy",
+            lambda run: run.held_out_score,
+            "{:.1%}".format,
+            max if are_alike(several) else None,
+        ),
+        Outcome("held-out mean reward before, greedy", lambda run: run.held_out[0].reward, number),
+        Outcome("held-out mean reward after, greedy", lambda run: run.held_out[1].reward, number),
+        Outcome("held-out prompts", _num_held_out, number),
         Outcome("steps", lambda run: float(len(run.history.steps)), number),
-        Outcome("whole run", lambda run: run.times.wall_s or None, span),
-        Outcome("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, min),
-        Outcome(f"RL until reward {number(target or 0.0)}", lambda run: time_to(run, target), span, min),
+        Outcome("whole run", lambda run: run.wall_s, span),
+        Outcome("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, min if has_one_batch else None),
         Outcome("sampled tokens/s", lambda run: _rate(run, "generated"), number),
         Outcome("trained tokens/s", lambda run: _rate(run, "trained"), number, max),
         Outcome("age of a trained token, mean", lambda run: run.mean_staleness, "{:.2f} steps".format),
         Outcome("age of a trained token, most", lambda run: run.max_staleness, "{:.0f} steps".format),
         Outcome("effective sample size, mean", _mean_ess, percent_name),
-        Outcome("trainer waits", lambda run: run.idle("trainer"), percent_name, min),
-        Outcome("generators wait", lambda run: run.idle("generator"), percent_name, min),
-        Outcome("wasted tokens, of those trained on", lambda run: run.wasted_share, percent_name, min),
-        Outcome("alarms", lambda run: float(len(run.alarms)), number, min),
+        Outcome("trainer waits", lambda run: run.idle("trainer"), percent_name),
+        Outcome("generators wait", lambda run: run.idle("generator"), percent_name),
+        Outcome("wasted tokens, of those trained on", lambda run: run.wasted_share, percent_name),
+        Outcome("alarms", lambda run: float(len(run.alarms)), number),
     ]
-    rows = (row for line in lines if (row := _row(line, list(runs.values()))))
+    rows = (row for line in lines if (row := _row(line, several)))
     return table(["", *runs], rows, kind="outcomes")
 
 
+def are_alike(runs: Sequence[Run]) -> bool:
+    """Whether their rewards and held-out scores mean the same."""
+    return all(run.rewarded == runs[0].rewarded for run in runs)
+
+
+# The race
+
+
+@dataclass(frozen=True)
+class Racer:
+    """A run's smoothed reward over the time since RL began, in seconds, and the standard error of one of its points."""
+
+    points: Sequence[Point]
+    error: float
+
+    @property
+    def most(self) -> float:
+        return max(value for _, value in self.points)
+
+    def time_to(self, reward: float) -> float:
+        """When it first was there; infinite for a reward that it never had."""
+        return next((seconds for seconds, value in self.points if value >= reward), math.inf)
+
+
 def faster(runs: Mapping[str, Run]) -> list[str]:
-    """Which run was first at a reward that all reached, in a sentence; none where that cannot be told."""
-    target = common_reward(list(runs.values()))
-    if target is None:
+    """Which run was first at a reward that all reached, in a sentence; none where that cannot be told.
+
+    The reward is two standard errors below the best that the weakest of them had. A run is there between the times at
+    which it was two errors below it and two above, and was first where it was there before any other could be.
+    Nothing is said where rewards or prompts are not the same thing; of fewer than `LEAST_TREND` steps; of resumed runs,
+    in whose clock a second start-up lies and abandoned steps do not; and where a run had that reward from its
+    beginning, so that it did not have to learn it.
+    """
+    racers = {name: racer for name, run in runs.items() if (racer := _racer(run)) is not None}
+    if len(racers) < len(runs) or not are_alike(list(runs.values())):
         return []
-    times = {name: time_to(run, target) for name, run in runs.items()}
-    found = sorted((seconds, name) for name, seconds in times.items() if seconds is not None)
+    target = min(racer.most - ERRORS * racer.error for racer in racers.values())
+    if any(racer.points[0][1] + ERRORS * racer.error >= target for racer in racers.values()):
+        return []
+    found = sorted((racer.time_to(target), name) for name, racer in racers.items())
     first_s, first = found[0]
-    others = "".join(f", {name} {span(s)} ({s / max(first_s, 1e-9):.2f} times as long)" for s, name in found[1:])
+    latest_s = racers[first].time_to(target + ERRORS * racers[first].error)
+    if any(racers[name].time_to(target - ERRORS * racers[name].error) <= latest_s for _, name in found[1:]):
+        return []
+    others = "".join(f", {name} {span(s)} ({s / first_s:.2f} times as long)" for s, name in found[1:])
     return [f"RL until a smoothed reward of {target:.3f}, which all reached: {first} {span(first_s)}{others}."]
 
 
-def _reward(run: Run, clock: Clock) -> list[Point]:
-    return smoothed(run.history.points("reward", clock), run.history.window())
-
-
-def common_reward(runs: Sequence[Run]) -> float | None:
-    """The highest smoothed reward that every one of them reached; None where their rewards are not the same thing."""
-    if any(run.recipe != runs[0].recipe or run.config.get("rewards") != runs[0].config.get("rewards") for run in runs):
+def _racer(run: Run) -> Racer | None:
+    """None for a run whose times, or whose noise, are not known."""
+    raw, window = run.history.points("reward", "time"), run.history.window()
+    if len(raw) < LEAST_TREND or run.num_attempts > 1:
         return None
-    reached = [max((value for _, value in _reward(run, "step")), default=None) for run in runs]
-    return None if any(value is None for value in reached) else min(value for value in reached if value is not None)
-
-
-def time_to(run: Run, reward: float | None) -> float | None:
-    """Seconds since RL began at which the smoothed reward first was `reward`; None for one it never was."""
-    if reward is None:
-        return None
-    return next((seconds for seconds, value in _reward(run, "time") if value >= reward), None)
+    points = smoothed(raw, window)
+    residuals = [value - mean for (_, value), (_, mean) in zip(raw, points, strict=True)]
+    return Racer(points, stdev(residuals) / math.sqrt(window - 1))  # a mean lies near the one it is taken from
 
 
 def span(seconds: float) -> str:
@@ -83,21 +127,43 @@ def span(seconds: float) -> str:
 
 
 def _row(line: Outcome, runs: Sequence[Run]) -> list[str]:
-    values = [line.value(run) for run in runs]
-    known = [value for value in values if value is not None]
-    if not known:
+    found = [line.measure(run) for run in runs]
+    measured = [one if isinstance(one, Estimate) or one is None else Estimate(one) for one in found]
+    if not any(measured):
         return []
-    best = line.best(known) if line.best is not None and min(known) != max(known) else None
-    words = ["-" if value is None else text(line.words(value)) for value in values]
-    is_best = [best is not None and value == best for value in values]
-    return [text(line.name), *(f"<b>{word}</b>" if good else word for word, good in zip(words, is_best, strict=True))]
+    words = ["-" if one is None else text(line.words(one.value)) for one in measured]
+    best = _best(line, [one for one in measured if one is not None])
+    return [
+        text(line.name),
+        *(
+            f"<b>{word}</b>" if one is not None and one is best else word
+            for word, one in zip(words, measured, strict=True)
+        ),
+    ]
 
 
-def _rate(run: Run, which: Literal["generated", "trained"]) -> float | None:
-    if run.summary is None:
+def _best(line: Outcome, known: Sequence[Estimate]) -> Estimate | None:
+    """The one that is better than each of the others by more than noise."""
+    if line.best is None or len(known) < 2:
+        return None
+    value = line.best([one.value for one in known])
+    best = next(one for one in known if one.value == value)
+    return best if all(one is best or best.differs(one) for one in known) else None
+
+
+def _num_held_out(run: Run) -> float | None:
+    after = None if run.summary is None else run.summary.eval.after
+    return None if after is None else float(after.num_prompts)
+
+
+def _rate(run: Run, which: Literal["generated", "trained"]) -> Estimate | None:
+    """Its error is that of the mean of the steps' rates."""
+    if run.summary is None or not run.history.steps:
         return None
     speed = run.summary.throughput
-    return speed.generated_tokens_per_s if which == "generated" else speed.trained_tokens_per_s
+    value = speed.generated_tokens_per_s if which == "generated" else speed.trained_tokens_per_s
+    by_step = mean_of([value for _, value in run.history.points(f"{which}_tokens_per_s")])
+    return None if value is None else Estimate(value, None if by_step is None else by_step.error)
 
 
 def _mean_ess(run: Run) -> float | None:

@@ -1,13 +1,21 @@
-"""The run in a few sentences and numbers, and what to look at next."""
+"""The run in a few sentences and numbers, and what to look at next.
+
+Every sentence is a function of `SENTENCES` or `ADVICE`; it is empty where it cannot be told from this run, and
+`tests/observe/test_advice.py` holds each against runs in which it would be wrong.
+"""
 
 from __future__ import annotations
 
-import math
+import re
+from collections.abc import Callable
 from statistics import fmean, median
 
+from slipstream.core.measure import Measured
+from slipstream.observe.balance import LEAST_STEPS, SMALL
 from slipstream.observe.display import duration
 from slipstream.observe.evaluation import MOMENTS
-from slipstream.observe.health import AlarmSpan
+from slipstream.observe.health import WATCHED_STEPS, AlarmSpan
+from slipstream.observe.noise import LEAST_TREND, mean_of, rises, share
 from slipstream.observe.report.html import card, cards, items, part, table, text
 from slipstream.observe.report.run import Run
 from slipstream.observe.summary import violations
@@ -17,6 +25,7 @@ from slipstream.observe.waste import WASTE
 
 RECENT_S = 60.0  # a run that wrote a line so recently is taken to be going on
 MAX_ADVICE = 6
+HELD_OUT = {"eval_accuracy": "Held-out accuracy", "eval_reward": "The held-out mean reward"}
 
 
 def heading(run: Run) -> str:
@@ -24,9 +33,9 @@ def heading(run: Run) -> str:
     facts = [run.name]
     if summary is not None:
         facts += [
-            f"{summary.steps} steps in {duration(summary.wall_s)}",
+            f"{summary.steps} steps in {_time(run)}",
             f"seed {summary.seed}",
-            f"{summary.model_params / 1e6:,.3g} M parameters",
+            *([f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []),
             f"Slipstream {summary.versions.slipstream}",
             f"torch {summary.versions.torch}",
         ]
@@ -38,8 +47,16 @@ def heading(run: Run) -> str:
     )
 
 
+def _time(run: Run) -> str:
+    """Of all attempts, abandoned steps included."""
+    told = "an unknown time" if run.wall_s is None else duration(run.wall_s)
+    return told if run.num_attempts == 1 else f"{told}, {run.num_attempts} attempts"
+
+
 def status_of(run: Run) -> str:
     """done, failed, interrupted; running or not finished where there is no summary."""
+    if run.is_held:
+        return "running"
     if run.summary is not None and run.summary.status != "running":
         return run.summary.status
     return "running" if run.written_s < RECENT_S else "not finished"
@@ -71,9 +88,12 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     """(a number, what it is) of those to see first."""
     summary, history = run.summary, run.history
     found: list[tuple[str, str]] = []
-    before, after = run.accuracies
-    if after is not None:
-        found.append((f"{accuracy(before).removesuffix('%')} → {accuracy(after)}", "held-out accuracy, greedy"))
+    before, after = run.held_out
+    if after.accuracy is not None:
+        change = f"{percent(before.accuracy).removesuffix('%')} → {percent(after.accuracy)}"
+        found.append((change, "held-out accuracy, greedy"))
+    elif after.reward is not None:
+        found.append((f"{mean(before.reward)} → {mean(after.reward)}", "held-out mean reward, greedy"))
     elif history.steps:
         rewards = [value for _, value in history.points("reward")]
         found.append(
@@ -86,9 +106,9 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     if history.steps:
         found.append((f"{number(median(value for _, value in history.points('step_s')))} s", "a step, median"))
     if summary is not None:
-        speed = summary.throughput
-        sampled = f"trained tokens a second ({speed.generated_tokens_per_s:,.0f} sampled)"
-        found.append((f"{speed.trained_tokens_per_s:,.0f}", sampled))
+        trained, sampled = summary.throughput.trained_tokens_per_s, summary.throughput.generated_tokens_per_s
+        if history.steps and trained is not None and sampled is not None:
+            found.append((f"{trained:,.0f}", f"trained tokens a second ({sampled:,.0f} sampled)"))
     if run.staleness:
         bound = "no bound" if run.bound is None else f"bound {run.bound}"
         found.append((f"{run.mean_staleness:.2f}", f"steps old is a trained token (most {run.max_staleness}, {bound})"))
@@ -100,90 +120,179 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     return found
 
 
-def accuracy(found: float | None) -> str:
-    return "?" if found is None else f"{found:.1%}"
+def percent(accuracy: float | None) -> str:
+    return "?" if accuracy is None else f"{accuracy:.1%}"
+
+
+def mean(reward: float | None) -> str:
+    return "?" if reward is None else number(reward)
 
 
 def sentences(run: Run) -> list[str]:
     """What happened, in plain words and numbers."""
-    found = [_learned(run), _aged(run)]
-    found.append(run.times.verdict)
-    if run.wasted and (share := run.wasted_share):
-        worst = max(run.wasted, key=lambda cause: run.wasted[cause])
-        found.append(f"Wasted: {percent_name(share)} as many tokens as were trained on, most of them {WASTE[worst]}.")
-    names = sorted({alarm.name for alarm in run.alarms})
-    found.append(f"Alarms that rang: {', '.join(names)}." if names else "No alarm rang.")
-    return [one for one in found if one]
+    return [told for sentence in SENTENCES if (told := sentence(run))]
 
 
-def _learned(run: Run) -> str:
+def advice(run: Run) -> list[str]:
+    """What to look at or try next, the most urgent first."""
+    return [told for sentence in ADVICE if (told := sentence(run))][:MAX_ADVICE]
+
+
+# What happened
+
+
+def learned(run: Run) -> str:
+    """Held-out scores before and after, and whether they differ by more than the noise of so many prompts."""
     summary = run.summary
-    before, after = run.accuracies
-    if summary is not None and summary.eval.after is not None and after is not None:
-        start = f"from {accuracy(before)} " if before is not None else ""
-        how = f"({summary.eval.after.num_prompts} prompts, greedy) in {summary.steps} steps"
-        return f"Held-out accuracy went {start}to {accuracy(after)} {how}."
-    rewards = [value for _, value in run.history.points("reward")]
+    before, after = run.held_out
+    if summary is not None and summary.eval.after is not None and (told := _held_out(before, after)):
+        count = summary.eval.after.num_prompts
+        chance = may_be_chance(before.accuracy, after.accuracy, count)  # of a mean reward the error is not known
+        return f"{told} ({count} prompts, greedy) in {summary.steps} steps{chance}."
+    return _rewarded([value for _, value in run.history.points("reward")])
+
+
+def may_be_chance(before: float | None, after: float | None, num_prompts: int) -> str:
+    """A clause where two shares of so many prompts differ by no more than noise."""
+    if before is None or after is None or before == after:
+        return ""
+    return "" if share(before, num_prompts).differs(share(after, num_prompts)) else ", which may be chance"
+
+
+def _rewarded(rewards: list[float]) -> str:
+    """Of a run without held-out prompts: how its reward began and ended; the mean where these differ by noise alone."""
     if not rewards:
         return "No step was trained."
-    part_length = max(1, len(rewards) // 10)
-    first, last = fmean(rewards[:part_length]), fmean(rewards[-part_length:])
-    return (
-        f"The reward went from {first:.3f} to {last:.3f} (means of the first and last tenth of {len(rewards)} steps)."
-    )
+    steps = f"{len(rewards)} step{'s' if len(rewards) > 1 else ''}"
+    if len(rewards) >= 2 * LEAST_TREND:
+        length = max(LEAST_TREND // 2, len(rewards) // 10)
+        first, last = mean_of(rewards[:length]), mean_of(rewards[-length:])
+        if first is not None and last is not None and first.differs(last):
+            means = f"means of the first and last {length} of {steps}"
+            return f"The reward went from {first.value:.3f} to {last.value:.3f} ({means})."
+    return f"The reward was {fmean(rewards):.3f} (mean of {steps})."
 
 
-def _aged(run: Run) -> str:
+def _held_out(before: Measured, after: Measured) -> str:
+    """How the held-out numbers changed: accuracy, mean reward, its parts where it has several, of those there are."""
+
+    def change(first: float | None, last: float, words: Callable[[float], str]) -> str:
+        return f"to {words(last)}" if first is None else f"from {words(first)} to {words(last)}"
+
+    told = []
+    if after.accuracy is not None:
+        told.append(f"held-out accuracy went {change(before.accuracy, after.accuracy, percent)}")
+    if after.reward is not None:
+        name = "the mean reward" if told else "the held-out mean reward went"
+        told.append(f"{name} {change(before.reward, after.reward, mean)}")
+    if len(after.reward_parts) > 1:
+        told += [
+            f"{name} {change(before.reward_parts.get(name), last, mean)}" for name, last in after.reward_parts.items()
+        ]
+    sentence = ", ".join(told)
+    return sentence[:1].upper() + sentence[1:]
+
+
+def aged(run: Run) -> str:
     oldest = run.max_staleness
     if oldest is None:
         return ""
     if oldest == 0:
         return "Every token was trained on by the very policy that sampled it."
-    bound = "; no bound was promised" if run.bound is None else f", as promised at most {run.bound}"
+    bound = f", as promised at most {run.bound}" if run.bound is not None and oldest <= run.bound else ""
+    bound = "; no bound was promised" if run.bound is None else bound
     return f"A trained token was {run.mean_staleness:.2f} steps old on average and {oldest} at most{bound}."
 
 
-def advice(run: Run) -> list[str]:
-    """What to look at or try next, the most urgent first."""
-    found = []
-    if status_of(run) in ("failed", "interrupted", "not finished"):
-        found.append(f"Go on from the last checkpoint: slipstream run --resume {run.path}")
-    found += [f"{alarm.name.replace('_', ' ')}: {alarm.text}" for alarm in run.alarms if alarm.severity == "warning"][
-        :2
-    ]
-    if run.times.balance is not None and (dial := run.times.balance.dial) is not None:
-        found.append(f"Use what is idle: {dial.effect}.")
-    if (is_rising := _is_rising(run)) is not None:
-        found.append(
-            "The reward still rises at the end: more steps would help."
-            if is_rising
-            else "The reward no longer rises: more steps alone will not help."
-        )
-    if (share := run.history.last("no_signal_frac")) is not None and share > 0.5:
-        found.append(
-            f"{share:.0%} of the last step's groups were all right or all wrong: other prompts would teach more."
-        )
-    if (run.path / "timeline.json").exists():
-        found.append(
-            "Open timeline.json in ui.perfetto.dev to see who waits for whom, with arrows for groups and weights."
-        )
-    found.append(f"Go through it in the browser, rollouts token by token: slipstream watch {run.path}")
-    found.append(f"Put it beside another run: slipstream report {run.path} OTHER")
-    return found[:MAX_ADVICE]
+def starved(run: Run) -> str:
+    return run.times.verdict
 
 
-def _is_rising(run: Run) -> bool | None:
-    """Whether the reward of the last quarter lies above that of the quarter before, by more than their noise."""
-    rewards = [value for _, value in run.history.points("reward")]
-    quarter = len(rewards) // 4
-    if quarter < 5:
-        return None
-    before, after = rewards[-2 * quarter : -quarter], rewards[-quarter:]
-    middle = [fmean(before), fmean(after)]
-    variance = sum(
-        fmean((v - m) ** 2 for v in part_) / quarter for part_, m in zip((before, after), middle, strict=True)
-    )
-    return middle[1] - middle[0] > 2.0 * math.sqrt(variance)
+def wasted(run: Run) -> str:
+    """What of sampling no step trained. What was left when a run ended early goes on with it, and of a short run it is
+    large: neither is waste."""
+    waste = {cause: tokens for cause, tokens in run.wasted.items() if cause != "left"}
+    trained = sum(run.history.clocks["tokens"][-1:])
+    if not waste or not trained or len(run.history.steps) < LEAST_STEPS:
+        return ""
+    total, worst = sum(waste.values()), max(waste, key=lambda cause: waste[cause])
+    if total < SMALL * trained:
+        return ""
+    most = "most of them" if waste[worst] > total / 2 else "the largest part"
+    return f"Wasted: {percent_name(total / trained)} as many tokens as were trained on, {most} {WASTE[worst]}."
+
+
+def rang(run: Run) -> str:
+    """That none rang says something where all could have."""
+    if names := sorted({alarm.name for alarm in run.alarms}):
+        return f"Alarms that rang: {', '.join(names)}."
+    is_watched = run.config.get("health", {}).get("alarms", True) and len(run.history.steps) >= WATCHED_STEPS
+    return "No alarm rang." if is_watched else ""
+
+
+# What to look at next
+
+
+def go_on(run: Run) -> str:
+    """Only with a checkpoint to go on from, and not where the same numbers would end it again."""
+    has_checkpoint = any(re.fullmatch(r"step_\d+", path.name) for path in (run.path / "checkpoints").glob("step_*"))
+    is_refused = any(run.path.glob("refused_step_*.json"))
+    is_over = status_of(run) not in ("failed", "interrupted", "not finished")
+    if is_over or is_refused or not has_checkpoint:
+        return ""
+    return f"Go on from the last checkpoint: slipstream run --resume {run.path}"
+
+
+def alarming(run: Run) -> str:
+    """The warning that began last, of those that were on at the end."""
+    on = [alarm for alarm in run.alarms if alarm.severity == "warning" and alarm.ended is None]
+    return f"{on[-1].name.replace('_', ' ')}: {on[-1].text}" if on else ""
+
+
+def use_idle(run: Run) -> str:
+    balance = run.times.balance
+    return "" if balance is None or balance.dial is None else f"Use what is idle: {balance.dial.effect}."
+
+
+def go_further(run: Run) -> str:
+    """Whether what was learned still grew at the end, of a run that is done.
+
+    By the last two held-out scores, where there are three, and they differ by more than the noise of so many prompts;
+    else by the trend of the rewards (`noise.rises`), unless the last held-out score lies below the one before. That
+    something no longer grows is never said: rewards are of the prompts that still teach, which get harder as a policy
+    gets better.
+    """
+    if status_of(run) != "done" or run.summary is None:
+        return ""
+    count = 0 if run.summary.eval.after is None else run.summary.eval.after.num_prompts
+    for name, what in HELD_OUT.items():
+        held_out = [share(value, count) for _, value in run.history.evaluated(name)]
+        if len(held_out) > 2:
+            before, after = held_out[-2:]
+            if after.value < before.value:
+                return ""
+            if after.differs(before):
+                return f"{what} still rose at the end: more steps may help."
+    is_rising = rises([value for _, value in run.history.points("reward")])
+    return "The reward still rose at the end: more steps may help." if is_rising else ""
+
+
+def open_timeline(run: Run) -> str:
+    if not (run.path / "timeline.json").exists():
+        return ""
+    return "Open timeline.json in ui.perfetto.dev to see who waits for whom, with arrows for groups and weights."
+
+
+def watch(run: Run) -> str:
+    return f"Go through it in the browser, rollouts token by token: slipstream watch {run.path}"
+
+
+def put_beside(run: Run) -> str:
+    return f"Put it beside another run: slipstream report {run.path} OTHER"
+
+
+SENTENCES: tuple[Callable[[Run], str], ...] = (learned, aged, starved, wasted, rang)
+ADVICE: tuple[Callable[[Run], str], ...] = (go_on, alarming, use_idle, go_further, open_timeline, watch, put_beside)
 
 
 def _sentences(run: Run) -> str:
@@ -219,4 +328,4 @@ def _alarms(alarms: list[AlarmSpan]) -> str:
     ]
     note = "What looked wrong in the numbers. Each is a suspicion, not a verdict; charts are shaded where one was on."
     head = ["alarm", "", "steps", "value", "threshold", "what it means"]
-    return card("Alarms", note, table(head, rows, kind="alarms"), size="wide") if rows else ""
+    return card("Alarms", note, table(head, rows, kind="alarms", stacks=True), size="wide", folds=True) if rows else ""

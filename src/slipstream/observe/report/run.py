@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,17 +16,21 @@ import msgspec
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
+from slipstream.core.measure import Measured
 from slipstream.core.recipes import read_toml
+from slipstream.core.run_lock import is_held
 from slipstream.core.sections import HARD_BOUND
+from slipstream.observe.attempts import read_attempts
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.health import ALARMS_FILE, AlarmSpan, read_alarms, spans
 from slipstream.observe.jsonl import sample_jsonl
 from slipstream.observe.metrics import Metrics, read_metrics
+from slipstream.observe.noise import Estimate, share
 from slipstream.observe.recorder import Outcome, RolloutLine
-from slipstream.observe.report.times import Times, read_times
+from slipstream.observe.report.times import Times, earlier_s, read_times
 from slipstream.observe.samples import Sample, read_samples
 from slipstream.observe.states import side_of
-from slipstream.observe.summary import Summary, read_summary
+from slipstream.observe.summary import Evaluations, Summary, read_summary
 from slipstream.observe.svg import Axis, Point, Series
 
 Clock = Literal["step", "tokens", "time"]
@@ -123,6 +128,9 @@ class Run:
     lengths: list[Length]
     evaluation: Mapping[str, Any] | None
     written_s: float  # seconds since the newest line of metrics.jsonl
+    is_held: bool = False  # whether a process holds the folder's lock
+    num_attempts: int = 1
+    earlier_s: float | None = 0.0  # what the attempts before the last one took; None where that is not known
 
     @property
     def name(self) -> str:
@@ -131,6 +139,22 @@ class Run:
     @property
     def recipe(self) -> str:
         return str(self.config.get("recipe", self.name))
+
+    @property
+    def wall_s(self) -> float | None:
+        """Seconds of all attempts, what was abandoned included; None where they are not known."""
+        return None if self.earlier_s is None else (self.earlier_s + self.times.wall_s) or None
+
+    @cached_property
+    def rewarded(self) -> object:
+        """What decides whether two runs' rewards mean the same: where prompts come from, and what scores them.
+
+        Of functions that were given from Python only the names of their terms are known.
+        """
+        prompts, given = self.config.get("prompts"), self.path / "prompts.jsonl"
+        if prompts is not None and given.is_file():  # its path is the run's own
+            prompts = prompts | {"dataset": hashlib.sha256(given.read_bytes()).hexdigest()}
+        return prompts, self.config.get("rewards"), set(self.history.names("reward_parts/"))
 
     @property
     def wasted(self) -> dict[str, int]:
@@ -172,17 +196,22 @@ class Run:
         return max(self.staleness, default=None)
 
     @property
-    def accuracies(self) -> tuple[float | None, float | None]:
-        """Held out, greedy: of version 0 and of the last one."""
-        if self.summary is None:
-            return None, None
-        before, after = self.summary.eval.before, self.summary.eval.after
-        return before.accuracy if before else None, after.accuracy if after else None
+    def held_out(self) -> tuple[Measured, Measured]:
+        """What greedy answers to held-out prompts came to: of version 0 and of the last one."""
+        found = Evaluations() if self.summary is None else self.summary.eval
+        before, after = (Measured() if one is None else one.greedy for one in (found.before, found.after))
+        return before, after
+
+    @property
+    def held_out_score(self) -> Estimate | None:
+        """The held-out score of the last version, with the error of so many prompts."""
+        after = None if self.summary is None else self.summary.eval.after
+        return None if after is None or after.accuracy is None else share(after.accuracy, after.num_prompts)
 
     def idle(self, side: str) -> float | None:
         """Share of their time in the loop that the processes of a side waited, the mean over them."""
         found = {} if self.times.balance is None else self.times.balance.idle
-        shares = [share for name, share in found.items() if side_of(name) == side]
+        shares = [idle for name, idle in found.items() if side_of(name) == side]
         return fmean(shares) if shares else None
 
 
@@ -219,6 +248,9 @@ def read_run(run_dir: Path) -> Run:
         lengths=list(sample_jsonl(run_dir / "rollouts.jsonl", Length)),
         evaluation=evaluation,
         written_s=max(0.0, time.time() - written_s),
+        is_held=is_held(run_dir),
+        num_attempts=len(read_attempts(run_dir)),
+        earlier_s=earlier_s(run_dir),
     )
 
 

@@ -13,7 +13,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.recipes import defaults
 from slipstream.observe.hardware import Hardware
 from slipstream.observe.recorder import num_missing
-from slipstream.observe.report.html import card, facts, folded, part, table, text
+from slipstream.observe.report.html import card, facts, field, folded, part, table, text
 from slipstream.observe.report.run import Run
 
 FILES = {
@@ -31,7 +31,7 @@ FILES = {
 def setup(run: Run, hardware: Hardware | None) -> str:
     changed = differing(run.config)
     rows = (
-        [f"<code>{text(name)}</code>", text(shown(value)), text(shown(default)), text(meaning(name))]
+        [f"<code>{field(name)}</code>", text(shown(value)), text(shown(default)), text(meaning(name))]
         for name, (value, default) in changed.items()
     )
     head = ["field", "this run", "default", "what it is"]
@@ -41,14 +41,19 @@ def setup(run: Run, hardware: Hardware | None) -> str:
     outcome = {name: shown(value) for name, value in flat(msgspec.to_builtins(summary)).items()} if summary else {}
     files = {name: what + lost(run, name) for name, what in FILES.items() if (run.path / name).exists()}
     pictures = [
-        card("Configuration", note, table(head, rows, kind="config", stacks=True) + whole, size="wide")
+        card("Configuration", note, table(head, rows, kind="config", stacks=True) + whole, size="wide", folds=True)
         if run.config
         else "",
-        card("Files of this run", "Everything on this page comes from these.", facts(files), size="wide"),
+        card("Files of this run", "Everything on this page comes from these.", facts(files), size="wide", folds=True),
         folded("Everything in summary.json", facts(outcome)) if outcome else "",
         folded("The machine", facts(hardware.lines())) if hardware else "",
     ]
-    return part("setup", "What was run?", "Enough to repeat it: slipstream run config.toml.", pictures)
+    return part(
+        "setup",
+        "What was run?",
+        "What the run was started with. Functions given from Python are not in its files.",
+        pictures,
+    )
 
 
 def lost(run: Run, name: str) -> str:

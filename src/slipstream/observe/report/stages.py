@@ -48,12 +48,12 @@ def _reward_model(folder: Path) -> list[str]:
     )
     if record is None or not loss:
         return []
-    note = "How often it prefers what its labels prefer. What it gets wrong, RL will find."
+    note = "How often it prefers what its labels prefer."
     if record["held_out_accuracy"] is not None:
         share = record["held_out_accuracy"]
         note += f" Of {number(record['num_held_out'])} held-out preferences it gets {share:.0%} right."
     return [
-        card("Reward model: loss", "On the preferences it learns from.", loss),
+        card("Reward model: loss", "On the preferences it learns from.", loss, folds=True),
         card("Reward model: accuracy", note, accuracy),
     ]
 

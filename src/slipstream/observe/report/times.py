@@ -10,15 +10,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.errors import SlipstreamError
 from slipstream.observe.accounting import RunAccounting, read_accounting
+from slipstream.observe.attempts import read_attempts
 from slipstream.observe.balance import Balance
+from slipstream.observe.noise import Estimate, mean_of
+from slipstream.observe.report.window import read_from
 from slipstream.observe.states import side_of
 from slipstream.observe.summary import Summary
-from slipstream.observe.timeline import TIME_PREFIX, process_files, process_order
+from slipstream.observe.timeline import TIME_PREFIX, process_files, process_order, read_timeline, times_ns
 
 EXACT_BYTES = 1 << 27
 MAX_PROCESSES = 12  # of more, those of a side are added up
@@ -55,9 +59,26 @@ class Times:
         return "" if self.balance is None else self.balance.verdict
 
     @property
-    def step_s(self) -> float | None:
+    def step_s(self) -> Estimate | None:
         """Mean seconds of a step."""
-        return (self.spans[-1].end_s - self.spans[0].start_s) / len(self.spans) if self.spans else None
+        return mean_of([span.end_s - span.start_s for span in self.spans])
+
+
+def earlier_s(run_dir: Path) -> float | None:
+    """Seconds of the attempts that resumes have set aside, abandoned steps included; None for damaged files.
+
+    By their timelines: each attempt lasted from the first line of its processes to the last one.
+    """
+    total_ns = 0
+    for attempt in read_attempts(run_dir)[:-1]:
+        files = process_files(attempt.folder)
+        try:
+            starts = [times_ns(record)[0] for path in files for record in islice(read_timeline(path), 1)]
+            ends = [times_ns(record)[1] for path in files for record in read_from(path, -1)]
+        except SlipstreamError:  # a power failure: what was never synced may be anything
+            return None
+        total_ns += max(ends) - min(starts) if starts and ends else 0
+    return total_ns * 1e-9
 
 
 def read_times(run_dir: Path, steps: Sequence[Mapping[str, Any]], summary: Summary | None) -> Times:

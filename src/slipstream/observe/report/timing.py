@@ -8,7 +8,7 @@ from slipstream.observe.report.html import card, cards, folded, part, table, tex
 from slipstream.observe.report.learning import BLUE, GREEN, ORANGE, alarm_bands, chart_card
 from slipstream.observe.report.run import Run, clock_axis
 from slipstream.observe.report.window import Window
-from slipstream.observe.states import in_words, shares
+from slipstream.observe.states import WAITING, in_words, shares, side_of, waited_for
 from slipstream.observe.svg import Axis, Series, empty, number
 from slipstream.observe.svg_blocks import (
     LEGEND_SHARE,
@@ -32,8 +32,7 @@ def timing(run: Run, window: Window | None) -> str:
         _gantt(run, window),
         cards(_speed(run), _step_time(run), _waste(run)),
     ]
-    lead = "A second in which a process waits is paid for like any other. Orange, red and hatched is waiting."
-    return part("time", "Where did the time go?", lead, pictures)
+    return part("time", "Where did the time go?", f"Hatched{WAITING}", pictures)
 
 
 def _verdict(run: Run) -> str:
@@ -45,17 +44,21 @@ def _bars(run: Run) -> str:
     note = "Each bar is one process from the first prompt handed out to the end of the last step: what it was doing."
     if not times.is_exact:
         note = "Each bar is one side of the loop while it trained, by what its processes reported: what it was doing."
-    chart = state_bars(times.loop, title="Time in the loop by state", missing="Nothing was trained.")
+    note += " Beside a name: how much of their time those who need its work waited for it; the largest limits the run."
+    awaited = waited_for(times.loop)
+    sides = {name: side_of(name.partition(" (")[0]) for name in times.loop}
+    notes = {name: f"waited for {percent_name(awaited[side])}" for name, side in sides.items() if side in awaited}
+    chart = state_bars(times.loop, title="Time in the loop by state", notes=notes, missing="Nothing was trained.")
     first = card("While it trained", note, chart, details=seconds_table(times.loop))
     note = "The same from start to end, with loading, warm start, evaluation of the result and export."
     missing = "The run has no timelines." if times.is_exact else "Known when the run has ended."
     chart = state_bars(times.whole, title="Time of the whole run by state", missing=missing)
-    return cards(first, card("The whole run", note, chart, details=seconds_table(times.whole)))
+    return cards(first, card("The whole run", note, chart, details=seconds_table(times.whole), folds=True))
 
 
 def _gantt(run: Run, window: Window | None) -> str:
     title = "A closer look" if window is None else f"A closer look: {window.title}"
-    note = "Who does what at the same time. Between two steps of the trainer the generators should go on decoding."
+    note = "Who does what at the same time."
     if window is None:
         return ""
     if window.num_left_out:
@@ -63,7 +66,7 @@ def _gantt(run: Run, window: Window | None) -> str:
     chart = gantt(window.rows, title=title, start_s=window.start_s, end_s=window.end_s, origin=window.origin)
     if (run.path / "timeline.json").exists():
         note += " All of it: timeline.json, in ui.perfetto.dev."
-    return card(title, note, chart, size="wide")
+    return card(title, note, chart, size="wide", folds=True)
 
 
 def _over_time(run: Run) -> str:
@@ -82,9 +85,9 @@ def _over_time(run: Run) -> str:
         seen |= dict.fromkeys(state for state in order if totals[state] >= LEGEND_SHARE * sum(totals.values()))
         chart = areas(spans, title=f"Time of {process}, step by step", x=axis, order=order)
         charts.append(f"<div><h4>{text(process)}</h4>{chart}</div>")
-    note = "The same, step by step: work below, waiting on top. A band that widens is a bottleneck that grows."
-    content = state_legend(seen, is_hatched=False) + f'<div class="triple">{"".join(charts)}</div>'
-    return card("Over time", note, content, size="wide")
+    note = "The same, step by step: work below, waiting on top."
+    content = state_legend(seen) + f'<div class="triple">{"".join(charts)}</div>'
+    return card("Over time", note, content, size="wide", folds=True)
 
 
 def _speed(run: Run) -> str:
@@ -93,7 +96,7 @@ def _speed(run: Run) -> str:
         Series("sampled", run.history.points("generated_tokens_per_s"), BLUE, smooth=window),
         Series("trained on", run.history.points("trained_tokens_per_s"), GREEN, smooth=window),
     ]
-    note = "Sampled, a mean of the last reports, lags a little. Well above trained on, it is wasted or piles up."
+    note = "Sampled, a mean of the last reports, lags a little."
     return chart_card("Speed", note, series, Axis("tokens per second", low=0.0))
 
 
@@ -109,12 +112,14 @@ def _waste(run: Run) -> str:
     note = "Tokens that were sampled, or read again, and that nobody was trained on; in percent of those trained on."
     if not waste:
         is_known = run.times.balance is not None and (run.path / "events.jsonl").exists()
+        if is_known and not run.history.steps:
+            return ""
         why = (
             "None: every sampled token was trained on."
             if is_known
             else "Not known: there are no decisions of this run."
         )
-        return card("Wasted tokens", note, empty(why))
+        return card("Wasted tokens", note, empty(why), folds=True)
     trained = max([1.0, *run.history.clocks["tokens"][-1:]])
     rows = [
         (
@@ -124,7 +129,7 @@ def _waste(run: Run) -> str:
         )
         for cause, tokens in sorted(waste.items(), key=lambda item: -item[1])
     ]
-    return card("Wasted tokens", note, ranked(rows, hue=ORANGE))
+    return card("Wasted tokens", note, ranked(rows, hue=ORANGE), folds=True)
 
 
 def seconds_table(rows: Mapping[str, Mapping[str, float]]) -> str:

@@ -10,7 +10,7 @@ from slipstream.observe.report.html import card, cards, model_text, part, table
 from slipstream.observe.report.learning import BLUE, ORANGE, column_numbers, numbers
 from slipstream.observe.report.run import Length, Run
 from slipstream.observe.samples import Sample
-from slipstream.observe.svg import Axis, Series, line_chart
+from slipstream.observe.svg import Axis, Series, line_chart, number
 from slipstream.observe.svg_blocks import MAX_COLUMNS, Column, heat_map
 
 MAX_BINS = 12
@@ -28,8 +28,8 @@ def _samples(samples: Sequence[Sample]) -> str:
         [
             f'<span class="model">{model_text(s.prompt)}</span>',
             f'<span class="model">{model_text(s.answer)}</span>',
-            _answer(s.before, s.before_reward),
-            _answer(s.after, s.after_reward),
+            _answer(s.before, s.before_reward, s.before_is_right),
+            _answer(s.after, s.after_reward, s.after_is_right),
         ]
         for s in samples
     ]
@@ -43,15 +43,17 @@ def _samples(samples: Sequence[Sample]) -> str:
     return card("Before and after", note, table(head, rows, kind="samples", row_heads=False), size="wide")
 
 
-def _answer(answer: str | None, reward: float | None) -> str:
+def _answer(answer: str | None, reward: float | None, is_right: bool | None) -> str:
+    """The answer with a mark where it is known whether it is right, else with its reward."""
     if answer is None:
         return ""
     shown = f'<span class="model">{model_text(answer)}</span>'
     if reward is None:
         return shown
-    is_right = reward >= 1 - 1e-6
-    mark, name = ("✓", "right") if is_right else ("✗", f"reward {reward:g}")
-    return f'<span class="{"right" if is_right else "wrong"}" title="{name}">{mark} {shown}</span>'
+    if is_right is None:
+        return f'<span title="reward {reward:g}"><b>{number(reward)}</b> {shown}</span>'
+    mark, kind = ("✓", "right") if is_right else ("✗", "wrong")
+    return f'<span class="{kind}" title="reward {reward:g}">{mark} {shown}</span>'
 
 
 def _lengths(run: Run) -> list[str]:
@@ -67,12 +69,9 @@ def _lengths(run: Run) -> list[str]:
     ]
     axis = Axis("tokens" if width == 1 else f"tokens, in bins of {width}")
     chart = line_chart(series, title="Lengths of completions", x=axis, y=Axis("share", low=0.0, is_share=True))
-    note = (
-        "If the dashed line lies left of the other, short answers are preferred, because long ones come too late or "
-        "are dropped."
-    )
+    note = "Where the dashed line lies left of the other, long answers were trained on less often than sampled."
     return [
-        card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens")),
+        card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens"), folds=True),
         _lengths_over_time(trained, width, num_bins),
     ]
 
@@ -113,5 +112,5 @@ def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> 
         label="tokens",
         left=46 if width == 1 else 76,
     )
-    note = "What the batch of a step was made of. Rows that darken at the top are completions running into the limit."
-    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"))
+    note = "What the batch of a step was made of."
+    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"), folds=True)

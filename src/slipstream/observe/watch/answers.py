@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from slipstream.observe.catalogue import described
 from slipstream.observe.recorder import RolloutLine
-from slipstream.observe.states import colour, in_words, kind, side_of
+from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_missed, kind, side_of
+from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
 from slipstream.observe.watch.events import Passage, Stretch
 from slipstream.observe.watch.index import RunIndex
@@ -66,9 +68,16 @@ def run_answer(index: RunIndex, verdict: Verdict, _query: Mapping[str, str]) -> 
         "attempts": index.num_attempts,
         "processes": [{"name": name, "side": side_of(name)} for name in index.processes],
         "states": {
-            name: {"words": in_words(name), "colour": colour(name), "kind": kind(name)}
+            name: {
+                "words": in_words(name),
+                "colour": colour(name),
+                "kind": kind(name),
+                "is_missed": is_missed(name),
+                "awaited": AWAITED.get(name),
+            }
             for name in sorted(states | {"absent", "lost", "unlabelled"})
         },
+        "waiting": f"Every second of every process is in one state. Thin{WAITING}",
         "curves": list(index.curves.curves),
         "alarms": [msgspec.to_builtins(one) for one in index.alarms.spans()],
         "verdict": verdict.sentence,
@@ -259,13 +268,24 @@ def _when(index: RunIndex, step: int) -> float:
 
 
 def curves_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
-    """Of each of `names` at most about `points` [step, mean, least, greatest], and the last value."""
+    """Of each of `names` at most about `points` [step, mean, least, greatest], the last value, and its axis."""
     points = int(min(MAX_POINTS, max(10, number(query, "points", 300))))
     curves: dict[str, Any] = {}
     for name in [name for name in query.get("names", "").split(",") if name][:MAX_NAMES]:
         if (curve := index.curves.curves.get(name)) is not None:
-            curves[name] = {"points": _joined(curve.points(), points), "last": curve.last}
+            found = _joined(curve.points(), points)
+            curves[name] = {"points": found, "last": curve.last, "axis": _axis(name, found)}
     return {"revision": index.revision, "curves": curves}
+
+
+def _axis(name: str, points: list[list[float]]) -> list[float]:
+    """Where the axis of metric `name` begins and ends."""
+    known = described(name)
+    values = [value for _, _, *ends in points for value in ends]
+    if not values:
+        return [0.0, 1.0]
+    low, high = axis_ends(min(values), max(values), is_amount=known is not None and known[1].is_amount)
+    return [_short(low), _short(high if high > low else low + 1.0)]
 
 
 def _joined(points: list[tuple[float, float, float, float]], count: int) -> list[list[float]]:

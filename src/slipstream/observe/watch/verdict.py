@@ -1,4 +1,5 @@
 """The sentence that says which side starves: of `summary.json` once a run is over, else from its files, now and then.
+None where it cannot be told.
 
 Accounting reads all timelines and events (`observe/accounting.py`), so it is done beside the page's answers, seldom,
 and not at all for a run that is large while it goes on.
@@ -22,7 +23,7 @@ MAX_BYTES = 128_000_000
 
 
 class Verdict:
-    """`sentence` is None before the first one."""
+    """`sentence` is None before the first one, and where there is none."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -36,7 +37,7 @@ class Verdict:
         is_over = index.life()[0] in ("done", "failed", "interrupted")
         balance = index.summary.get("balance") if is_over else None
         if isinstance(balance, dict) and isinstance(balance.get("verdict"), str):
-            self.sentence = balance["verdict"]
+            self.sentence = balance["verdict"] or None
         elif not (is_over and self._is_final) and now_s >= self._due_s and self._size() <= MAX_BYTES:
             started_s = time.thread_time()
             try:

@@ -6,7 +6,8 @@ import { metricName, number } from './format.js';
 const WIDTH = 300;
 const HEIGHT = 92;
 const CHARTS = [
-  ['Reward', ['reward', 'eval_accuracy'], ['of the batch', 'held-out accuracy']],
+  ['Reward', ['reward', 'eval_reward'], ['of the batch', 'held-out']],
+  ['Held-out accuracy', ['eval_accuracy'], ['greedy']],
   ['Staleness, in steps', ['staleness_mean', 'staleness_max'], ['mean', 'most']],
   ['Tokens per second', ['generated_tokens_per_s', 'trained_tokens_per_s'], ['generated', 'trained']],
   ['|logprob of trainer − of generator|', ['logprob_diff_mean'], ['mean, nats']],
@@ -16,7 +17,7 @@ const CHARTS = [
   ['Groups without signal', ['no_signal_frac'], ['share']],
   ['Gradient norm', ['grad_norm'], ['before clipping']],
 ];
-const SPARSE = new Set(['eval_accuracy', 'eval_sampled_accuracy']); // measured now and then: with dots
+const isSparse = (name) => name.startsWith('eval_'); // measured now and then: with dots
 
 /** The last point at or before `step`; null before the first. */
 export function valueAt(points, step) {
@@ -95,6 +96,10 @@ export class Curves {
     return curve ? valueAt(curve.points, step) : null;
   }
 
+  has(name) {
+    return this.known?.has(name) ?? false;
+  }
+
   first(name) {
     return this.curves[name]?.points[0]?.[1] ?? null;
   }
@@ -111,7 +116,7 @@ class Chart {
     this.low = el('span');
     this.high = el('span');
     this.last = el('span', { class: 'x-last' });
-    const plot = el('div', { class: 'plot' }, this.picture, el('div', { class: 'y-axis', 'aria-hidden': true }, this.high, this.low));
+    const plot = el('div', { class: 'plot' }, el('div', { class: 'y-axis', 'aria-hidden': true }, this.high, this.low), this.picture);
     plot.addEventListener('click', (event) => {
       const box = this.picture.getBoundingClientRect();
       onStep(Math.round(this.right * ((event.clientX - box.left) / box.width)));
@@ -126,10 +131,8 @@ class Chart {
     const all = found.flat();
     if (!all.length) return;
     this.right = Math.max(1, ...all.map((point) => point[0]));
-    const least = Math.min(...all.map((point) => point[2]));
-    const most = Math.max(...all.map((point) => point[3]));
-    const low = least >= 0 && least < 0.5 * most ? 0 : least;
-    const high = most > low ? most : low + 1;
+    const ends = this.series.map((one) => curves[one.name]?.axis).filter(Boolean); // the server knows the rule
+    const [low, high] = [Math.min(...ends.map((one) => one[0])), Math.max(...ends.map((one) => one[1]))];
     const x = (step) => ((step / this.right) * WIDTH).toFixed(2);
     const y = (value) => (HEIGHT - 4 - ((value - low) / (high - low)) * (HEIGHT - 8)).toFixed(2);
     this.cursor = svg('line', { class: 'cursor', y1: 0, y2: HEIGHT, x1: 0, x2: 0, 'vector-effect': 'non-scaling-stroke' });
@@ -144,7 +147,7 @@ class Chart {
         }
         const line = points.map((point) => `${x(point[0])},${y(point[1])}`).join('L');
         parts.push(svg('path', { class: `line series-${index}`, d: `M${line}`, 'vector-effect': 'non-scaling-stroke' }));
-        if (SPARSE.has(this.series[index].name)) {
+        if (isSparse(this.series[index].name)) {
           // A line of no length with round ends is a dot that stays round when the picture is stretched.
           const dots = points.map((point) => `M${x(point[0])},${y(point[1])}h0`).join('');
           parts.push(svg('path', { class: `dots-of series-${index}`, d: dots, 'vector-effect': 'non-scaling-stroke' }));
@@ -161,7 +164,7 @@ class Chart {
   show(curves, step) {
     this.series.forEach((one, index) => {
       // What is measured of a version lies at its number: one more than the step that made it.
-      const at = SPARSE.has(one.name) ? step + 1 : step;
+      const at = isSparse(one.name) ? step + 1 : step;
       say(this.values[index], number(valueAt(curves[one.name]?.points ?? [], at)));
     });
     const x = (Math.max(0, step) / this.right) * WIDTH;

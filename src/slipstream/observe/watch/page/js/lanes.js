@@ -7,14 +7,6 @@ export const ZOOMS = [5, 20, 60, 300];
 const PAST = 0.72; // of a lane lies before the slider's time
 const RECENT_S = 10;
 const WAITS = 0.3; // of the last second: a side that waits so much is told of
-export const COMPUTING = new Set(['generator', 'trainer']); // sides whose waiting is missed work
-const AWAITED = {
-  wait_generation: 'generator',
-  wait_straggler: 'generator',
-  wait_rewards: 'rewards',
-  wait_trainer: 'trainer',
-  wait_prompt: 'prompts',
-};
 const BAR = { start: 0, end: 1, state: 2, share: 3, args: 4, also: 5 };
 
 /** Seconds by state within a window; what nothing covers is left out. */
@@ -65,6 +57,7 @@ export class Lanes {
 
   setUp(info) {
     this.states = info.states;
+    say(byId('waiting'), info.waiting);
     const names = info.processes.map((one) => one.name);
     if (names.join() === this.names) return;
     this.names = names.join();
@@ -130,16 +123,15 @@ export class Lanes {
     return this.states[state]?.colour ?? '#8c8c6b';
   }
 
-  /** [station, station it waits for, words] of the sides that compute, by what they did in the last second. */
+  /** [station, station it waits for, words] of the sides that wait for another, by what they did in the last second. */
   waits(time, sideOf) {
     const found = new Map();
     for (const [name, bars] of Object.entries(this.lanes)) {
       const side = sideOf.get(name);
-      if (!COMPUTING.has(side)) continue;
       const seconds = secondsBy(bars, time - 1, time);
       const total = [...seconds.values()].reduce((sum, one) => sum + one, 0);
       for (const [state, spent] of seconds) {
-        const other = AWAITED[state];
+        const other = this.states[state]?.awaited;
         if (other && other !== side && total > 0.2 && spent / total > WAITS) found.set(`${side}>${other}`, [side, other, this.words(state)]);
       }
     }

@@ -6,7 +6,7 @@ import { Curves } from './curves.js';
 import { byId, el, prefersStill, say } from './dom.js';
 import { clock, number, percent, printable } from './format.js';
 import { listen } from './keys.js';
-import { COMPUTING, drawMix, Lanes } from './lanes.js';
+import { drawMix, Lanes } from './lanes.js';
 import { Passage } from './loop_state.js';
 import { Playhead, SPEEDS } from './playhead.js';
 import { Rollouts } from './rollouts.js';
@@ -178,8 +178,10 @@ function onPulse(pulse) {
     lanes.forget();
     state.wasJump = true;
   }
-  playhead.reach(pulse.end_s);
   const isOver = OVER.includes(pulse.life);
+  const isAtEnd = isOver && !playhead.isPlaying && playhead.time >= playhead.end - 1e-3;
+  playhead.reach(pulse.end_s);
+  if (isAtEnd) playhead.seek(playhead.end); // its files are still being read
   if (isOver && playhead.isLive && playhead.time >= playhead.end - 3) playhead.isLive = false;
   const hasBegun = pulse.life !== 'waiting';
   const isNews = before === null || pulse.revision !== before.revision || pulse.num_alarms !== before.num_alarms;
@@ -197,9 +199,10 @@ function onPulse(pulse) {
 }
 
 /** Who starves, once there are steps to tell it by. */
-function showVerdict({ verdict, version, life }) {
-  byId('verdict').hidden = !verdict || version < 2;
-  say(byId('verdict').firstElementChild, OVER.includes(life) ? 'The whole run: ' : 'So far: ');
+function showVerdict({ verdict, life }) {
+  byId('verdict').hidden = !verdict;
+  const isResumed = state.info?.attempts > 1;
+  say(byId('verdict').firstElementChild, isResumed ? 'Since the resume: ' : OVER.includes(life) ? 'The whole run: ' : 'So far: ');
   say(byId('verdict').lastElementChild, verdict ?? '');
 }
 
@@ -281,8 +284,7 @@ function showSlowly(passage) {
     if (!box) continue;
     const word = box.querySelector('.state');
     say(word, lanes.words(now));
-    // Rewards have nothing to do most of the time, and nobody waits for that: only who computes is missed.
-    word.classList.toggle('is-wait', lanes.states[now]?.kind === 'wait' && COMPUTING.has(sideOf.get(name)));
+    word.classList.toggle('is-wait', lanes.states[now]?.is_missed === true);
     drawMix(box.querySelector('.mix'), seconds, (one) => lanes.colour(one));
   }
 }
@@ -291,11 +293,14 @@ function headline(version) {
   const step = version - 1;
   const { dials } = state.info ?? {};
   const at = (name) => curves.value(name, step);
-  const [held, first] = [curves.value('eval_accuracy', version), curves.first('eval_accuracy')];
+  const [measure, name, words] = curves.has('eval_accuracy')
+    ? ['eval_accuracy', 'accuracy', percent]
+    : ['eval_reward', 'mean reward', number];
+  const [held, first] = [curves.value(measure, version), curves.first(measure)];
   const tiles = [
     ['step', `${version}`, dials ? `of ${dials.steps.toLocaleString('en')}` : ''],
     ['reward', number(at('reward')), 'mean of the batch'],
-    ['held-out', held === null ? '–' : percent(held), first === null ? 'accuracy' : `accuracy, was ${percent(first)}`],
+    ['held-out', held === null ? '–' : words(held), first === null ? name : `${name}, was ${words(first)}`],
     ['staleness', number(at('staleness_mean')), dials ? `mean; bound ${dials.max_staleness}` : 'mean'],
     ['generated', number(at('generated_tokens_per_s')), 'tokens per second'],
     ['trained', number(at('trained_tokens_per_s')), 'tokens per second'],
@@ -343,8 +348,8 @@ async function begin() {
   if (followLink()) {
     showButtons();
   } else if (OVER.includes(state.info.life)) {
-    playhead.seek(playhead.begin);
-    playhead.isPlaying = !prefersStill();
+    playhead.seek(playhead.end); // what it came to; play goes through it from its start
+    showButtons();
   } else {
     playhead.goLive();
   }

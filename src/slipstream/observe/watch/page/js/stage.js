@@ -8,6 +8,7 @@ export const AGES = 5; // colours; older ones share the last
 const SETTLE_S = 0.16; // a dot covers most of its way in this time of the viewer's
 const MAX_REPLICAS = 8;
 const HINT = 'Point at a dot to see which group it is; a click opens it under Rollouts.';
+const EMPTY = 'Nothing is on its way any more: play, or move the slider, to go through the run.';
 const FULL = 'M0,-1A1,1 0 1 1 0,1A1,1 0 1 1 0,-1Z';
 
 export const ageClass = (versions) => `age-${Math.min(Math.max(0, versions), AGES - 1)}`;
@@ -24,12 +25,12 @@ export function slicePath(share) {
 export function slotPlace(slot, count, box) {
   let radius = 8;
   let columns = 1;
-  for (; radius > 1.5; radius -= 0.5) {
-    const pitch = 2 * radius + 3;
+  for (; radius > 0.5; radius -= 0.5) {
+    const pitch = 2 * radius + Math.min(3, radius);
     columns = Math.max(1, Math.floor(box.width / pitch));
     if (columns * Math.max(1, Math.floor(box.height / pitch)) >= count) break;
   }
-  const pitch = 2 * radius + 3;
+  const pitch = 2 * radius + Math.min(3, radius);
   return {
     x: box.x + pitch / 2 + (slot % columns) * pitch,
     y: box.y + pitch / 2 + Math.floor(slot / columns) * pitch,
@@ -90,7 +91,8 @@ export class Stage {
     this.chips = svg('g');
     this.dots = svg('g', { class: 'dots-layer' });
     this.arcs = svg('g', { class: 'arcs' });
-    this.overlay.append(this.paths, this.arcs, this.dots, this.chips);
+    this.clip = svg('clipPath', { id: 'open-ground' });
+    this.overlay.append(this.clip, this.paths, this.arcs, this.dots, this.chips);
     this.byOrdinal = new Map();
     this.leaving = [];
     this.slots = new Map(); // place -> ordinals by slot, null where it is free
@@ -101,8 +103,8 @@ export class Stage {
     this.waits = [];
     new ResizeObserver(() => this.measure()).observe(this.stage);
     this.stage.addEventListener('pointermove', (event) => this.tell(event));
-    this.stage.addEventListener('pointerleave', () => say(byId('loop-readout'), HINT));
-    say(byId('loop-readout'), HINT);
+    this.stage.addEventListener('pointerleave', () => this.hint());
+    this.hint();
     this.stage.addEventListener('click', (event) => {
       const ordinal = this.at(event);
       if (ordinal !== null) onOpen(ordinal);
@@ -115,6 +117,7 @@ export class Stage {
     const names = replicas.map((one) => one.name);
     this.completions = info.dials?.completions_per_group ?? 1;
     this.perStep = info.dials?.groups_per_step ?? 1;
+    this.numSteps = info.dials?.steps ?? Infinity;
     this.bound = info.dials?.max_staleness ?? 0;
     this.isKnown = info.dials !== null;
     say(byId('tagline-generator'), info.dials ? `sample ${plural(this.completions, 'answer')} to each prompt` : 'sample answers');
@@ -178,6 +181,7 @@ export class Stage {
     );
     this.bin = relative(byId('dropped').querySelector('.bin'));
     this.drawPaths();
+    this.fence();
     this.arcsKey = '';
     if (this.state) this.update(this.state, true);
     this.drawWaits();
@@ -186,6 +190,19 @@ export class Stage {
   get isUpright() {
     const { prompts, generator } = Object.fromEntries(this.stations ?? []);
     return generator !== undefined && generator.y > prompts.y + prompts.height / 2;
+  }
+
+  /** Where stations lie under each other, dots are seen where there is no text: in their boxes, and between stations. */
+  fence() {
+    const ground = [...this.boxes.values(), grown(this.bin, 2)];
+    const stations = [...this.stations.values()].sort((a, b) => a.y - b.y);
+    for (let i = 0; i + 1 < stations.length; i++) {
+      const [{ x, y, width, height }, below] = [stations[i], stations[i + 1]];
+      ground.push({ x, y: y + height, width, height: Math.max(0, below.y - y - height) });
+    }
+    this.clip.replaceChildren(...ground.map((box) => svg('rect', box)));
+    if (this.isUpright) this.dots.setAttribute('clip-path', 'url(#open-ground)');
+    else this.dots.removeAttribute('clip-path');
   }
 
   drawPaths() {
@@ -229,6 +246,7 @@ export class Stage {
     for (const row of rows) this.place(row, state, still);
     for (const [place, slots] of this.slots) this.arrange(place, slots, still);
     this.tellCounts(state);
+    if (!this.stage.classList.contains('pointing')) this.hint();
     this.moveChips(state, still);
   }
 
@@ -451,7 +469,13 @@ export class Stage {
     const ordinal = this.at(event);
     this.stage.classList.toggle('pointing', ordinal !== null);
     const row = ordinal === null ? null : this.byOrdinal.get(ordinal)?.row;
-    say(byId('loop-readout'), row ? this.inWords(row) : HINT);
+    if (row) say(byId('loop-readout'), this.inWords(row));
+    else this.hint();
+  }
+
+  hint() {
+    const isOver = this.state !== null && !this.byOrdinal.size && this.state.version >= this.numSteps;
+    say(byId('loop-readout'), isOver ? EMPTY : HINT);
   }
 
   inWords(row) {
@@ -469,6 +493,8 @@ export class Stage {
     return `Group ${row[GROUP.ordinal]}: ${words}${from}${reward}.`;
   }
 }
+
+const grown = ({ x, y, width, height }, by) => ({ x: x - by, y: y - by, width: width + 2 * by, height: height + 2 * by });
 
 const isOnItsWay = (one) => Boolean(one.target) || Math.abs((one.goal ?? 0) - (one.share ?? 0)) > 0.005;
 

@@ -1,6 +1,6 @@
-"""The table of results in README.md, of what docs/results.md says: it cannot say anything else.
+"""The table at the top of docs/results.md, made from the sections below it: it cannot say anything else.
 
-    python -m experiments.readme
+    python -m experiments.overview
 
 writes it anew. A line for each experiment that has run: its first claim, what was found, how many of its claims hold,
 and what that took.
@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.catalogue import EXPERIMENTS, HEADLINE
-from experiments.section import PAGE, ROOT, WORDS, Told, markdown_table, read, replace_between
+from experiments.section import PAGE, WORDS, Told, markdown_table, read, replace_between
 
-README = ROOT / "README.md"
-PLACE = "results"
-NOTHING = "Nothing has been run yet: `make experiments` writes a table here, and [docs/results.md](docs/results.md).\n"
+PLACE = "overview"
+NOTHING = "Nothing has been run yet: `make experiments` writes a table here, and the sections below.\n"
 _MINUTES = re.compile(r"(\d+) minutes on (.*?)(?:, commit |$)")
 
 
@@ -31,10 +30,10 @@ def table(found: Mapping[str, Told]) -> str:
     return "\n".join((markdown_table(head, lines, left=4), "", _what_it_took(found), ""))
 
 
-def write_table(*, page: Path = PAGE, readme: Path = README) -> None:
-    """Replace README's table by what `page` says now."""
+def write_table(*, page: Path = PAGE) -> None:
+    """Replace the table of `page` by what its sections say now."""
     told = {name: read(name, page=page) for name in EXPERIMENTS}
-    replace_between(readme, PLACE, table({name: one for name, one in told.items() if one is not None}))
+    replace_between(page, PLACE, table({name: one for name, one in told.items() if one is not None}))
 
 
 def anchor(title: str) -> str:
@@ -43,7 +42,7 @@ def anchor(title: str) -> str:
 
 
 def _line(told: Told) -> tuple[str, ...]:
-    link = f"[{told.title}](docs/results.md#{anchor(told.title)})"
+    link = f"[{told.title}](#{anchor(told.title)})"
     if not told.verdicts:
         return link, "", "", "", "", _minutes(told.took)
     first, counts = told.verdicts[0], Counter(verdict.holds for verdict in told.verdicts)

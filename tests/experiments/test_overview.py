@@ -1,4 +1,4 @@
-"""What a page says of experiments is read back as it was written, and README says the same in short."""
+"""What a page says of experiments is read back as it was written, and its overview says the same in short."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import readme
+from experiments import overview
 from experiments.catalogue import EXPERIMENTS, Entry
-from experiments.section import Section, Told, Verdict, read, write
+from experiments.section import PAGE, Section, Told, Verdict, read, write
 
 ODD = r"a | b \n *c* `|d|`"
 SECTION = Section(
@@ -31,17 +31,16 @@ TOOK = "27 runs and 1 measurement, 41 minutes on 2 cores of an abacus, commit `a
 @pytest.fixture
 def page(tmp_path):
     path = tmp_path / "results.md"
-    path.write_text("# Results\n\n<!-- one -->\n<!-- end -->\n\n<!-- two -->\n<!-- end -->\n")
+    path.write_text(
+        "# Results\n\n<!-- overview -->\n<!-- end -->\n\n<!-- one -->\n<!-- end -->\n\n<!-- two -->\n<!-- end -->\n"
+    )
     return path
 
 
 @pytest.fixture
-def front(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "EXPERIMENTS", {name: Entry(name, 1) for name in ("one", "two", "three")})
-    monkeypatch.setattr(readme, "HEADLINE", ("one",))
-    path = tmp_path / "README.md"
-    path.write_text("# Us\n\n<!-- results -->\nold\n<!-- end -->\n\nAfter.\n")
-    return path
+def three(monkeypatch):
+    monkeypatch.setattr(overview, "EXPERIMENTS", {name: Entry(name, 1) for name in ("one", "two", "three")})
+    monkeypatch.setattr(overview, "HEADLINE", ("one",))
 
 
 def test_what_is_written_is_read_back(page, tmp_path):
@@ -56,40 +55,43 @@ def test_a_section_without_claims_or_cost_is_read_back(page, tmp_path):
     assert read("two", page=page) == Told(SECTION.title, [], "")
 
 
-def test_nothing_found_is_said(page, front):
-    readme.write_table(page=page, readme=front)
-    assert front.read_text() == f"# Us\n\n<!-- results -->\n{readme.NOTHING}<!-- end -->\n\nAfter.\n"
+def test_nothing_found_is_said(page, three):
+    overview.write_table(page=page)
+    assert overview_of(page) == overview.NOTHING
 
 
-def test_the_table_has_first_claims_tallies_and_what_it_took(page, front, tmp_path):
+def test_the_table_has_first_claims_tallies_and_what_it_took(page, three, tmp_path):
     other = replace(SECTION, title="Other", verdicts=[], notes=())
     write("one", SECTION, TOOK, page=page, images=tmp_path)
     write("two", other, "1 run, 9 minutes on 2 cores of an abacus", page=page, images=tmp_path)
     for _ in range(2):
-        readme.write_table(page=page, readme=front)
-    link = "[Does it? Yes, at k = 8](docs/results.md#does-it-yes-at-k--8)"
-    assert front.read_text() == (
-        "# Us\n\n<!-- results -->\n"
+        overview.write_table(page=page)
+    link = "[Does it? Yes, at k = 8](#does-it-yes-at-k--8)"
+    assert overview_of(page) == (
         "| experiment | its first claim | holds here | found | all its claims | minutes |\n"
         "|---|---|---|---|---:|---:|\n"
         f"| {link} | It is faster. | yes | 1.5 (0.1) | 1 yes, 1 **no**, 1 cannot say | 41 |\n"
-        "| [Other](docs/results.md#other) |  |  |  |  | 9 |\n"
+        "| [Other](#other) |  |  |  |  | 9 |\n"
         "\n"
         "It took 50 minutes on 2 cores of an abacus, 41 of them for the headline set (`make experiments`). "
         "Not run yet: three.\n"
-        "<!-- end -->\n\nAfter.\n"
     )
+    assert read("one", page=page) == Told(SECTION.title, SECTION.verdicts, TOOK)
 
 
-def test_a_readme_without_its_place_is_an_error(page, tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text("# Us\n")
-    with pytest.raises(ValueError, match="0 places for results"):
-        readme.write_table(page=page, readme=path)
+def test_a_page_without_the_place_is_an_error(tmp_path):
+    path = tmp_path / "results.md"
+    path.write_text("# Results\n")
+    with pytest.raises(ValueError, match="0 places for overview"):
+        overview.write_table(page=path)
 
 
-def test_the_readme_says_what_the_page_says():
-    """Neither is written by hand: `python -m experiments.readme` makes this pass."""
+def test_the_overview_says_what_the_sections_say():
+    """It is not written by hand: `python -m experiments.overview` makes this pass."""
     found = {name: told for name in EXPERIMENTS if (told := read(name)) is not None}
-    _, _, rest = readme.README.read_text(encoding="utf-8").partition(f"<!-- {readme.PLACE} -->\n")
-    assert rest.partition("<!-- end -->")[0] == readme.table(found)
+    assert overview_of(PAGE) == overview.table(found)
+
+
+def overview_of(page):
+    _, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {overview.PLACE} -->\n")
+    return rest.partition("<!-- end -->")[0]

@@ -1,0 +1,21 @@
+"""The process `slipstream`, or `python -m slipstream`: signals end it with a line before the commands are imported."""
+
+from __future__ import annotations
+
+from slipstream.core.interrupts import end_at_any_signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+
+def script() -> NoReturn:
+    """Run the command line. Its import takes longer than Python's own start, and has nothing to undo."""
+    end_at_any_signal()
+    from slipstream.cli import script
+
+    script()
+
+
+if __name__ == "__main__":
+    script()

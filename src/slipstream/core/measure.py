@@ -1,0 +1,104 @@
+"""What held-out answers come to: their mean reward, and the share of right ones where a reward term says which are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+
+RIGHT_FROM = 1 - 1e-6
+"""From here on the measure counts as 1, and the answer as right."""
+PARTS = "reward_parts"
+GREEDY_PREFIX, SAMPLED_PREFIX = "eval_", "eval_sampled_"
+"""Of the metrics of an evaluation."""
+
+
+class Scored(Protocol):
+    """An answer with its reward, the parts of it by name (None: the term abstained), and why scoring failed."""
+
+    @property
+    def reward(self) -> float: ...
+
+    @property
+    def reward_parts(self) -> Mapping[str, float | None]: ...
+
+    @property
+    def failure(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means over answers: of `reward`, of each part of it where that was given, and of being right, in 0..1.
+
+    `accuracy` is None without a measure, and where it abstained everywhere; `reward` in files of runs that had none.
+    """
+
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    accuracy: float | None = None
+
+    @property
+    def headline(self) -> tuple[str, float | None]:
+        """Name and value of the number to show first: accuracy, and the mean reward where there is none."""
+        return ("reward", self.reward) if self.accuracy is None else ("accuracy", self.accuracy)
+
+    def metrics(self, prefix: str) -> dict[str, Any]:
+        """These as metrics of an evaluation, for `metrics.jsonl`."""
+        found = {f"{prefix}reward": self.reward, prefix + PARTS: self.reward_parts}
+        return found if self.accuracy is None else found | {f"{prefix}accuracy": self.accuracy}
+
+
+def measured(answers: Sequence[Scored], measure: str | None) -> Measured:
+    """What `answers`, at least one, come to; `measure` is the config's `eval.measure`."""
+    parts: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value in answer.reward_parts.items():
+            if value is not None:
+                parts.setdefault(name, []).append(value)
+    judged = [right for answer in answers if (right := is_right(answer, measure)) is not None]
+    return Measured(
+        reward=_mean([answer.reward for answer in answers]),
+        reward_parts={name: _mean(values) for name, values in parts.items()},
+        accuracy=_mean(judged) if judged else None,
+    )
+
+
+def is_right(answer: Scored, measure: str | None) -> bool | None:
+    """Whether the term `measure` gave `answer` 1 or more. A failed one is wrong; None where nothing judged it."""
+    if measure is None:
+        return None
+    if answer.failure is not None:
+        return False
+    part = answer.reward_parts.get(measure)
+    return None if part is None else part >= RIGHT_FROM
+
+
+def in_metrics(line: Mapping[str, Any], prefix: str) -> Measured | None:
+    """Return what `Measured.metrics` put into a line of `metrics.jsonl`; None for a line of something else."""
+    reward, accuracy = line.get(f"{prefix}reward"), line.get(f"{prefix}accuracy")
+    if reward is None and accuracy is None:
+        return None
+    start = f"{prefix}{PARTS}/"
+    parts = {name.removeprefix(start): value for name, value in line.items() if name.startswith(start)}
+    return Measured(reward, {name: value for name, value in parts.items() if value is not None}, accuracy)
+
+
+def check_measure(config: RunConfig) -> None:
+    """Raise ConfigError for an `eval.measure` that names no term of the reward."""
+    measure, names = config.eval.measure, config.rewards.part_names
+    if measure is None or measure in names:
+        return
+    raise ConfigError(
+        "eval.measure names no term of the reward",
+        got=repr(measure),
+        allowed=", ".join(repr(name) for name in names),
+        hint=did_you_mean(measure, names) or "without it there is no accuracy, and the held-out mean reward is shown",
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

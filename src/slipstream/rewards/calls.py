@@ -1,0 +1,145 @@
+"""Calls of reward functions: the user's own with TRL's keywords, and the terms of a job one after the other.
+
+Used on both sides of the sandbox: by workers, and for functions of the caller's in their process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, SupportsFloat
+
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.plain import shortened, shown
+from slipstream.rewards.protocol import MAX_ERROR_CHARS, AnyJob, GroupJob, Job, Per, Result, Term
+from slipstream.rewards.user_functions import GIVEN
+
+Scores = Callable[[Sequence[Job]], list[float | None]]
+"""Jobs to score together, one or those of a group; a number or None for each."""
+
+_MAX_SHOWN = 80  # characters of a value in an error
+_OURS = str(Path(__file__).parents[1])
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A term as it is called."""
+
+    name: str
+    per: Per
+    scores: Scores
+
+
+def answer(terms: Sequence[Scoring], job: AnyJob, began: Callable[[int], None]) -> Result:
+    """Score `job` by the terms of its kind; `began` hears which one is next, by its index in `terms`."""
+    per: Per = "group" if isinstance(job, GroupJob) else "completion"
+    jobs = job.jobs if isinstance(job, GroupJob) else [job]
+    parts: list[float | None] = []
+    for index, term in enumerate(terms):
+        if term.per != per:
+            continue
+        began(index)
+        try:
+            parts += term.scores(jobs)
+        except BaseException as error:  # noqa: BLE001 - whatever a verifier raises (SystemExit too) fails one job
+            return Result(job_id=job.job_id, parts=[], error=f"{term.name}: {describe(error)}")
+    return Result(job_id=job.job_id, parts=parts)
+
+
+def call_function(function: Callable[..., Any], jobs: Sequence[Job]) -> list[float | None]:
+    """Call the user's `function` with TRL's keywords for the completions of one prompt, and await it if it is async.
+
+    fn(prompts=[p, ...], completions=[c, ...], completion_ids=[ids, ...], **{column: [value, ...]}) -> [float or None,
+    ...]. For chats `p` is the list of messages and `c` is [{"role": "assistant", "content": text}]. TypeError or
+    ValueError for what is no list of so many numbers.
+    """
+    columns = [{"answer": job.answer, **job.columns} for job in jobs]
+    names = [name for name in columns[0] if name not in GIVEN]
+    rewards = function(
+        prompts=[job.prompt for job in jobs],
+        completions=[_completion(job) for job in jobs],
+        completion_ids=[job.completion_ids for job in jobs],
+        **{name: [row[name] for row in columns] for name in names},
+    )
+    if inspect.isawaitable(rewards):
+        rewards = asyncio.run(_awaited(rewards))
+    return _numbers(rewards, len(jobs))
+
+
+def _completion(job: Job) -> str | list[dict[str, str]]:
+    is_chat = not isinstance(job.prompt, str)
+    return [{"role": "assistant", "content": job.completion}] if is_chat else job.completion
+
+
+def _numbers(rewards: Any, count: int) -> list[float | None]:
+    """What a function returned, as numbers. Text is none, also where it could be read as one."""
+    wanted = f"a list with one number or None for each of {count} completion{'s' if count > 1 else ''}"
+    if isinstance(rewards, str | bytes | Mapping | Set) or not isinstance(rewards, Iterable):
+        raise TypeError(f"it returned {_brief(rewards)}, not {wanted}")
+    try:
+        rewards = list(rewards)
+    except TypeError as error:  # a tensor without dimensions
+        raise TypeError(f"it returned {_brief(rewards)}, not {wanted}") from error
+    if len(rewards) != count:
+        raise ValueError(f"it returned {len(rewards)} rewards for {count} completion{'s' if count > 1 else ''}")
+    for reward in rewards:
+        if reward is not None and (isinstance(reward, str | bytes) or not isinstance(reward, SupportsFloat)):
+            raise TypeError(f"it returned {_brief(reward)} as a reward, not a number or None")
+    return [None if reward is None else float(reward) for reward in rewards]
+
+
+def _brief(value: Any) -> str:
+    return f"{shortened(shown(value), _MAX_SHOWN)} ({type(value).__name__})"
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and place of an error: the innermost line that is of no library, else the innermost of all."""
+    frames = [
+        (Path(frame.f_code.co_filename), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(("<", _OURS))
+    ]
+    library = sysconfig.get_path("stdlib")
+    own = [place for place in frames if not (_INSTALLED & {*place[0].parts} or str(place[0]).startswith(library))]
+    text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+    if not frames:
+        return text
+    path, line = (own or frames)[-1]
+    return f"{text} ({path.name}, line {line})"
+
+
+def import_function(term: Term) -> Callable[..., Any]:
+    """The function behind 'module:function' or 'file.py:function'. ConfigError where there is none."""
+    location, _, name = term.function.rpartition(":")
+    module = importlib.import_module(location) if term.source is None else _module_of(location, term.source)
+    functions = {key: value for key, value in vars(module).items() if callable(value)}
+    if name not in functions:
+        raise ConfigError(
+            f"'{location}' has no function '{name}'",
+            allowed=", ".join(key for key in functions if not key.startswith("_")),
+            hint=did_you_mean(name, functions),
+        )
+    function: Callable[..., Any] = functions[name]
+    return function
+
+
+def _module_of(location: str, source: str) -> ModuleType:
+    """The module that running `source`, the user's own file, makes."""
+    module = ModuleType(f"slipstream_user_{Path(location).stem}")
+    module.__file__ = location
+    sys.modules[module.__name__] = module
+    exec(compile(source, location, "exec"), vars(module))
+    return module

@@ -1,0 +1,136 @@
+"""A dry call: rewards score made-up completions of a run's own prompts before anything is loaded or sampled.
+
+What fails here would fail on every completion, hours later on a large model. Calls are made where those of the run are,
+with the same keywords, kinds of prompts and deadline.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from slipstream.core.clock import WallClock
+from slipstream.core.config import RewardsConfig, TaskConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.plain import shortened
+from slipstream.core.types import Completion, Prompt, Segment
+from slipstream.rewards.assembly import Assembly, Entry
+from slipstream.rewards.given import Functions
+from slipstream.rewards.protocol import Per
+from slipstream.rewards.scorers import Scorers
+from slipstream.rewards.user_functions import GIVEN
+
+_READING_ROWS = frozenset({"code", "overlap"})
+"""Built-ins that read columns which the data may lack. The others have nothing to fail by that a check has not seen."""
+_NUM_TOKENS = 16
+_PROMPT_CHARS = 60
+_WAKE_EVERY_S = 1.0
+
+
+def dry_call(
+    config: RewardsConfig,
+    tasks: Mapping[str, TaskConfig],
+    prompts: Sequence[Prompt],
+    *,
+    functions: Functions | None = None,
+    group_size: int = 1,
+    private: Sequence[str] = (),
+) -> str | None:
+    """Call the user's functions, and built-ins that read columns, on up to two of `prompts`.
+
+    ConfigError for one that fails, is too slow, or returns anything but a finite number or None for each completion.
+    Functions may abstain: where all do on all prompts, the sentence returned says so; of built-ins, which abstain for
+    want of their column, that is an error. Nothing is called with `dry_call = false`.
+    """
+    terms = [term for term in config.terms if ":" in term.function or term.function in _READING_ROWS]
+    if not config.dry_call or not terms or not prompts:
+        return None
+    alone = config.model_copy(update={"terms": terms, "num_workers": 1})
+    scorers = Scorers(alone, tasks, functions or {}, private=private, num_spares=0)
+    try:
+        two = [prompts[0], prompts[-1]]
+        entries = [*_scored(scorers, two, "completion", 1), *_scored(scorers, two, "group", group_size)]
+    finally:
+        scorers.close()
+    has_all_terms = len(terms) == len(config.terms) and not config.models
+    if has_all_terms and all(part is None for entry in entries for part in entry.parts):
+        if all(term.function in _READING_ROWS for term in terms):
+            raise ConfigError(
+                f"reward {', '.join(map(repr, scorers.names))} abstains: the column that it reads is not in the data",
+                got=f"prompts with the columns {_columns(prompts[0])}",
+                allowed="'tests' for code; answer, or params.column, for overlap",
+                hint="a completion for which every reward abstains counts as failed",
+            )
+        return (
+            f"in a dry call of the rewards {', '.join(scorers.names)} returned None: a completion for which every "
+            "reward abstains counts as failed"
+        )
+    return None
+
+
+def _scored(scorers: Scorers, prompts: Sequence[Prompt], per: Per, size: int) -> list[Entry]:
+    """One call for each of `prompts`, with `size` completions, of the terms of this kind; ConfigError as `dry_call`.
+
+    Consumes: answers. Unblocked by: a worker or a deadline. Ends when: all calls have answered, or one has failed.
+    """
+    names = [name for name, where in zip(scorers.names, scorers.where, strict=True) if where[1] == per]
+    assembly = Assembly([where for where in scorers.where if where[1] == per], size)
+    entries: list[Entry] = []
+    for ordinal, prompt in enumerate(prompts if names else ()):
+        for sample in range(size):
+            for call in assembly.add(_made_up(prompt, ordinal, sample)):
+                scorers.submit(call)
+    clock = WallClock()
+    while assembly.num_called:
+        deadline_s = scorers.next_deadline_s()
+        wait_s = _WAKE_EVERY_S if deadline_s is None else min(_WAKE_EVERY_S, max(0.0, deadline_s - clock.now_s()))
+        select.select(scorers.fds(), [], [], wait_s)
+        for scored in scorers.poll():
+            answered = assembly.answer(scored.job_id, scored.parts, scored.failure)
+            for entry in answered:
+                _check(entry, names)
+            entries += answered
+    return entries
+
+
+def _made_up(prompt: Prompt, ordinal: int, sample: int) -> Completion:
+    """A completion as a policy might write it: the reference for the first prompt, something else for all others."""
+    is_reference = prompt.answer is not None and not ordinal and not sample
+    text = str(prompt.answer) if is_reference else f"I think the answer is {40 + ordinal + sample}."
+    tokens = np.resize(prompt.tokens, _NUM_TOKENS).astype(np.int32)
+    return Completion(
+        ordinal=ordinal,
+        sample=sample,
+        prompt=prompt,
+        segments=(Segment(tokens=tokens),),
+        text=text,
+        finish_reason="stop",
+    )
+
+
+def _check(entry: Entry, names: Sequence[str]) -> None:
+    """Raise ConfigError for a call that failed, and for a part that is no finite number."""
+    wrong = next((i for i, part in enumerate(entry.parts) if part is not None and not math.isfinite(part)), None)
+    if entry.failure is None and wrong is None:
+        return
+    failure = entry.failure or f"{names[wrong or 0]}: it returned {entry.parts[wrong or 0]} as a reward"
+    prompt = entry.completion.prompt
+    advice = (
+        "raise rewards.timeout_s, or load what the function needs when its file is imported"
+        if "timed out after" in failure
+        else "models write anything, and a reward must survive it"
+    )
+    raise ConfigError(
+        "a reward fails in a dry call, before the run",
+        got=f"{failure}; the prompt was {shortened(repr(prompt.text), _PROMPT_CHARS)}",
+        allowed="for any text, a list with one finite number or None for each completion",
+        hint=f"{advice}; keywords are {', '.join(GIVEN)} and the columns {_columns(prompt)}; "
+        "rewards.dry_call = false for functions that are not to be called in vain",
+    )
+
+
+def _columns(prompt: Prompt) -> str:
+    return ", ".join(sorted({"answer", *prompt.columns} - set(GIVEN)))

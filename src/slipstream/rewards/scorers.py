@@ -1,0 +1,112 @@
+"""Who scores the terms of a configuration: sandboxed workers, and this process for functions given from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from slipstream.algorithms.responses import truncate_at_token
+from slipstream.core.clock import Clock
+from slipstream.core.config import RewardsConfig, TaskConfig
+from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.types import Completion
+from slipstream.rewards.assembly import Call, Where
+from slipstream.rewards.calls import Scoring, call_function
+from slipstream.rewards.checks import check_isolation, setup_of, terms_of
+from slipstream.rewards.given import Functions, check_given
+from slipstream.rewards.inline import CallableScorer
+from slipstream.rewards.pool import Scored, ScoringPool
+from slipstream.rewards.protocol import AnyJob, GroupJob, Job, Term
+
+
+class Scorers:
+    """A `ScoringPool`, a `CallableScorer`, or both, as one: calls in, one `Scored` each out.
+
+    `names` are those of the parts, `where` says who scores each. Starts the workers and waits until one has imported
+    what it needs. ConfigError for functions that cannot be built, or that this platform cannot isolate.
+    """
+
+    def __init__(
+        self,
+        config: RewardsConfig,
+        tasks: Mapping[str, TaskConfig],
+        functions: Functions,
+        *,
+        clock: Clock | None = None,
+        private: Sequence[str] = (),
+        num_spares: int = 1,
+    ) -> None:
+        self._config = config
+        check_given(config, functions)
+        terms = terms_of(config)
+        self.names = [term.name for term in terms]
+        self.where: list[Where] = [(_is_own(term), term.per) for term in terms]
+        self._scorers: dict[bool, CallableScorer | ScoringPool] = {}
+        if own := [term for term in terms if _is_own(term)]:
+            scorings = [
+                Scoring(term.name, term.per, partial(call_function, functions[term.function.removeprefix(FROM_PYTHON)]))
+                for term in own
+            ]
+            self._scorers[True] = CallableScorer(scorings, timeout_s=config.timeout_s, clock=clock)
+        if len(own) < len(terms) or not terms:
+            setup = setup_of(config, tasks)
+            pool = ScoringPool(
+                setup, num_workers=config.num_workers, clock=clock, private=private, num_spares=num_spares
+            )
+            self._scorers[False] = pool
+            try:
+                pool.wait_ready()
+                check_isolation(setup, pool.isolation, trust_verifier=config.trust_verifier)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def isolation(self) -> frozenset[str]:
+        """The barriers around workers; none without them."""
+        return self._scorers[False].isolation if False in self._scorers else frozenset()
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(scorer.num_restarts for scorer in self._scorers.values())
+
+    def submit(self, call: Call) -> None:
+        """Queue `call`; its scorer gets it at the next `poll`."""
+        jobs = [self._job(call.job_id, entry.completion) for entry in call.entries]
+        is_own, per = call.where
+        job: AnyJob = jobs[0] if per == "completion" else GroupJob(call.job_id, jobs)
+        self._scorers[is_own].submit(job)
+
+    def poll(self) -> list[Scored]:
+        """Move what can be moved without waiting; results in the order they came."""
+        return [scored for scorer in self._scorers.values() for scored in scorer.poll()]
+
+    def fds(self) -> list[int]:
+        """Readable when `poll` has something to do."""
+        return [fd for scorer in self._scorers.values() for fd in scorer.fds()]
+
+    def next_deadline_s(self) -> float | None:
+        """When, on the clock, `poll` has to be called even if nothing arrives; None while no job is known."""
+        deadlines = [scorer.next_deadline_s() for scorer in self._scorers.values()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def close(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
+
+    def _job(self, job_id: int, completion: Completion) -> Job:
+        prompt, config = completion.prompt, self._config
+        ids = truncate_at_token(completion.tokens, config.truncate_token, after=config.truncate_after)
+        return Job(
+            job_id=job_id,
+            prompt=prompt.text if prompt.messages is None else prompt.messages,
+            completion=completion.text[: config.max_chars],
+            completion_ids=ids.tolist(),
+            task=prompt.task,
+            answer=prompt.answer,
+            columns=prompt.columns,
+        )
+
+
+def _is_own(term: Term) -> bool:
+    return term.function.startswith(FROM_PYTHON)

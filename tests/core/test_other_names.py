@@ -1,0 +1,232 @@
+"""Names of other trainers lead to ours, in recipes, on the command line and from Python; each target is there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from slipstream import cli
+from slipstream.algorithms.losses import LOSSES
+from slipstream.controller.build import check_loss
+from slipstream.core.config import PRESETS, RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.other_names import FIELDS, VALUES, counterparts, flags_in, sentence, sentences
+from slipstream.core.recipes import field_paths, merge, nested, resolve
+
+ENTRIES = [(whose, name, entry) for whose, names in FIELDS.items() for name, entry in names.items()]
+TEXTS = sorted({entry for *_, entry in ENTRIES} | {said for table in VALUES.values() for said in table.values()})
+PATHS = set(field_paths(RunConfig))
+LISTS = {"[[rewards.terms]]", "[[rewards.models]]", "[[prompts.tasks]]"}
+
+
+def settings(text: str) -> dict[str, Any]:
+    """The `field = value` in `text`, as overrides."""
+    found: dict[str, Any] = {}
+    for name, value in re.findall(r"`([a-z_.]+) = ([^`]+)`", text):
+        found = merge(found, nested({name: tomllib.loads(f"value = {value}")["value"]}))
+    return found
+
+
+def test_every_target_is_a_field_and_every_setting_is_allowed() -> None:
+    for whose, name, entry in ENTRIES:
+        field = entry.partition(", ")[0]
+        assert field == "-" or field in PATHS, f"{whose}: {name}"
+        assert field != "-" or ", " in entry, f"{whose}: {name} says nothing"
+    assert set(VALUES) - {"preset"} <= PATHS
+    for text in TEXTS:
+        for quoted in re.findall(r"`([^`]+)`", text):
+            if not quoted.startswith("slipstream "):
+                assert quoted in LISTS or quoted.partition(" = ")[0] in PATHS, text
+        config = resolve("quickstart", settings(text))
+        if "loss" in settings(text):
+            check_loss(config)
+
+
+def test_settings_as_flags_are_the_same() -> None:
+    """All that are told, parsed together where they are of different fields: each parser takes a while to make."""
+    told = {(text, flags_in(text)) for text in re.findall(r"`[a-z_.]+ = [^`]+`", " ".join(TEXTS))}
+    by_flag: dict[str, list[tuple[str, str]]] = {}
+    for text, flag in told:
+        by_flag.setdefault(text.partition(" ")[0], []).append((text, flag.strip("`")))
+    while by_flag:
+        chosen = [some.pop() for some in by_flag.values()]
+        by_flag = {name: some for name, some in by_flag.items() if some}
+        argv = ["quickstart", *" ".join(flag for _, flag in chosen).split()]
+        options = cli._parse("run", cli._run_options({}, argv), argv, cli.run_command)
+        assert cli.as_overrides(options.overrides) == settings(" ".join(text for text, _ in chosen))
+
+
+def test_values_of_ours_are_no_values_of_others() -> None:
+    for field, table in VALUES.items():
+        for value in table:
+            if field == "preset":
+                assert value not in PRESETS
+            elif field == "loss.name":
+                assert value not in LOSSES or LOSSES[value].kind != "policy"
+            else:
+                where = {"trackers.names": [value]}.get(field, value)
+                with pytest.raises(ConfigError):
+                    resolve("quickstart", {field: where})
+
+
+def ways(tmp_path: Path, field: str, value: Any) -> Iterator[str]:
+    """What is said where `field` stands in a recipe, in nested and in dotted overrides, and on the command line."""
+    tables: Any = value
+    for name in reversed(field.split(".")):
+        tables = {name: tables}
+    recipe = tmp_path / "ported.toml"
+    recipe.write_text(tomli_w.dumps(tables))
+    for call in (
+        lambda: resolve(recipe),
+        lambda: resolve("quickstart", tables),
+        lambda: resolve("quickstart", {field: value}),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            call()
+        yield str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        cli.run_command(["quickstart", f"--{field}", str(value)])
+    yield str(refused.value).replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("field", "ours"),
+    [
+        ("learning_rate", "trainer.optimizer.lr"),
+        ("num_generations", "completions_per_group"),
+        ("beta", "kl.coef"),
+        ("use_vllm", "generator.engine"),
+        ("report_to", "trackers.names"),
+        ("num_iterations", "trainer.epochs"),
+        ("fsdp", "trainer.ranks"),
+        ("actor_rollout_ref.rollout.n", "completions_per_group"),
+        ("rollout.n", "completions_per_group"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "kl.coef"),
+        ("kl_loss_coef", "kl.coef"),
+        ("trainer.save_freq", "trainer.checkpoint_every"),
+        ("orchestrator.batch_size", "groups_per_step"),
+        ("max_async_level", "max_staleness"),
+        ("n_samples_per_prompt", "completions_per_group"),
+        ("output_dir", "out=DIR in Python"),
+    ],
+)
+def test_a_name_of_another_trainer_is_told_everywhere(field: str, ours: str, tmp_path: Path) -> None:
+    whose, name, _ = counterparts(field)[0]
+    for said in ways(tmp_path, field, 1):
+        assert f"{whose}'s {name}".replace("-", "_") in said.replace("-", "_")
+        assert ours in said
+        assert "did you mean" not in said
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "ours"),
+    [
+        ("loss.name", "dapo", "grpo"),
+        ("loss.name", "sft", "stages"),
+        ("loss.advantages", "rloo", "leave_one_out"),
+        ("loss.reduction", "token-mean", "token"),
+        ("kl.estimator", "low_var_kl", "k3"),
+        ("generator.precision", "bf16", "bfloat16"),
+        ("generator.engine", "sglang", "vllm"),
+    ],
+)
+def test_a_value_of_another_trainer_is_told_everywhere(field: str, value: str, ours: str) -> None:
+    for call in (
+        lambda: check_loss(resolve("quickstart", {field: value})),
+        lambda: cli.run_command(["quickstart", f"--{field}", value]),
+        lambda: cli.run_command(["quickstart", f"--{field}={value}"]),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            call()
+        hint = str(refused.value).partition("hint:")[2]
+        assert ours in hint
+        assert "did you mean" not in hint
+
+
+def test_an_asynchronous_preset_is_one_of_three() -> None:
+    for call in (
+        lambda: resolve("quickstart", preset="async"),
+        lambda: cli.run_command(["quickstart", "--preset", "async"]),
+    ):
+        with pytest.raises(ConfigError, match=r"hint: .*'one_step' .*'bounded' .*'continuous'"):
+            call()
+
+
+def test_a_whole_configuration_of_another_trainer_is_told_in_one_screen() -> None:
+    ported = dict.fromkeys(FIELDS["TRL"], 1) | {"actor_rollout_ref": {"rollout": {"n": 8, "name": "vllm"}}}
+    with pytest.raises(ConfigError) as refused:
+        resolve("quickstart", ported)
+    said = str(refused.value)
+    assert "learning_rate is `trainer.optimizer.lr` here" in said
+    assert len(said) < 2000
+    two = sentences(["num_generations", "beta", "unknown"], as_flags=True)
+    assert two == "num_generations is `--completions-per-group` here; beta is `--kl.coef` here"
+
+
+def test_ours_and_typing_errors_are_still_guessed() -> None:
+    for name, meant in (("lr", "trainer.optimizer.lr"), ("max_stalness", "max_staleness"), ("genrator", "generator")):
+        assert sentence(name) is None
+        with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+            resolve("quickstart", {name: {"num_slots": 8} if name == "genrator" else 1})
+    with pytest.raises(ConfigError, match=r"did you mean '--trainer\.optimizer\.lr'"):
+        cli.run_command(["quickstart", "--lr", "1"])
+
+
+def test_a_loss_of_another_kind_is_offered_to_nobody() -> None:
+    others = {name for name, loss in LOSSES.items() if loss.kind != "policy"}
+    assert len(others) == 5
+    for name in ("bradly_terry", "choise", "nothing", "sft", "value"):
+        with pytest.raises(ConfigError) as refused:
+            check_loss(resolve("quickstart", {"loss.name": name}))
+        assert not others & set(re.findall(r"\w+", str(refused.value.allowed)))
+        assert not others & set(re.findall(r"did you mean '(\w+)'", str(refused.value.hint)))
+
+
+# Overrides with dots
+
+
+def test_dotted_overrides_are_nested_ones() -> None:
+    dotted = {
+        "loss.name": "ppo",
+        "trainer.optimizer.lr": 2e-4,
+        "trainer": {"optimizer.eps": 1e-5, "epochs": 2},
+        "loss.params.eps_low": 0.1,
+        "loss.params.eps_high": 0.3,
+        "steps": 3,
+    }
+    plain = {
+        "loss": {"name": "ppo", "params": {"eps_low": 0.1, "eps_high": 0.3}},
+        "trainer": {"optimizer": {"lr": 2e-4, "eps": 1e-5}, "epochs": 2},
+        "steps": 3,
+    }
+    assert nested(dotted) == plain
+    assert resolve("quickstart", dotted) == resolve("quickstart", plain)
+    assert resolve({"prompts.tasks": [{"name": "spell_backward"}], "loss.name": "ppo"}).loss.name == "ppo"
+    free = {"loss": {"params": {"a.b": 1.0}}}
+    assert nested(free) == free
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        {"loss.name": "ppo", "loss": {"name": "grpo"}},
+        {"loss": {"name": "grpo"}, "loss.name": "ppo"},
+        {"trainer.optimizer": {"lr": 1.0}, "trainer": {"optimizer.lr": 2.0}},
+        {"steps": 1, "steps.x": 2},
+    ],
+)
+def test_a_field_that_is_given_twice_is_refused(twice: Mapping[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is given twice"):
+        resolve("quickstart", twice)
+
+
+def test_what_is_no_field_name_is_refused() -> None:
+    for wrong in ({1: 2}, {"": 1}, {".": 1}, {"loss.": 1}, {"loss.nmae": "ppo"}):
+        with pytest.raises(ConfigError, match=r"unknown field|Keys should be strings"):
+            resolve("quickstart", wrong)  # type: ignore[arg-type]
