@@ -47,7 +47,7 @@ def test_a_group_is_scored_by_one_call_and_fails_as_a_whole() -> None:
         ]
         done = run_jobs(pool, questions)
     assert done[0].parts == [2.0, None, 1.0]
-    assert done[1].failure == f"ranks: ValueError: not this group (group_rewards.py, line 16)"
+    assert done[1].failure == "ranks: ValueError: not this group (group_rewards.py, line 16)"
     assert (done[2].failure or "").startswith("ranks: worker died")
     assert done[3].parts == [0.0, 1.0]
     assert done[4].parts == [1.0]  # terms of completions alone
