@@ -27,8 +27,9 @@ settings.register_profile("fixed", derandomize=True, **_AT_ANY_PACE)
 settings.register_profile("drawn", **_AT_ANY_PACE)
 settings.load_profile("fixed")
 
-# What a shell runs in the background ignores Ctrl-C, and so would every run that a test starts and interrupts.
+# What a shell runs in the background ignores Ctrl-C, what nohup runs SIGHUP, and so would every run that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # Threads of libraries that live as long as the process, and wait in Python: they end with it and harm nobody.

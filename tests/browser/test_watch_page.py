@@ -497,7 +497,7 @@ def test_what_axes_say_lies_beside_their_curves_and_no_word_is_broken(
             return [label.textContent, box.width > 0 && box.left >= first && box.right <= last];
         });
     })""")
-    assert len(found) == 10
+    assert len(found) == 12
     assert [label for label, is_beside in found if not is_beside] == []
     assert page.evaluate(BROKEN_WORDS) == []
 

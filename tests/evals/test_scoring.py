@@ -44,12 +44,12 @@ def test_rollouts_come_in_the_order_of_completions() -> None:
     assert rollouts[1].failure == f"mine: ValueError: no ({Path(__file__).name}, line {line})"
 
 
-def test_the_first_term_says_what_is_correct() -> None:
+def test_the_measure_says_what_is_correct() -> None:
     terms = [
         RewardTerm(function="exact_match"),
         RewardTerm(function="regex", params={"pattern": "^n"}, weight=2.0),
     ]
     rollouts = score([completion(0, "yes"), completion(1, "no")], Rewards(RewardsConfig(terms=terms), {}))
-    answers = [_as_answer(rollout, sample=0, temperature=0.0) for rollout in rollouts]
+    answers = [_as_answer(rollout, "exact_match", sample=0, temperature=0.0) for rollout in rollouts]
     assert [answer.reward for answer in answers] == [1.0, 2.0]
     assert [answer.is_correct for answer in answers] == [True, False]

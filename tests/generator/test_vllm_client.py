@@ -283,7 +283,7 @@ def test_a_silent_process_meets_its_deadline(
 
 def test_a_stuck_process_is_replaced_and_killed(model: Transformer, tmp_path: Path) -> None:
     with fake_engine(
-        model, tmp_path, fake={"stuck_after": 30}, deadlines=Deadlines(20.0, 10.0, 0.3), max_restarts=1
+        model, tmp_path, fake={"stuck_after": 30}, deadlines=Deadlines(20.0, 10.0, 3.0), max_restarts=1
     ) as engine:
         engine.submit([request()])
         drive(engine, lambda: num_tokens(engine) >= 1)

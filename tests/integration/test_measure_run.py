@@ -50,7 +50,7 @@ def test_a_reward_below_0_is_told_by_its_held_out_mean(
     assert after["reward"] <= 0.0
     for moment in (before, after):
         assert (moment["accuracy"], moment["sampled_accuracy"], moment["num_prompts"]) == (None, None, 24)
-        assert moment["reward_parts"] == {"reward": moment["reward"]}
+        assert moment["reward_parts"] == {"no_vowels": moment["reward"]}
         assert moment["sampled_reward"] is not None
     told = shown(capsys.readouterr().out)
     assert f"held-out reward before: {before['reward']:.3f}" in told

@@ -22,7 +22,7 @@ import slipstream.stages.sft as sft
 from slipstream.core.errors import SlipstreamError
 from slipstream.trainer import executor
 
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 400.0
 END_DEADLINE_S = 20.0
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 ENDLESS = 100_000  # steps

@@ -48,7 +48,7 @@ def check_versions(out: Path, *, max_probe_error: float) -> list[int]:
     assert (versions[0], versions[-1]) == (0, STEPS)
     assert all(0 <= swap["probe_error"] < max_probe_error for swap in swaps)
     assert all(swap["pause_s"] > 0 for swap in swaps)
-    evaluated = [line["version"] for line in lines(out / "metrics.jsonl") if "eval_accuracy" in line]
+    evaluated = [line["version"] for line in lines(out / "metrics.jsonl") if "eval_reward" in line]
     assert evaluated[0] == 0
     assert evaluated[-1] == STEPS
     assert 2 <= evaluated[1] <= STEPS

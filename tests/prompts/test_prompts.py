@@ -319,7 +319,7 @@ def test_missing_datasets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, mo
     with pytest.raises(ConfigError, match="not found"):
         build_prompts(run_config(dataset=str(tmp_path / "nothing.jsonl"), num_eval=1), tokenizer)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"(?s)cannot be loaded.*without network"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot be loaded.*where there is a network"):
         build_prompts(run_config(dataset="nobody/nothing-here", num_eval=1), tokenizer)
 
 

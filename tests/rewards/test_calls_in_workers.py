@@ -47,8 +47,8 @@ def test_a_group_is_scored_by_one_call_and_fails_as_a_whole() -> None:
         ]
         done = run_jobs(pool, questions)
     assert done[0].parts == [2.0, None, 1.0]
-    assert done[1].failure == f"{RANKS.function}: ValueError: not this group (group_rewards.py, line 16)"
-    assert (done[2].failure or "").startswith(f"{RANKS.function}: worker died")
+    assert done[1].failure == "ranks: ValueError: not this group (group_rewards.py, line 16)"
+    assert (done[2].failure or "").startswith("ranks: worker died")
     assert done[3].parts == [0.0, 1.0]
     assert done[4].parts == [1.0]  # terms of completions alone
 
@@ -65,15 +65,15 @@ def wait_for(pool: ScoringPool, is_so: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(("question", "slow"), [("hang alone", HANGS), ("hang", RANKS)])
 def test_who_is_slow_is_named_among_several_terms(question: str, slow: RewardTerm) -> None:
     """The clock is moved when the worker has said what it has come to."""
-    clock = VirtualClock()
+    clock, name = VirtualClock(), slow.function.rpartition(":")[2]
     with closing(pool_of(MATCH, HANGS, RANKS, RewardTerm(function=RANKS.function, per="group"), clock=clock)) as pool:
         pool.submit(job(0, question, answer="a") if slow is HANGS else group(0, question))
         pool.poll()
         (slot,) = [slot for slot in pool._slots if slot.jobs]
-        wait_for(pool, lambda: slot.term == slow.function)
+        wait_for(pool, lambda: slot.term == name)
         clock.advance(120.0)
         (hung,) = pool.poll()
-    assert hung.failure == f"{slow.function}: timed out after 120 s"
+    assert hung.failure == f"{name}: timed out after 120 s"
 
 
 class _Judge(http.server.BaseHTTPRequestHandler):

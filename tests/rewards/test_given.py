@@ -46,7 +46,8 @@ def test_functions_and_names_may_be_mixed(config: RunConfig) -> None:
     assert [term.weight for term in terms] == [1.0, 1.0, 0.1, 1.0, 1.0, 1.0, 1.0]
     assert [term.per for term in terms] == ["completion"] * 6 + ["group"]
     assert len({term.name for term in terms_of(found.rewards)}) == 7
-    assert found.model_copy(update={"rewards": config.rewards}) == config
+    assert found.eval.measure is None  # it named a term that is gone
+    assert found.model_copy(update={"rewards": config.rewards, "eval": config.eval}) == config
 
 
 def test_weights_are_those_of_trl(config: RunConfig) -> None:

@@ -108,7 +108,8 @@ def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
     def function(completions: Any, **_: Any) -> list[float]:
         raise RuntimeError("no")
 
-    executor = Rewards(RewardsConfig(failure_reward=-2.0), {}, function=function)
+    config = RewardsConfig(terms=[RewardTerm(function="python:fails")], failure_reward=-2.0)
+    executor = Rewards(config, {}, functions={"fails": function})
     ports = start(executor, tmp_path, name="rewards")
     ports["completions"].put(completion(0, "ok", purpose="eval"))
     try:
@@ -116,7 +117,8 @@ def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
     finally:
         executor.close()
     (scored,) = [m for m in ports["events"].messages if isinstance(m, EvalScored)]
-    assert (scored.reward, scored.reward_parts, scored.failure) == (-2.0, {}, "RuntimeError: no")
+    assert (scored.reward, scored.reward_parts) == (-2.0, {})
+    assert (scored.failure or "").startswith("fails: RuntimeError: no")
 
 
 def test_where_models_follow_they_score_evaluations_too(tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_a_group_is_scored_when_it_is_whole_and_an_evaluation_at_once(tmp_path: 
     assert [(one.completion.text, one.reward) for one in found] == [("a", 10.0), ("b", 11.0)]
     assert found[1].reward_parts == {"ranks": 1.0, "length": 1.0}
     (scored,) = [m for m in ports["events"].messages if isinstance(m, EvalScored)]
-    assert scored.reward == 0.0  # the first of one
+    assert scored.reward_parts == {"ranks": 0.0, "length": 5.0}  # the first of one
 
 
 def test_the_first_failure_of_a_kind_is_told_at_once(tmp_path: Path) -> None:
