@@ -16,7 +16,7 @@ from slipstream.batching import collate
 from slipstream.core.config import OptimizerConfig, WarmStartConfig
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.types import StepDone, TrainStep
-from slipstream.trainer import executor
+from slipstream.trainer import inbox
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import FlatAdamW
@@ -221,7 +221,7 @@ def test_a_demonstration_that_breaks_the_warm_start_is_named():
 
 def test_the_trainer_leaves_a_report_and_tells_nobody_of_the_step(tmp_path, monkeypatch):
     """As it would be if vetting were blind: the rollout arrives, and the step refuses it."""
-    monkeypatch.setattr(executor, "vetted", lambda rollout, limits, newest_version: rollout)
+    monkeypatch.setattr(inbox, "vetted", lambda rollout, limits, newest_version: rollout)
     run = Run(tmp_path)
     groups = replaced(make_groups(4), (1, 2), lambda one: with_logprobs(one, math.nan))
     for group in groups:
