@@ -35,7 +35,8 @@ def run_small(commands: list[str], checkout: Path, store: Path) -> None:
         pytest.skip("; ".join(dict.fromkeys(why or "it has a test of its own" for _, why in made)))
     text = "\n".join(there)
     furnish(checkout, store, text)
-    assert shell(text, checkout).strip(), f"{text} prints nothing"
+    printed = shell(text, checkout).strip()
+    assert printed or all(" > " in one for one in there), f"{text} prints nothing"
 
 
 @pytest.mark.parametrize("block", DIFFERENT, ids=lambda block: block.name)
