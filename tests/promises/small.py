@@ -37,7 +37,7 @@ SMALLER = {
     r"RUN/sft/model": "RUN/model",
     r"--resume DIR --steps \d+": "--resume CUT --steps 44",
     r"--resume DIR": "--resume CUT",
-    r"^pytest(?: -q)?": "pytest -q --collect-only",
+    r"^pytest(?: -q)?": "pytest -qq --collect-only",
     r"(slipstream run (?:quickstart|planned\.toml))": rf"\1 {QUICK}",
     r"(slipstream run (?:smollm2|mine\.toml))": rf"\1 {STEPS} --generator.max-new-tokens 8",
     r"(slipstream run smollm2)(?!.*--model\.path)": r"\1 --model.path models/smollm2-135m-instruct",  # no hub is asked

@@ -23,7 +23,6 @@ def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_promp
     place of the configuration's.
     """
     check_model_path(config)
-    check_measure(config)
     sources = [] if has_own_prompts else [config.prompts.dataset, config.prompts.eval_dataset]
     sources += [config.sft.dataset] if "sft" in config.stages else []
     sources += [config.reward_model.preferences] if "reward_model" in config.stages else []
@@ -32,6 +31,7 @@ def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_promp
     if "rl" in config.stages and (config.rewards.terms or not config.rewards.models):
         check_given(config.rewards, given)
         setup_of(config.rewards, task_table(config.prompts.tasks))
+    check_measure(config)  # behind the functions: where a name is misspelt there, the measure's is right
 
 
 def check_names(config: RunConfig) -> None:

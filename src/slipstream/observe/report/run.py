@@ -164,9 +164,10 @@ class Run:
 
     @property
     def wasted_share(self) -> float | None:
-        """Wasted tokens over those trained on."""
+        """Wasted tokens over those trained on. What was left when the run ended goes on with it, and is no waste."""
         trained = sum(self.history.clocks["tokens"][-1:])
-        return sum(self.wasted.values()) / trained if trained and self.times.balance is not None else None
+        wasted = sum(tokens for cause, tokens in self.wasted.items() if cause != "left")
+        return wasted / trained if trained and self.times.balance is not None else None
 
     @property
     def bound(self) -> int | None:
