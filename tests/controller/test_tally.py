@@ -9,7 +9,7 @@ import pytest
 from slipstream.controller.evaluations import GREEDY, SAMPLED
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import write_samples
-from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, measured
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, measured
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Counters, EvalScored, StepDone
 from slipstream.observe.metrics import LEAST_S, flatten

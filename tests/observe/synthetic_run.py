@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from slipstream.core.clock import VirtualClock
-from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, Measured
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.observe.balance import Balance, Dial, Interference, Split
 from slipstream.observe.metrics import MetricsWriter, read_metrics

@@ -6,7 +6,7 @@ import pytest
 from synthetic_run import make_summary
 
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.measure import Measured
+from slipstream.core.held_out import Measured
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import check, read_summary, versions, violations, write_summary
 

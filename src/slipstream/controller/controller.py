@@ -35,8 +35,8 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import CheckpointError, SlipstreamError, clip
 from slipstream.core.files import decode_json
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, measured
 from slipstream.core.interrupts import Interrupts
-from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, measured
 from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
     Admit,

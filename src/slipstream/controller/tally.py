@@ -12,7 +12,7 @@ from typing import Any, get_args
 from slipstream.controller.evaluations import GREEDY, SAMPLED
 from slipstream.controller.ledger import counts
 from slipstream.core.config import RunConfig
-from slipstream.core.measure import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics
 from slipstream.core.types import (
     Counters,
     EvalScored,

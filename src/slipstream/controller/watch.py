@@ -10,7 +10,7 @@ import msgspec
 
 from slipstream.controller.tally import Tally
 from slipstream.core.config import RunConfig
-from slipstream.core.measure import is_right
+from slipstream.core.held_out import is_right
 from slipstream.core.types import Counters, Progress, Swapped
 from slipstream.observe import samples as samples_module
 from slipstream.observe.display import Display, config_summary, in_numbers

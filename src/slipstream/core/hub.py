@@ -307,7 +307,11 @@ def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Pat
 
 def _beside(work: Callable[[], str]) -> str:
     """What `work` returns or raises, in a thread: an interrupt ends the wait for it, where the library's own would last
-    until whole files are there. What has arrived stays in the cache."""
+    until whole files are there. What has arrived stays in the cache.
+
+    Waits for: the download, as long as that takes. A connection that is silent is ended by the library, after
+    HF_HUB_DOWNLOAD_TIMEOUT (10 s).
+    """
     outcome: list[str | BaseException] = []
 
     def run() -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.measure import check_measure, is_right, measured
+from slipstream.core.held_out import check_measure, is_right, measured
 from slipstream.core.types import Prompt, Rollout
 from slipstream.evals.pass_at_k import pass_at_k_of
 from slipstream.evals.sampling import sample_completions

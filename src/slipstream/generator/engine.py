@@ -32,6 +32,7 @@ from slipstream.core.executor import NoSpans
 from slipstream.core.types import FinishReason
 from slipstream.generator.noise import noise_keys
 from slipstream.generator.prefixes import PrefixTable
+from slipstream.generator.request_queue import QueuedRequest, RequestQueue
 from slipstream.generator.requests import (
     Finished,
     KvOnUpdate,
@@ -42,7 +43,6 @@ from slipstream.generator.requests import (
 )
 from slipstream.generator.rows import Rows
 from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
-from slipstream.generator.waiting import Waiting, WaitingLine
 
 PREFILL_CHUNK = 512
 """Prompts longer than this are prefilled in pieces, whose places do not depend on the step's budget: so bits do not."""
@@ -96,7 +96,7 @@ class Engine:
         self._clock = clock if clock is not None else WallClock()
         self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
         self._prefixes = PrefixTable(runner, prefix_cache_tokens)
-        self._waiting = WaitingLine(self._prefixes, runner.num_rows)
+        self._queue = RequestQueue(self._prefixes, runner.num_rows)
         self._rows = Rows.empty(runner.num_rows, runner.max_len)
 
     @property
@@ -106,12 +106,12 @@ class Engine:
     @property
     def num_live(self) -> int:
         """Completions that have begun here and are not finished; those that wait to get back into a row included."""
-        return self._rows.num_live + self._waiting.num_left
+        return self._rows.num_live + self._queue.num_left
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not begun here."""
-        return len(self._waiting) - self._waiting.num_left
+        return len(self._queue) - self._queue.num_left
 
     @property
     def num_free_rows(self) -> int:
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not len(self._waiting) and not self._rows.is_live.any()
+        return not len(self._queue) and not self._rows.is_live.any()
 
     @property
     def num_re_prefilled(self) -> int:
@@ -132,11 +132,11 @@ class Engine:
         """
         for request in requests:
             check_request(request, max_len=self.max_len)
-        self._waiting.add(requests, was_live=False)
+        self._queue.add(requests, was_live=False)
 
     def pause_admission(self, is_paused: bool) -> None:
         """While paused no waiting request starts; live ones go on. Draining before a swap between batches."""
-        self._waiting.is_paused = is_paused
+        self._queue.is_paused = is_paused
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -147,7 +147,7 @@ class Engine:
             if not self._rows.is_live.any():
                 return []
             self._make_room()
-            if not len(self._waiting) or self._waiting.is_paused:
+            if not len(self._queue) or self._queue.is_paused:
                 self._compact()
             return self._decode(() if has_prefilled else self._chunks_beside())
 
@@ -178,13 +178,13 @@ class Engine:
 
     def begun(self) -> list[Request]:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
-        requests = [entry.request for entry in self._waiting if entry.request.resume is not None]
+        requests = [entry.request for entry in self._queue if entry.request.resume is not None]
         requests += [self._rows.resumable(row) for row in self._rows.live_rows if self._rows.num_new[row] > 0]
         return sorted(requests, key=lambda request: (request.stream, request.ordinal, request.sample))
 
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
-        exported = [*self._waiting.take_left(), *self._leave(self._rows.live_rows)]
+        exported = [*self._queue.take_left(), *self._leave(self._rows.live_rows)]
         return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
 
     # Rows
@@ -202,7 +202,7 @@ class Engine:
     def _requeue(self, rows: list[int]) -> None:
         """Let the sequences in `rows` wait, before all others, oldest first."""
         rows = sorted(rows, key=lambda row: int(self._rows.starts[row]))
-        self._waiting.add(self._leave(rows), was_live=True)
+        self._queue.add(self._leave(rows), was_live=True)
 
     # Admission
 
@@ -221,7 +221,7 @@ class Engine:
             with self._spans.span("re_prefill" if 2 * num_again > num_tokens else "prefill"):
                 self._runner.prefill(chunks)
                 self._spans.did(num_tokens)
-        elif not is_any_live and any(self._waiting.candidates()) and not any(self._waiting.ready()):
+        elif not is_any_live and any(self._queue.candidates()) and not any(self._queue.ready()):
             raise self._no_room()
         return bool(chunks)
 
@@ -237,7 +237,7 @@ class Engine:
         return self._choose_chunks(num_free_soon + -(-self._runner.num_rows // ROWS_PER_REQUEST_AHEAD))
 
     def _choose_chunks(self, num_wanted: int) -> list[Chunk]:
-        chunks, num_again = self._waiting.choose_chunks(
+        chunks, num_again = self._queue.choose_chunks(
             num_wanted,
             budget_tokens=self._prefill_tokens,
             chunk_tokens=self._prefill_chunk,
@@ -250,10 +250,10 @@ class Engine:
     def _admit(self) -> None:
         """Move requests whose prompts are stored into free rows, oldest first, lowest row first."""
         free = np.flatnonzero(~self._rows.is_live).tolist()
-        if ready := list(itertools.islice(self._waiting.ready(), len(free))):
+        if ready := list(itertools.islice(self._queue.ready(), len(free))):
             self._place(ready, free)
 
-    def _place(self, ready: list[Waiting], free: list[int]) -> None:
+    def _place(self, ready: list[QueuedRequest], free: list[int]) -> None:
         """Start `ready` in the first of the `free` rows, those of one prefix together; without memory they stay."""
         members_of: dict[bytes, list[int]] = {}
         for index, entry in enumerate(ready):
@@ -275,7 +275,7 @@ class Engine:
                 prefix.is_used = True
         if not started and not self._rows.is_live.any():
             raise self._no_room()
-        self._waiting.remove([ready[index] for index in sorted(started)])
+        self._queue.remove([ready[index] for index in sorted(started)])
         self._prefixes.trim()
 
     def _open_rows(self, rows: list[int], storage: Prefix | None, states: RowStates, in_use: Collection[bytes]) -> int:
@@ -350,7 +350,7 @@ class Engine:
         return finished
 
 
-def _row_states(entries: list[Waiting], seed: int) -> RowStates:
+def _row_states(entries: list[QueuedRequest], seed: int) -> RowStates:
     requests = [entry.request for entry in entries]
     resumes = [request.resume for request in requests]
     return RowStates(

@@ -16,7 +16,7 @@ import msgspec
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import SlipstreamError, clip
 from slipstream.core.files import decode_json
-from slipstream.core.measure import Measured
+from slipstream.core.held_out import Measured
 from slipstream.observe.balance import Balance
 from slipstream.observe.health import AlarmSpan
 

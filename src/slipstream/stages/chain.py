@@ -14,8 +14,8 @@ from slipstream.controller.placement import check_remote, num_cores
 from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.files import load_json
+from slipstream.core.held_out import check_measure
 from slipstream.core.hub import check_model_path, with_folders
-from slipstream.core.measure import check_measure
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.models.device import check_gpus
 from slipstream.models.preflight import check_policy

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.core.config import RewardsConfig, RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
-from slipstream.core.measure import RIGHT_FROM
+from slipstream.core.held_out import RIGHT_FROM
 from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.evals.drift import measure_drift, sample_of
 from slipstream.evals.lengths import completion_lengths

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from slipstream.core.config import RunConfig
+from slipstream.core.held_out import check_measure
 from slipstream.core.hub import check_model_path
-from slipstream.core.measure import check_measure
 from slipstream.prompts.dataset import check_source
 from slipstream.prompts.tasks import check_task_names, task_table
 from slipstream.rewards.checks import setup_of

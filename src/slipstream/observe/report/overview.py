@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from statistics import fmean, median
 
-from slipstream.core.measure import Measured
+from slipstream.core.held_out import Measured
 from slipstream.observe.balance import LEAST_STEPS, SMALL
 from slipstream.observe.display import duration
 from slipstream.observe.evaluation import MOMENTS

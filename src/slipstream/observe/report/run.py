@@ -16,7 +16,7 @@ import msgspec
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
-from slipstream.core.measure import Measured
+from slipstream.core.held_out import Measured
 from slipstream.core.recipes import read_toml
 from slipstream.core.run_lock import is_held
 from slipstream.core.sections import HARD_BOUND

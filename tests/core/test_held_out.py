@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.measure import (
+from slipstream.core.held_out import (
     GREEDY_PREFIX,
     SAMPLED_PREFIX,
     Measured,

@@ -15,7 +15,7 @@ from slipstream.generator.runner import Chunk
 
 
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """A request and the prefix it needs. `was_live`: it left its row unfinished in this engine."""
 
     request: Request
@@ -30,7 +30,7 @@ class Waiting:
         return self.was_live or self.request.is_again or self.request.resume is not None
 
 
-class WaitingLine:
+class RequestQueue:
     """Waiting requests in their order: those that were live here, then resumed ones, then new ones.
 
     No more of them are looked at than `num_rows`. While `is_paused`, only those that were live may start.
@@ -38,61 +38,61 @@ class WaitingLine:
 
     def __init__(self, prefixes: PrefixTable, num_rows: int) -> None:
         self._prefixes, self._num_rows = prefixes, num_rows
-        self._line: deque[Waiting] = deque()
+        self._queue: deque[QueuedRequest] = deque()
         self.num_left = 0
-        """Requests in the line that were live here."""
+        """Requests in the queue that were live here."""
         self.is_paused = False
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._line)
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        return iter(self._queue)
 
     def add(self, requests: Sequence[Request], *, was_live: bool) -> None:
         """Queue `requests` in this order, behind those of their kind."""
-        resumed: list[Waiting] = []
+        resumed: list[QueuedRequest] = []
         for request in requests:
             known = request.prompt_tokens.astype(np.int32)
             if request.resume is not None:
                 known = np.concatenate([known, request.resume.tokens.astype(np.int32)])
-            entry = Waiting(request, known[:-1], int(known[-1]), known[:-1].tobytes(), was_live)
+            entry = QueuedRequest(request, known[:-1], int(known[-1]), known[:-1].tobytes(), was_live)
             self._prefixes.want(entry.key)
             if request.resume is None and not was_live:
-                self._line.append(entry)
+                self._queue.append(entry)
             else:
                 resumed.append(entry)
         ahead = 0 if was_live else self.num_left
-        self._line.rotate(-ahead)
-        self._line.extendleft(reversed(resumed))
-        self._line.rotate(ahead)
+        self._queue.rotate(-ahead)
+        self._queue.extendleft(reversed(resumed))
+        self._queue.rotate(ahead)
         self.num_left += len(requests) if was_live else 0
 
-    def remove(self, started: Collection[Waiting]) -> None:
-        """Take these candidates, which are in rows now, out of the line."""
+    def remove(self, started: Collection[QueuedRequest]) -> None:
+        """Take these candidates, which are in rows now, out of the queue."""
         gone = {id(entry) for entry in started}
-        head = [self._line.popleft() for _ in range(min(len(self._line), self._num_rows))]
-        self._line.extendleft(entry for entry in reversed(head) if id(entry) not in gone)
+        head = [self._queue.popleft() for _ in range(min(len(self._queue), self._num_rows))]
+        self._queue.extendleft(entry for entry in reversed(head) if id(entry) not in gone)
         self.num_left -= sum(entry.was_live for entry in started)
 
     def take_left(self) -> list[Request]:
-        """Take those that were live here out of the line."""
-        left = [entry for entry in self._line if entry.was_live]
-        self._line = deque(entry for entry in self._line if not entry.was_live)
+        """Take those that were live here out of the queue."""
+        left = [entry for entry in self._queue if entry.was_live]
+        self._queue = deque(entry for entry in self._queue if not entry.was_live)
         self.num_left = 0
         for entry in left:
             self._prefixes.unwant(entry.key)
         self._prefixes.trim()
         return [entry.request for entry in left]
 
-    def candidates(self) -> Iterator[Waiting]:
+    def candidates(self) -> Iterator[QueuedRequest]:
         """Yield the requests that may start, in their order."""
-        for entry in itertools.islice(self._line, self._num_rows):
+        for entry in itertools.islice(self._queue, self._num_rows):
             if self.is_paused and not entry.was_live:
                 return
             yield entry
 
-    def ready(self) -> Iterator[Waiting]:
+    def ready(self) -> Iterator[QueuedRequest]:
         """Yield the candidates whose prompts are stored. They pass those whose prompts are being stored, since they
         would idle otherwise, but none that has nothing stored: it may lack the memory that they would take."""
         for entry in self.candidates():
@@ -132,5 +132,5 @@ class WaitingLine:
             num_ready += self._is_ready(entry)
         return chunks, num_again
 
-    def _is_ready(self, entry: Waiting) -> bool:
+    def _is_ready(self, entry: QueuedRequest) -> bool:
         return not entry.key or self._prefixes[entry.key].is_complete
