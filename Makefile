@@ -37,7 +37,7 @@ test-promises: .venv/dev $(TRL)/installed ## run every command and script that t
 
 SEED ?= 2
 fuzz: .venv/dev ## a thousand hostile recipes, flags, data sets, checkpoints and runs, drawn by SEED=2: half an hour
-	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED)
+	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED) $(ARGS)
 
 test-chaos: .venv/dev ## train while an adversary kills and stops processes (Linux): half an hour
 	$(BIN)/python -m pytest -q -s -m chaos tests/chaos $(ARGS)

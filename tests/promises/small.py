@@ -32,6 +32,7 @@ BARE = re.compile(r"slipstream( (run( --resume)?|launch( --group)?|eval|report|w
 SMALLER = {
     r"\bRECIPE\b(?=.* --(?:kl|rewards)\.)": "tldr_mini",  # has a reference and a reward model
     r"\bRECIPE\b": "quickstart",
+    r"\bplan (?:MODEL|ORG/NAME)$": "plan llama-3.1-8b --gpus 16",  # named without a size
     r"\bplan MODEL\b": "plan llama-3.1-8b",
     r"--gpus N\b": "--gpus 16",
     r"RUN/sft/model": "RUN/model",
@@ -39,18 +40,20 @@ SMALLER = {
     r"--resume DIR": "--resume CUT",
     r"^pytest(?: -q)?": "pytest -qq --collect-only",
     r"(slipstream run (?:quickstart|planned\.toml))": rf"\1 {QUICK}",
-    r"(slipstream run (?:smollm2|mine\.toml))": rf"\1 {STEPS} --generator.max-new-tokens 8",
+    r"(slipstream run (?:smollm2|mine\.toml))": rf"\1 {STEPS} --generator.max-new-tokens 8"
+    " --prompts.max-prompt-tokens 512",  # the stand-in reads characters
     r"(slipstream run smollm2)(?!.*--model\.path)": r"\1 --model.path models/smollm2-135m-instruct",  # no hub is asked
     r"(slipstream run tldr_mini)": rf"\1 {STAGES}",
     r"(slipstream run examples/programs\.toml)": r"\1 --steps 1 --completions-per-group 2 --generator.max-new-tokens 8"
     " --loss.no-skip-no-signal",  # a random model writes no program
     r"tensorboard wandb trackio": "tensorboard",  # the others have servers: tests/observe/test_trackers.py
     r"^(slipstream watch .*)": r"until_it_says http://127 \1 --port 0",
-    r"--num-prompts 48 --num-samples 8": "--num-prompts 4 --num-samples 2",
+    r"--num-prompts 48 --num-samples 8": "--num-prompts 4 --num-samples 2 --prompts.max-prompt-tokens 512",
     r"(slipstream launch \w+ --slurm.*)": r"rm -rf jobs; \1",  # the page writes into one folder more than once
-    r"^jobs/(\S+)/submit.sh": r"sh -n jobs/\1/submit.sh",  # tests/test_job_files.py runs it, with stand-ins
+    r"^jobs/(\S+)/submit.sh": r"bash -n jobs/\1/submit.sh",  # tests/test_job_files.py runs it, with stand-ins
     r"(make (?:quickstart)\b)": rf'\1 ARGS="{QUICK}"',
     r"(make test(?:-slow|-promises|-chaos|-cluster|-vllm)?(?![\w-]))": r"\1 ARGS=--collect-only",  # a tier of its own
+    r"(make fuzz(?: SEED=\d+)?)": r'\1 ARGS="--count 3"',
     r"(make bench)(?![\w-])": r'\1 ARGS="--cases short --rounds 1 --steps 1"',
     r"(make bench-engine)": r'\1 ARGS="--quick --models tiny --contenders slipstream generate"',
     r"(make experiments(?:-all)?)(?![\w-])": r"\1 ARGS=--list",
