@@ -195,9 +195,10 @@ def wait(
     with contextlib.ExitStack() as stack:
         for end in ends:
             try:
-                stack.enter_context(end.in_use())
+                stack.enter_context(end)
             except ChannelClosed:
                 return True
+        is_over = False
         while True:
             for sender in senders:
                 sender.pump()
@@ -205,16 +206,14 @@ def wait(
                 return True
             if any(sender.is_relieved for sender in senders):
                 return True
-            remaining_s = None if deadline_s is None else deadline_s - _CLOCK.now_s()
-            if remaining_s is not None and remaining_s <= 0 and timeout_s != 0:
+            if is_over:
                 return False
             awaited = [*(p for end in ends for p in end.pollables()), *extra_fds]
             with asleep():
-                ready = poll(awaited, remaining_s)
+                ready = poll(awaited, None if deadline_s is None else deadline_s - _CLOCK.now_s())
             if any(fd in ready for fd in extra_fds):
                 return True
-            if timeout_s == 0:
-                return any(receiver.depth for receiver in receivers)
+            is_over = deadline_s is not None and _CLOCK.now_s() >= deadline_s
 
 
 def make_transport_dir() -> Path:

@@ -139,7 +139,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file to be filled. Sync it and put it in place of `path` at the end of the context, unless that failed."""
+    """Yield a file to be filled. At the end sync it and put it in place of `path`, unless there was an error."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary

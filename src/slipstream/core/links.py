@@ -1,8 +1,8 @@
 """Links and listeners: the sockets under the ports, and the bookkeeping of a sender.
 
-A link is one (source, target) pair, within a process (`LocalLink`) or over ZeroMQ (`ZmqLink`). A ZmqLink keeps every
-message until the receiver has acknowledged that it was taken, and sends it again when a broken connection has lost it
-(`core/frames.py`).
+A link is the source's end of a channel, within a process (`LocalLink`) or over ZeroMQ (`ZmqLink`). A ZmqLink keeps
+every message until the receiver has acknowledged that it was taken, and sends it again when a broken connection has
+lost it (`core/frames.py`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class WakeUp:
 
 
 class Link(abc.ABC):
-    """One (source, target) pair, seen from its source."""
+    """The source's end of a channel: a (source, target) pair of ports."""
 
     can_wait = True
     """False when only this thread could make room."""
@@ -147,7 +147,7 @@ class LocalLink(Link):
         self.can_wait, self.is_connected = is_threaded, True
         self.num_waiting = 0  # counted by the inbox, under its lock
         self._deliver = deliver
-        self._room = WakeUp()
+        self._room = WakeUp() if is_threaded else None
 
     @property
     def depth(self) -> int:
@@ -159,25 +159,27 @@ class LocalLink(Link):
     def count_taken(self, count: int) -> None:
         """Make room for `count` messages; the inbox calls it, under its lock."""
         self.num_waiting -= count
-        self._room.set()
+        if self._room is not None:
+            self._room.set()
 
     def pump(self) -> None:
-        self._room.clear()
+        if self._room is not None:
+            self._room.clear()
 
     def probe(self) -> None:
         """Do nothing: both ends live in one process."""
 
     def pollables(self) -> list[Pollable]:
-        return [self._room.fileno()]
+        return [] if self._room is None else [self._room.fileno()]
 
     def end(self, why: str) -> None:
         if self.closed_because is None:
             self.closed_because, self.is_connected = why, False
-        self._room.set()
 
     def close(self) -> None:
         super().close()
-        self._room.close()
+        if self._room is not None:
+            self._room.close()
 
 
 class ZmqLink(Link):

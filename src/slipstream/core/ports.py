@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.core import frames, wire
 from slipstream.core.addresses import AddressBook
@@ -21,45 +20,39 @@ _CLOCK = WallClock()
 
 
 class _End(abc.ABC):
-    """One end of a port. Any thread may close it; its sockets are closed when the last thread has left `in_use`."""
+    """An end of a port. Any thread may close it; `with end:` keeps its sockets open until no thread uses them."""
 
     def __init__(self, port: str) -> None:
         self.port = port
         self.stats = ChannelStats()
         self.wake = WakeUp()
         self._lock = threading.RLock()
+        self.is_closed = False
         self._num_users = 0
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     def check_open(self) -> None:
         """Raise ChannelClosed once this end is closed."""
-        if self._is_closed:
+        if self.is_closed:
             raise ChannelClosed(f"port '{self.port}' is closed")
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Keep the sockets open inside this context, also when another thread closes this end. Raises ChannelClosed."""
+    def __enter__(self) -> None:
+        """Use the sockets until `__exit__`, also when another thread closes this end. Raises ChannelClosed."""
         with self._lock:
             self.check_open()
             self._num_users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                if self._is_closed and self._num_users == 0:
-                    self._dispose()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self.is_closed and self._num_users == 0:
+                self._dispose()
 
     def close(self) -> None:
         """Close this end and wake every thread that waits at it. Closing twice is closing once."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
             self._drop()
             self.wake.set()
             if self._num_users == 0:
@@ -112,7 +105,7 @@ class Inbox(_End):
         return link
 
     def await_word(self) -> None:
-        """From now on, hold back the frames of an executor's next incarnation until `fence` announces it.
+        """Hold back, from now on, the frames of an executor's next incarnation until `fence` announces it.
 
         A reader then learns of the loss of an executor before it gets messages of the successor.
         """
@@ -145,7 +138,7 @@ class Inbox(_End):
     def depth(self) -> int:
         """Messages that have arrived and were not taken."""
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._pump()
             return len(self._queue)
 
@@ -169,7 +162,7 @@ class Inbox(_End):
     def heard_s(self) -> Mapping[str, float]:
         """The times at which a frame of each executor was last read here, on the wall clock; no local executors."""
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._pump()
             return dict(self._heard_s)
 
@@ -190,7 +183,7 @@ class Inbox(_End):
             origin.count_taken(1)
             assert isinstance(item, Message)
             return item
-        assert isinstance(item, ChannelFrame)
+        assert isinstance(item, ChannelFrame)  # frames wait undecoded
         if origin.take(item):
             self._unacknowledged.discard(origin)
             self._acknowledge(origin)
@@ -262,8 +255,8 @@ class Inbox(_End):
     def _drop(self) -> None:
         self._queue.clear()
         for link in self._local_links:
-            link.count_taken(link.num_waiting)
             link.end(f"port '{self.port}' is closed")
+            link.count_taken(link.num_waiting)  # wakes a thread that waits for room
 
     def _dispose(self) -> None:
         if self._listener is not None:
@@ -320,7 +313,7 @@ class Outbox(_End):
         ChannelTimeout after the target's `deadline_s` (at once where both ends share a thread), and then no target got
         it; ChannelClosed when either end closes, or this executor was replaced by a later incarnation.
         """
-        with self.in_use(), self._put_lock:
+        with self, self._put_lock:
             self.check_open()
             if not isinstance(message, self._accepts):
                 raise ChannelError(
@@ -366,13 +359,13 @@ class Outbox(_End):
     def pump(self) -> None:
         """Read acknowledgements and send again what a broken connection lost. `wait` and a full `put` do it."""
         with self._put_lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 for link in self._links:
                     link.pump()
 
     def flush(self, deadline_s: float) -> None:
         """Wait until everything put was taken. Unblocked by: the targets take it. ChannelTimeout after `deadline_s`."""
-        with self.in_use(), self._put_lock:
+        with self, self._put_lock:
             self._wait_until(lambda: [link for link in self._links if link.depth], deadline_s)
 
     def disconnect(self, executor: str) -> None:
@@ -400,7 +393,7 @@ class Outbox(_End):
     def beat(self) -> None:
         """Ask every connected target for a sign of life. It answers when its program next reads its port."""
         with self._put_lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 for link in self._links:
                     if not link.is_closed:
                         link.probe()
