@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slipstream.core.executor import NoSpans
+from slipstream.core.spans import NoSpans
 
 
 class Heard(NoSpans):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed
-from slipstream.core.executor import Context, Executor, NoSpans, Spans
+from slipstream.core.executor import Context, Executor
+from slipstream.core.spans import NoSpans, Spans
 from slipstream.core.types import Message
 
 

@@ -21,7 +21,6 @@ from slipstream.core.channel import (
     Ports,
     connect,
     connect_by_book,
-    connect_hosted,
     connect_local,
     make_transport_dir,
     wait,
@@ -303,7 +302,7 @@ def test_one_process_may_host_several_executors(directory: Path) -> None:
         ChannelSpec("ac", Kind.BROADCAST, "a.out", "c.in", capacity=4, deadline_s=5.0),
         ChannelSpec("cb", Kind.GATHER, "c.out", "b.in", capacity=4, deadline_s=5.0),
     ]
-    here = connect_hosted(specs, ["a", "b"], directory, 1)
+    here = connect_by_book(specs, ["a", "b"], LocalAddresses(specs, directory), 1)
     there = connect(specs, "c", directory, 1)
     here["a"].outputs["out"].put(item(1))
     assert take(there.inputs["in"], 1) == [1]

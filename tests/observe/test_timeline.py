@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slipstream.core.clock import VirtualClock, WallClock
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.executor import Spans
+from slipstream.core.spans import Spans
 from slipstream.observe.timeline import Timeline, account_file, read_timeline, timeline_path
 
 DURATIONS = st.floats(0, 0.3) | st.floats(0, 1e-3) | st.just(0.0)

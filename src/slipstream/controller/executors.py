@@ -30,8 +30,8 @@ from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost, SlipstreamError
-from slipstream.core.executor import Spans
 from slipstream.core.ranks import RANK_MARK, split_rank_name
+from slipstream.core.spans import Spans
 from slipstream.core.types import (
     CompletionFinished,
     Counters,

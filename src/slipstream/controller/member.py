@@ -17,11 +17,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
 from slipstream.controller.groups import join_under_torchrun
 from slipstream.controller.host import Host, LeaseTether, report, serve
 from slipstream.controller.meeting import JOIN_TIMEOUT_S, attend, read_spec
 from slipstream.controller.weights import memory_of
-from slipstream.core.addresses import LOOPBACK, Store, StoreAddresses, grant_incarnation
+from slipstream.core.addresses import LOOPBACK, StoreAddresses, grant_incarnation
 from slipstream.core.channel import connect_by_book
 from slipstream.core.clock import ShiftedClock, wall_minus_clock_s
 from slipstream.core.errors import ConfigError, SlipstreamError

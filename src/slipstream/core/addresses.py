@@ -1,8 +1,8 @@
-"""Where ports listen, and how the others find out.
+"""The addresses of ports: where they listen, and how other processes find that out.
 
 On one machine (`LocalAddresses`) the path of a port's socket follows from the channels of the run. Across machines
-(`StoreAddresses`) every process binds its ports where the system has room, and announces them in the run's c10d store
-under its executor's name and incarnation. Addresses are all that the store gets to see; keys never go there.
+(`StoreAddresses`) every process binds its ports to free addresses and announces these in the run's c10d store, under
+the name and incarnation of its executor. The store holds addresses only, never keys.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from slipstream.core.channel_spec import ChannelSpec
+from slipstream.core.background import run_interruptibly
+from slipstream.core.channel_spec import ChannelSpec, executor_of
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, ConfigError
 from slipstream.core.keys import RunKeys
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 MAX_IPC_PATH_BYTES = 103  # sun_path holds 104 on macOS and 108 on Linux, with the final NUL
 LOOPBACK = "127.0.0.1"
@@ -33,70 +35,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a port listens, in ZeroMQ's form, and the incarnation of its executor (0: not known)."""
+    """The address of a listening port, in ZeroMQ's form, and the incarnation of its executor (0: not known)."""
 
     at: str
     incarnation: int = 0
 
 
-class AddressBook(Protocol):
-    """Tells a process where its own ports are to listen and where those of others do."""
-
-    @property
-    def keys(self) -> RunKeys | None:
-        """What sockets are secured with; None: not at all."""
-        ...
-
-    def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
-        """What port 'executor.port' of this process has to bind to."""
-        ...
-
-    def announce(self, executor: str, incarnation: int, bound: Mapping[str, Sequence[str]]) -> None:
-        """All ports of `executor` listen now, at `bound`. ChannelClosed when a later one has done so."""
-        ...
-
-    def find(self, port: str, incarnation: int = 0) -> Address:
-        """Where `port` listens: of this incarnation of its executor, or of the newest (0). Waits until it is announced.
-
-        ChannelTimeout names the executor that did not come in time.
-        """
-        ...
-
-
-class Store(Protocol):
-    """What is used of a c10d store (`torch.distributed.Store`)."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-
-
 class _Announcement(msgspec.Struct, frozen=True):
-    """Where an executor listens, in the store."""
+    """The addresses of an executor's ports, as the store holds them."""
 
     machine: str
     ports: dict[str, list[str]]
 
 
-def _decoded(content: bytes, kind: type[T]) -> T:
-    """What an executor wrote into the store, where anybody may write who reaches it. ChannelError when it is none."""
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
-        raise ChannelError("the run's store has something else where an executor announces itself", got=error) from None
-
-
 class LocalAddresses:
-    """Sockets in `transport_dir` (0700, short path), numbered as their ports occur in `specs`. Nobody waits.
+    """Sockets in `transport_dir` (0700, short path), numbered as their ports occur in `specs`; nothing is waited for.
 
-    Each incarnation has paths of its own: what was on its way to a dead one never reaches its successor. `incarnations`
-    are those of executors that have been started again; of the others it is 1.
+    Each incarnation has paths of its own, so messages on their way to a dead one never reach its successor.
+    `incarnations` are those of executors that have been started again; of the others it is 1.
     """
 
     keys: RunKeys | None = None
@@ -109,18 +65,20 @@ class LocalAddresses:
     ) -> None:
         self._transport_dir = transport_dir
         self._incarnations = {} if incarnations is None else incarnations
-        self._numbers = {port: number for number, port in enumerate(dict.fromkeys(spec.target for spec in specs))}
+        self._numbers = _numbered(specs)
 
     def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
+        """Return the addresses to which port 'executor.port' of this process has to bind."""
         return (self.find(port, incarnation).at,)
 
     def announce(self, executor: str, incarnation: int, bound: Mapping[str, Sequence[str]]) -> None:
-        """Nobody needs to be told."""
+        """Do nothing: addresses are known from the channels."""
 
     def find(self, port: str, incarnation: int = 0) -> Address:
+        """Return the address of `port`, for this incarnation of its executor or the one it started with (0)."""
         if self._transport_dir is None:
             raise ChannelError(f"port '{port}' is in another process, but there is no transport_dir")
-        incarnation = incarnation or self._incarnations.get(port.split(".")[0], 1)
+        incarnation = incarnation or self._incarnations.get(executor_of(port), 1)
         name = f"{self._numbers[port]}.sock" if incarnation == 1 else f"{self._numbers[port]}-{incarnation}.sock"
         return Address(ipc_address(self._transport_dir / name), incarnation)
 
@@ -128,9 +86,9 @@ class LocalAddresses:
 class StoreAddresses:
     """Ports at `host`, the address or name by which others reach this machine, and in `transport_dir` where given.
 
-    Processes of one machine that were given the same `transport_dir` meet there, all others over TCP.
-    Every process of the run makes one over the same store. Without `keys` only loopback addresses are allowed.
-    `deadline_s` bounds the wait for an executor that has not announced itself.
+    Processes of one machine that were given the same `transport_dir` connect there, all others over TCP.
+    Every process of the run makes one over the same store. `keys` secure the sockets; without them only loopback
+    addresses are allowed. `deadline_s` bounds the wait for an executor that has not announced itself.
     """
 
     def __init__(
@@ -153,18 +111,15 @@ class StoreAddresses:
             )
         if self._host.is_unspecified or self._host.is_multicast:
             raise ConfigError("not an address that others can reach", got=host, allowed="an address of this machine")
-        self._keys = keys
+        self.keys = keys
         self._store = store
         self._transport_dir = transport_dir
-        self._numbers = {port: number for number, port in enumerate(dict.fromkeys(spec.target for spec in specs))}
+        self._numbers = _numbered(specs)
         self._machine = "" if transport_dir is None else f"{socket.gethostname()}:{transport_dir.resolve()}"
         self._deadline_s = deadline_s
 
-    @property
-    def keys(self) -> RunKeys | None:
-        return self._keys
-
     def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
+        """Return the addresses to which port 'executor.port' of this process has to bind."""
         host = f"[{self._host}]" if self._host.version == 6 else str(self._host)
         remote = f"tcp://{host}:*"
         if self._transport_dir is None:
@@ -173,14 +128,22 @@ class StoreAddresses:
         return (ipc_address(self._transport_dir / f"{self._numbers[port]}-{incarnation}.sock"), remote)
 
     def announce(self, executor: str, incarnation: int, bound: Mapping[str, Sequence[str]]) -> None:
+        """Publish that all ports of `executor` listen, at `bound`. ChannelClosed when a later incarnation did so."""
+        key = f"{_PREFIX}{executor}"
+        newest = _decoded(self._store.get(key), int) if self._store.check([key]) else 0
+        if newest > incarnation:
+            raise ChannelClosed(f"incarnation {incarnation} of '{executor}' was replaced by {newest}")
         ports = {port: list(at) for port, at in bound.items()}
         content = msgspec.json.encode(_Announcement(machine=self._machine, ports=ports)).decode()
-        self._check_newest(executor, incarnation)
-        self._store.set(f"{_PREFIX}{executor}/{incarnation}", content)
-        self._store.set(f"{_PREFIX}{executor}", str(incarnation))
+        self._store.set(f"{key}/{incarnation}", content)
+        self._store.set(key, str(incarnation))
 
     def find(self, port: str, incarnation: int = 0) -> Address:
-        executor = port.split(".")[0]
+        """Return the address of `port`, for this incarnation of its executor or the newest (0), once it is announced.
+
+        ChannelTimeout names an executor that did not come in time.
+        """
+        executor = executor_of(port)
         if not incarnation:
             incarnation = _decoded(self._get(f"{_PREFIX}{executor}", executor, "has announced itself"), int)
         told = self._get(f"{_PREFIX}{executor}/{incarnation}", executor, f"has announced incarnation {incarnation}")
@@ -198,16 +161,10 @@ class StoreAddresses:
             raise ChannelError(f"'{executor}' announced no address of '{port}' that is of use here", got=bound)
         return Address(at, incarnation)
 
-    def _check_newest(self, executor: str, incarnation: int) -> None:
-        key = f"{_PREFIX}{executor}"
-        newest = _decoded(self._store.get(key), int) if self._store.check([key]) else 0
-        if newest > incarnation:
-            raise ChannelClosed(f"incarnation {incarnation} of '{executor}' was replaced by {newest}")
-
     def _get(self, key: str, executor: str, what: str) -> bytes:
         try:
             if not self._store.check([key]):
-                _run_interruptibly(lambda: self._store.wait([key], timedelta(seconds=self._deadline_s)))
+                run_interruptibly(lambda: self._store.wait([key], timedelta(seconds=self._deadline_s)), name="store")
             return self._store.get(key)
         except RuntimeError as error:  # c10d has DistStoreError for a wait in vain, and for a store that is gone
             raise ChannelTimeout(
@@ -217,28 +174,30 @@ class StoreAddresses:
             ) from error
 
 
-def _run_interruptibly(call: Callable[[], None]) -> None:
-    """Run what waits in C++, where no signal gets through: a Ctrl-C would be heard when the wait is over."""
-    outcome: Future[None] = Future()
+AddressBook = LocalAddresses | StoreAddresses
+"""Tells a process where its own ports have to listen and where those of others do."""
 
-    def run() -> None:
-        try:
-            call()
-            outcome.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - it is raised where it was waited for
-            outcome.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    outcome.result()
+def _numbered(specs: Sequence[ChannelSpec]) -> dict[str, int]:
+    """Return the number of each input port, which names its socket: a path must be short."""
+    return {port: number for number, port in enumerate(dict.fromkeys(spec.target for spec in specs))}
+
+
+def _decoded(content: bytes, kind: type[T]) -> T:
+    """Decode an executor's entry in the store, which anyone who reaches the store could have written. ChannelError."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
+        raise ChannelError("the run's store has a malformed announcement of an executor", got=error) from None
 
 
 def grant_incarnation(store: Store, executor: str) -> int:
-    """The next incarnation of `executor`, from 1: for each start of its group, once (its rank 0 tells the others)."""
+    """Return the next incarnation of `executor`, from 1. Called once for each start of its group, by rank 0."""
     return store.add(f"{_PREFIX}{executor}/incarnations", 1)
 
 
 def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address of `host`, a name or an address. ConfigError when there is none."""
+    """Return the address of `host`, a name or an address. ConfigError when there is none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return ipaddress.ip_address(found[0][4][0])
@@ -249,7 +208,7 @@ def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def ipc_address(path: Path) -> str:
-    """`path` as an address. ChannelError when others could get at it, or it is too long for a socket."""
+    """Return `path` as an address. ChannelError when other users can reach it, or it is too long for a socket."""
     mode = path.parent.stat().st_mode & 0o777
     if mode & 0o077:
         raise ChannelError(f"'{path.parent}' is open to other users", got=oct(mode), allowed="0o700")

@@ -1,7 +1,7 @@
-"""Threads beside the one that an executor works in: started here, so that their CPU seconds are known apart.
+"""Threads beside the one in which an executor works; the CPU seconds of `start_thread`'s are counted apart.
 
-They stage and send weights, write checkpoints, call a user's reward function. An executor that waits meanwhile does
-wait: if work came it would begin at once. What its process computes all the same is what `background_cpu_s` says.
+They stage and send weights, write checkpoints, call a user's reward function. An executor that waits meanwhile is
+waiting in the accounts, as new work would begin at once; `background_cpu_s` says how much its process computes then.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _running: set[threading.Thread] = set()  # none of them ends while the lock is held
@@ -36,7 +39,24 @@ def start_thread(target: Callable[..., Any], *, name: str, args: tuple[Any, ...]
 
 
 def background_cpu_s() -> float:
-    """CPU seconds that all these threads of the process have used so far, whether they still run or not."""
+    """Return the CPU seconds that all threads of `start_thread` have used so far, running and ended ones."""
     with _lock:
         clocks = [time.pthread_getcpuclockid(thread.ident) for thread in _running if thread.ident is not None]
         return _ended_s + sum(map(time.clock_gettime, clocks))
+
+
+def run_interruptibly(call: Callable[[], T], *, name: str) -> T:
+    """Return or raise the outcome of `call`, which runs in a daemon thread: a signal ends the wait, not the call.
+
+    For calls that wait in C++ or deep in a library, during which no signal handler runs.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again by the other thread
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome.result()

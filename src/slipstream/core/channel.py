@@ -1,15 +1,14 @@
 """Channels: typed, bounded, closable; a deadline on every wait; one behaviour inside a process and between processes.
 
 A channel joins an output port to an input port. Channels that share an output port fan out (`BROADCAST`, `SCATTER`,
-`WEIGHTS`), channels that share an input port fan in (`GATHER`). `connect` makes the ports of an executor that runs in a
-process of its own, `connect_local` those of executors that share one process, `connect_hosted` any mixture: channels
-between executors of the process are queues, the others ZeroMQ sockets (`core/links.py`). Those are the ways on one
-machine; `connect_by_book` takes any address book (`core/addresses.py`), with keys (`core/keys.py`) across machines.
+`WEIGHTS`), channels that share an input port fan in (`GATHER`). `connect_by_book` makes the ports of the executors of a
+process: channels between them are queues, all others ZeroMQ sockets at the addresses of a book (`core/addresses.py`),
+with keys (`core/keys.py`) across machines. `connect` and `connect_local` are its two simplest cases.
 
 Back-pressure is end to end: a message counts against its channel's capacity until the receiver has taken it.
 
-A connection that breaks restores itself and loses nothing. An executor that died is another thing: its peers are told
-to `shut_out` its incarnation, and to `rejoin` the next one when it has announced itself.
+A connection that breaks restores itself and loses nothing. When an executor dies, its peers are told to `shut_out` its
+incarnation, and to `rejoin` the next one when it has announced itself.
 """
 
 from __future__ import annotations
@@ -21,25 +20,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.core.addresses import AddressBook, LocalAddresses
-from slipstream.core.channel_spec import ROUTES, ChannelSpec, ChannelStats, Kind, Route
+from slipstream.core.channel_spec import ROUTES, ChannelSpec, Kind, Route, executor_of
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, did_you_mean
 from slipstream.core.lease import Lease
-from slipstream.core.ports import Inbox, Outbox, poll
+from slipstream.core.links import poll
+from slipstream.core.ports import Inbox, Outbox
 from slipstream.core.scratch import FOLDER_PREFIX
 
 __all__ = [
     "ROUTES",
     "ChannelSpec",
-    "ChannelStats",
     "Inbox",
     "Kind",
     "Outbox",
     "Ports",
-    "Route",
     "connect",
     "connect_by_book",
-    "connect_hosted",
     "connect_local",
     "make_transport_dir",
     "wait",
@@ -50,16 +47,20 @@ _CLOCK = WallClock()
 
 @dataclass(frozen=True)
 class Ports:
-    """The ends an executor gets from its host, by port name."""
+    """The ends that an executor gets from its host, by port name."""
 
     inputs: Mapping[str, Inbox] = field(default_factory=dict)
     outputs: Mapping[str, Outbox] = field(default_factory=dict)
 
-    def shut_out(self, executor: str, incarnation: int) -> None:
-        """`executor` is dead, or taken for dead: of this incarnation and those before nothing is taken any more.
+    @property
+    def _ends(self) -> list[Inbox | Outbox]:
+        return [*self.inputs.values(), *self.outputs.values()]
 
-        What waits for it is dropped, and what of it waits here. Broadcasts pass it by; a message for it alone is
-        ChannelClosed.
+    def shut_out(self, executor: str, incarnation: int) -> None:
+        """Take nothing more from `executor`, which is dead or taken for dead, of this incarnation and earlier ones.
+
+        Messages for it and messages from it that wait here are dropped. Broadcasts pass it by; a message for it alone
+        is ChannelClosed.
         """
         for outbox in self.outputs.values():
             outbox.disconnect(executor)
@@ -67,9 +68,9 @@ class Ports:
             inbox.fence(executor, incarnation + 1)
 
     def rejoin(self, executor: str, incarnation: int) -> None:
-        """`executor` is there again as `incarnation`: those before it are refused, and it is sent to from now on.
+        """Exchange messages with `executor` as `incarnation` from now on; refuse earlier incarnations.
 
-        Waits until it has announced its addresses (ChannelTimeout). Nothing happens where it is known already.
+        Waits until it has announced its addresses (ChannelTimeout). Does nothing where it is connected already.
         """
         for inbox in self.inputs.values():
             inbox.fence(executor, incarnation)
@@ -77,18 +78,17 @@ class Ports:
             outbox.reconnect(executor, incarnation)
 
     def beat(self) -> None:
-        """A sign of life to all targets, which they answer: both sides hear of each other."""
+        """Send a sign of life to all targets, which they answer: both sides hear of each other."""
         for outbox in self.outputs.values():
             outbox.beat()
 
     def hear(self, lease: Lease, *, busy: Collection[str] = ()) -> None:
-        """Tell `lease` who sent or answered anything since.
+        """Tell `lease` which executors have sent or answered anything since the last call.
 
-        An executor answers when it reads its ports, and so seems silent for as long as a step of it takes. Of those in
+        An executor answers when it reads its ports, so it is silent for the length of one of its steps. For those in
         `busy` it is enough that their process is connected.
         """
-        ends: list[Inbox | Outbox] = [*self.inputs.values(), *self.outputs.values()]
-        heard = [end.heard_s for end in ends]
+        heard = [end.heard_s for end in self._ends]
         now_s = _CLOCK.now_s()  # the lease may have another clock
         for name, heard_s in (item for end in heard for item in end.items()):
             lease.heard(name, ago_s=now_s - heard_s)
@@ -97,12 +97,9 @@ class Ports:
                 lease.heard(name)
 
     def refusals(self) -> dict[str, float]:
-        """What ports have refused (`ChannelStats`), as counters 'refused_frames/port' and 'refused_peers/port'.
-
-        Only of ports where there was any.
-        """
+        """Return the counts of refusals above 0 (`ChannelStats`): 'refused_frames/port' and 'refused_peers/port'."""
         counters = {}
-        for end in (*self.inputs.values(), *self.outputs.values()):
+        for end in self._ends:
             counters[f"refused_frames/{end.port}"] = float(end.stats.refused)
             counters[f"refused_peers/{end.port}"] = float(end.stats.refused_peers)
         return {name: count for name, count in counters.items() if count}
@@ -121,36 +118,17 @@ def connect(
     incarnation: int,
     routes: Mapping[str, Route] = ROUTES,
 ) -> Ports:
-    """The ports of an executor that has this process to itself. Every process must be given the same `specs`."""
-    return connect_hosted(specs, [executor], transport_dir, incarnation, routes=routes)[executor]
+    """Return the ports of an executor that has this process to itself; the other executors are on this machine."""
+    book = LocalAddresses(specs, transport_dir)
+    return connect_by_book(specs, [executor], book, incarnation, routes=routes)[executor]
 
 
 def connect_local(
     specs: Sequence[ChannelSpec], *, is_threaded: bool = False, routes: Mapping[str, Route] = ROUTES
 ) -> dict[str, Ports]:
-    """The ports of every executor of `specs`, all in this process."""
-    hosted = {port.split(".")[0] for spec in specs for port in (spec.source, spec.target)}
-    return connect_hosted(specs, hosted, None, 0, is_threaded=is_threaded, routes=routes)
-
-
-def connect_hosted(
-    specs: Sequence[ChannelSpec],
-    hosted: Collection[str],
-    transport_dir: Path | None,
-    incarnation: int,
-    *,
-    is_threaded: bool = False,
-    routes: Mapping[str, Route] = ROUTES,
-) -> dict[str, Ports]:
-    """The ports of the executors `hosted` by this process, the others being in processes of their own.
-
-    `transport_dir` (0700, short path) holds the sockets; it is the same for all processes of the run. `incarnation` is
-    granted by the controller and grows with every restart. `is_threaded`: executors of this process run in threads, so
-    that a full local channel can be waited for; else it is a ChannelTimeout at once.
-    """
-    return connect_by_book(
-        specs, hosted, LocalAddresses(specs, transport_dir), incarnation, is_threaded=is_threaded, routes=routes
-    )
+    """Return the ports of every executor of `specs`, all in this process."""
+    hosted = {executor_of(port) for spec in specs for port in (spec.source, spec.target)}
+    return connect_by_book(specs, hosted, LocalAddresses(specs, None), 0, is_threaded=is_threaded, routes=routes)
 
 
 def connect_by_book(
@@ -162,33 +140,36 @@ def connect_by_book(
     is_threaded: bool = False,
     routes: Mapping[str, Route] = ROUTES,
 ) -> dict[str, Ports]:
-    """As `connect_hosted`, with the others wherever `book` says that they are.
+    """Return the ports of the executors `hosted` by this process; the others listen where `book` says.
 
     Binds and announces the ports of this process first and then waits for the addresses of those that it puts to: the
-    processes of a run may start in any order. ChannelTimeout names one that does not come.
+    processes of a run may start in any order. ChannelTimeout names one that does not come. Every process must be given
+    the same `specs`. The controller grants `incarnation`, which grows with every restart. `is_threaded`: executors of
+    this process run in threads, so a full local channel can be waited for; else it is a ChannelTimeout at once.
     """
-    _check(specs, routes)
-    targets = {port: s for port, s in _by(specs, lambda spec: spec.target).items() if _executor(port) in hosted}
-    sources = {port: s for port, s in _by(specs, lambda spec: spec.source).items() if _executor(port) in hosted}
+    fan_outs, fan_ins = _by(specs, lambda spec: spec.source), _by(specs, lambda spec: spec.target)
+    _check(specs, fan_outs, routes)
     inboxes: dict[str, Inbox] = {}
     outboxes: dict[str, Outbox] = {}
     with contextlib.ExitStack() as opened:
-        for port, fan_in in targets.items():
-            is_remote = any(_executor(spec.source) not in hosted for spec in fan_in)
-            inboxes[port] = Inbox(port, fan_in, book if is_remote else None, incarnation)
-            opened.callback(inboxes[port].close)
+        for port, fan_in in fan_ins.items():
+            if executor_of(port) in hosted:
+                is_remote = any(executor_of(spec.source) not in hosted for spec in fan_in)
+                inboxes[port] = Inbox(port, fan_in, book if is_remote else None, incarnation)
+                opened.callback(inboxes[port].close)
         for executor in hosted:
-            bound = {port: inbox.addresses for port, inbox in inboxes.items() if _executor(port) == executor}
+            bound = {port: inbox.addresses for port, inbox in inboxes.items() if executor_of(port) == executor}
             book.announce(executor, incarnation, bound)
-        for port, fan_out in sources.items():
-            route = routes[fan_out[0].route] if fan_out[0].kind is Kind.SCATTER else None
-            outboxes[port] = Outbox(port, fan_out, inboxes, book, incarnation, route=route, is_threaded=is_threaded)
-            opened.callback(outboxes[port].close)
+        for port, fan_out in fan_outs.items():
+            if executor_of(port) in hosted:
+                route = routes[fan_out[0].route] if fan_out[0].kind is Kind.SCATTER else None
+                outboxes[port] = Outbox(port, fan_out, inboxes, book, incarnation, route=route, is_threaded=is_threaded)
+                opened.callback(outboxes[port].close)
         opened.pop_all()
     return {
         executor: Ports(
-            inputs={port.split(".")[1]: inbox for port, inbox in inboxes.items() if _executor(port) == executor},
-            outputs={port.split(".")[1]: outbox for port, outbox in outboxes.items() if _executor(port) == executor},
+            inputs={port.split(".")[1]: inbox for port, inbox in inboxes.items() if executor_of(port) == executor},
+            outputs={port.split(".")[1]: outbox for port, outbox in outboxes.items() if executor_of(port) == executor},
         )
         for executor in hosted
     }
@@ -202,11 +183,11 @@ def wait(
     *,
     asleep: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> bool:
-    """Sleep until something can go on; False when `timeout_s` passed first.
+    """Sleep until there is something to do; False when `timeout_s` passed first.
 
-    Unblocked by: a message at a receiver, room at a sender that was asked for it in vain, a readable descriptor, a
+    Unblocked by: a message at a receiver, room at a sender whose `has_room_for` said no, a readable descriptor, a
     closed end. Meanwhile the senders read their acknowledgements and send again what a broken connection lost. Only the
-    sleep itself is inside of what `asleep` returns: what is done around it is work.
+    sleep itself is inside the context that `asleep` returns: all around it is work.
     """
     receivers, senders, extra_fds = list(receivers), list(senders), list(extra_fds)
     ends: list[Inbox | Outbox] = [*receivers, *senders]
@@ -214,10 +195,10 @@ def wait(
     with contextlib.ExitStack() as stack:
         for end in ends:
             try:
-                end.begin_wait()
+                stack.enter_context(end)
             except ChannelClosed:
                 return True
-            stack.callback(end.end_wait)
+        is_over = False
         while True:
             for sender in senders:
                 sender.pump()
@@ -225,25 +206,19 @@ def wait(
                 return True
             if any(sender.is_relieved for sender in senders):
                 return True
-            remaining_s = None if deadline_s is None else deadline_s - _CLOCK.now_s()
-            if remaining_s is not None and remaining_s <= 0 and timeout_s != 0:
+            if is_over:
                 return False
             awaited = [*(p for end in ends for p in end.pollables()), *extra_fds]
             with asleep():
-                ready = poll(awaited, remaining_s)
+                ready = poll(awaited, None if deadline_s is None else deadline_s - _CLOCK.now_s())
             if any(fd in ready for fd in extra_fds):
                 return True
-            if timeout_s == 0:
-                return any(receiver.depth for receiver in receivers)
+            is_over = deadline_s is not None and _CLOCK.now_s() >= deadline_s
 
 
 def make_transport_dir() -> Path:
-    """A new private directory (0700) with a path short enough for sockets; the caller removes it."""
+    """Make a private directory (0700) with a path short enough for sockets; the caller removes it."""
     return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-
-
-def _executor(port: str) -> str:
-    return port.split(".")[0]
 
 
 def _by(specs: Sequence[ChannelSpec], key: Callable[[ChannelSpec], str]) -> dict[str, list[ChannelSpec]]:
@@ -253,11 +228,13 @@ def _by(specs: Sequence[ChannelSpec], key: Callable[[ChannelSpec], str]) -> dict
     return groups
 
 
-def _check(specs: Sequence[ChannelSpec], routes: Mapping[str, Route]) -> None:
+def _check(
+    specs: Sequence[ChannelSpec], fan_outs: Mapping[str, list[ChannelSpec]], routes: Mapping[str, Route]
+) -> None:
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         raise ChannelError("two channels have the same name", got=sorted({n for n in names if names.count(n) > 1}))
-    for port, fan_out in _by(specs, lambda spec: spec.source).items():
+    for port, fan_out in fan_outs.items():
         kinds = {(spec.kind, spec.route) for spec in fan_out}
         if len(kinds) > 1 or (fan_out[0].kind is Kind.GATHER and len(fan_out) > 1):
             raise ChannelError(

@@ -1,23 +1,24 @@
-"""What a channel is: kind, ends, capacity, deadline, routing; and the counters of a port."""
+"""The description of a channel (kind, ends, capacity, deadline, route), and the counters of a port."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 
 from slipstream.core.errors import ChannelError
-from slipstream.core.ranks import data_parallel_rank
+from slipstream.core.ranks import Dealt, data_parallel_rank
 from slipstream.core.types import Admit, Completion, Message, Rollout
 
 Route = Callable[[Message, int], int | None]
-"""Which of so many targets gets a message; None: all of them."""
+"""Return which of so many targets gets a message; None: all of them."""
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 
 
 class Kind(enum.StrEnum):
-    """How messages of one output port reach its input ports."""
+    """The way in which messages of one output port reach input ports."""
 
     BROADCAST = "broadcast"  # every target gets every message
     SCATTER = "scatter"  # `route` names the target
@@ -58,32 +59,27 @@ class ChannelSpec:
             )
 
 
-def route_by_replica(message: Message, num_targets: int) -> int | None:  # noqa: ARG001 - replicas count for themselves
-    """`Admit` to the replica it names, everything else to all."""
+def executor_of(port: str) -> str:
+    """Return the executor of 'executor.port'."""
+    return port.partition(".")[0]
+
+
+def _route_by_replica(message: Message, num_targets: int) -> int | None:  # noqa: ARG001 - replicas count for themselves
+    """Send `Admit` to the replica it names, everything else to all."""
     return message.replica if isinstance(message, Admit) else None
 
 
-def route_by_sample(message: Message, num_targets: int) -> int | None:
-    """Each `Completion` or `Rollout` to the rank that scores or trains it, everything else to all.
-
-    So (`data_parallel_rank`) one of every group goes to each rank, evaluation's like all others.
-    """
+def _route_rollouts(message: Message, num_targets: int, *, by: Dealt) -> int | None:
+    """Send each `Completion` or `Rollout` to the rank that scores or trains it, everything else to all."""
     if not isinstance(message, Completion | Rollout):
         return None
-    return data_parallel_rank(message.ordinal, message.sample, num_targets, by="samples")
-
-
-def route_by_group(message: Message, num_targets: int) -> int | None:
-    """The `Completion`s or `Rollout`s of a group to one rank, everything else to all."""
-    if not isinstance(message, Completion | Rollout):
-        return None
-    return data_parallel_rank(message.ordinal, message.sample, num_targets, by="groups")
+    return data_parallel_rank(message.ordinal, message.sample, num_targets, by=by)
 
 
 ROUTES: dict[str, Route] = {
-    "replica": route_by_replica,
-    "rollouts/samples": route_by_sample,
-    "rollouts/groups": route_by_group,
+    "replica": _route_by_replica,
+    "rollouts/samples": partial(_route_rollouts, by="samples"),
+    "rollouts/groups": partial(_route_rollouts, by="groups"),
 }
 
 
@@ -92,8 +88,8 @@ class ChannelStats:
     """Cumulative counters of one port.
 
     `refused` counts frames: malformed, oversized, of no channel of the port, of a replaced incarnation. `refused_peers`
-    counts connections whose handshake failed: another key, none, another protocol. `disconnects` counts connections
-    that ended, also by being cut off because a frame was larger than any channel allows, or was no frame at all.
+    counts connections whose handshake failed: a different key, none, a different protocol. `disconnects` counts
+    connections that ended; one also ends when a frame is larger than any channel allows, or is no frame at all.
     `wait_s` is the time `put` spent blocked, in seconds.
     """
 
@@ -104,6 +100,3 @@ class ChannelStats:
     refused_peers: int = 0
     disconnects: int = 0
     wait_s: float = 0.0
-
-    def as_dict(self) -> dict[str, float]:
-        return {f.name: float(getattr(self, f.name)) for f in fields(self)}

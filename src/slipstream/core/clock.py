@@ -1,4 +1,4 @@
-"""Wall clock and virtual clock behind one interface; nothing in the loop calls `time` directly."""
+"""Wall clock and virtual clock behind one interface; the loop never calls `time` directly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WallClock:
 
 
 class ShiftedClock:
-    """Another machine's axis: this machine's clock plus `offset_s`, as exact as their clocks of the day agree."""
+    """Another machine's axis: this machine's clock plus `offset_s`, as exact as their times of day agree."""
 
     def __init__(self, offset_s: float) -> None:
         self._offset_s = offset_s
@@ -30,12 +30,12 @@ class ShiftedClock:
 
 
 def wall_minus_clock_s() -> float:
-    """The time of day (seconds since 1970) less `WallClock`'s: what clocks of two machines are compared by."""
+    """Return the time of day (seconds since 1970) minus `WallClock`'s; it serves to compare two machines' clocks."""
     return time.time() - time.monotonic()
 
 
 class VirtualClock:
-    """A clock that moves only when told: for tests and the simulator."""
+    """A clock that moves only by `advance`, for tests and the simulator."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

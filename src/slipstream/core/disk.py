@@ -1,7 +1,7 @@
-"""What is on the disk when a call returns, and what it looks like when the disk refuses.
+"""Writing files so that they are on the disk when a call returns, and errors that say why the disk refused.
 
 A run has two kinds of files: lines that are appended (`core/jsonl.py`), and files that are replaced as a whole,
-here. A rename is atomic, but neither it nor the bytes behind it are on the disk before file and folder are synced.
+here. A rename is atomic, but neither it nor the bytes of the file are on the disk before file and folder are synced.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ HINTS = {
 }
 
 _OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-"""Nothing but writing to a disk fails so."""
+"""Errors that only writing to a disk can have."""
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """What the system refuses while `path` is written, as a DiskError that names the file and says what to do."""
+    """Turn errors of the system while `path` is written into a DiskError that names the file and says what to do."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -43,26 +43,23 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _as_disk_error(path: Path, error: Exception) -> DiskError:
-    return disk_error(path, (error.strerror if isinstance(error, OSError) else "") or str(error), _number(error))
+    why = (error.strerror if isinstance(error, OSError) else "") or str(error)
+    hint = HINTS.get(_number(error) or 0)
+    return DiskError(f"{path.name} could not be written", got=f"{why}: {path}", hint=hint)
 
 
 def _number(error: BaseException | None) -> int | None:
-    """The system's number of an error; safetensors hides it in its text."""
+    """Return the system's number of an error, which safetensors puts into its text."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
     return None if found is None else int(found[1])
 
 
-def disk_error(path: Path, why: str, number: int | None) -> DiskError:
-    """That `path` could not be written, for the reason `why` with error number `number`, if that is known."""
-    return DiskError(f"{path.name} could not be written", got=f"{why}: {path}", hint=HINTS.get(number or 0))
-
-
 def check_in_place(path: Path, descriptor: int) -> None:
-    """DiskError where `path` is not, or no longer, what `descriptor` holds open: it was removed, moved or replaced.
+    """Raise DiskError where `path` is not the file that `descriptor` has open: it was removed, moved or replaced.
 
-    What was written through the descriptor since then is lost, or lies somewhere else.
+    Bytes written through the descriptor since then are lost, or lie somewhere else.
     """
     with contextlib.suppress(OSError):
         if os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -75,7 +72,7 @@ def check_in_place(path: Path, descriptor: int) -> None:
 
 
 def _whereabouts(descriptor: int) -> str:
-    """Where an open file or folder is now, as far as the system says so."""
+    """Return in words where an open file or folder is now, as far as the system says so."""
     try:
         place = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -84,7 +81,7 @@ def _whereabouts(descriptor: int) -> str:
 
 
 class HeldFolder:
-    """A folder that is to stay in its place. A context manager, which at its end looks for the last time."""
+    """A folder that has to stay in its place. A context manager; it checks once more at its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -92,7 +89,7 @@ class HeldFolder:
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
 
     def check(self) -> None:
-        """DiskError where it was removed, moved or replaced."""
+        """Raise DiskError where the folder was removed, moved or replaced."""
         check_in_place(self.path, self._descriptor)
 
     def __enter__(self) -> Self:
@@ -101,7 +98,7 @@ class HeldFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A folder that is gone explains whatever was raised inside, and so does a disk without space."""
+        """Raise DiskError in place of `error` where the folder is gone, or where the disk refused to be written."""
         try:
             self.check()
         except DiskError as gone:
@@ -123,7 +120,7 @@ def sync(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Force the files of `folder`, and that they are there, to disk."""
+    """Force the files of `folder`, its entries and its own entry to disk."""
     for path in sorted(folder.iterdir()):
         if path.is_file():
             sync(path)
@@ -132,9 +129,9 @@ def sync_files(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """`path` holds `data`, on the disk, when this returns. Readers, also after a crash, find the old file or the new.
+    """Write `data` to `path`, on the disk when this returns. Readers find the old file or the new, after a crash too.
 
-    DiskError where it cannot be written: the old one is untouched then.
+    DiskError where it cannot be written; the old file is untouched then.
     """
     with disk_errors(path), replacing(path) as temporary:
         temporary.write_bytes(data)
@@ -142,7 +139,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to be filled inside the context; synced, it takes the place of `path`, unless there was an error."""
+    """Yield a file to be filled. At the end sync it and put it in place of `path`, unless there was an error."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
@@ -156,7 +153,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete the folder `path`, which is gone at once: a crash in between leaves a hidden rest, never half of it."""
+    """Delete the folder `path` at once: a crash in between leaves a hidden rest, never a part under its own name."""
     gone = path.with_name(f".{path.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)

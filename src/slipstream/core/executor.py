@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from slipstream.core.clock import Clock
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.spans import Spans
 from slipstream.core.types import Checkpoint, Message, Stop
 from slipstream.core.weights import WeightsPublisher, WeightsSubscriber
 
@@ -43,48 +43,6 @@ class Receiver(Protocol):
     def get_nowait(self) -> Message | None:
         """The oldest waiting message, or None. Taking it acknowledges it: from here on the caller owns it."""
         ...
-
-
-class Spans(Protocol):
-    """Where an executor says what it is doing; every second of a process belongs to exactly one state.
-
-    States and what they mean are in `observe/states.py`, `observe.timeline.Timeline` keeps them.
-    """
-
-    def span(self, state: str, **args: Any) -> AbstractContextManager[None]:
-        """The process is in `state` inside this context; `args` (JSON types) are shown with it."""
-        ...
-
-    def did(self, units: int) -> None:
-        """The innermost open span has done one piece of its work, of `units` tokens."""
-        ...
-
-    def instant(self, name: str, **args: Any) -> None:
-        """`name` happened now."""
-        ...
-
-    def counter(self, name: str, **values: float) -> None:
-        """The present values of a quantity."""
-        ...
-
-    def set_idle_state(self, state: str) -> None:
-        """What the process waits for from now on, whenever `step` has nothing to do."""
-        ...
-
-
-class NoSpans:
-    """For what runs outside of a run: nobody asks where its time went."""
-
-    def span(self, state: str, **args: Any) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
-
-    def did(self, units: int) -> None: ...
-
-    def instant(self, name: str, **args: Any) -> None: ...
-
-    def counter(self, name: str, **values: float) -> None: ...
-
-    def set_idle_state(self, state: str) -> None: ...
 
 
 @dataclass

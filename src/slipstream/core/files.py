@@ -1,7 +1,7 @@
 """Reading files that others wrote: only regular ones, and never more than a bound.
 
-A checkpoint or a run's folder may come from anywhere. What lies there under a known name may be a device, a pipe, a
-link to an endless file, or gigabytes of brackets.
+A checkpoint or a run's folder may come from anywhere. A known name there may stand for a device, a pipe, a link to an
+endless file, or gigabytes of brackets.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from slipstream.core.errors import SlipstreamError, clip
 T = TypeVar("T")
 
 MAX_JSON_BYTES = 64 * 1024**2
-"""Of a file that is parsed as a whole; the largest indexes and summaries have a few megabytes."""
+"""Most bytes of a file that is parsed as a whole; the largest indexes and summaries have a few megabytes."""
 MAX_LINE_BYTES = 64 * 1024**2
-"""Of a line of a JSONL file of a run."""
+"""Most bytes of a line of a JSONL file of a run."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -35,7 +35,7 @@ _KINDS = (
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open the regular file `path` for reading. OSError, without opening it, for anything else."""
+    """Open the regular file `path` for reading. OSError for anything else, which is not opened."""
     _check_regular(path, os.stat(path).st_mode)
     stream = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - for the caller
     try:
@@ -47,7 +47,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_whole(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """The content of the regular file `path`. OSError for anything else, and for more than `max_bytes`."""
+    """Return the content of the regular file `path`. OSError for anything else, and for more than `max_bytes`."""
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         content = b"" if size > max_bytes else stream.read(max_bytes + 1) or b""
@@ -57,20 +57,16 @@ def read_whole(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The JSON in the regular file `path`. OSError where it cannot be read, ValueError where it is no JSON."""
-    return parse_json(read_whole(path, max_bytes))
-
-
-def parse_json(content: bytes) -> Any:
-    """`json.loads` of UTF-8; ValueError also for what is nested too deep."""
+    """Parse the JSON in the regular file `path`. OSError where it cannot be read, ValueError where it is no JSON."""
+    content = read_whole(path, max_bytes).decode("utf-8")
     try:
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
 
 
 def decode_json(path: Path, type: type[T], max_bytes: int = MAX_JSON_BYTES) -> T:
-    """The JSON in the regular file `path` as a `type`. OSError where it cannot be read, ValueError where it is none."""
+    """Parse the JSON in the regular file `path` as a `type`. OSError where unreadable, ValueError where malformed."""
     try:
         return msgspec.json.decode(read_whole(path, max_bytes), type=type)
     except RecursionError as error:
@@ -78,7 +74,7 @@ def decode_json(path: Path, type: type[T], max_bytes: int = MAX_JSON_BYTES) -> T
 
 
 def load_json(path: Path, type: type[T]) -> T:
-    """`decode_json` of a file that a run wrote. SlipstreamError, which names it, where it is damaged."""
+    """`decode_json` for a file that a run wrote. SlipstreamError, which names it, where it is damaged."""
     try:
         return decode_json(path, type)
     except OSError as error:
@@ -88,7 +84,7 @@ def load_json(path: Path, type: type[T]) -> T:
 
 
 def read_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines of `stream` with their ends. ValueError for one longer than `MAX_LINE_BYTES`."""
+    """Yield the lines of `stream` with their ends. ValueError for one longer than `MAX_LINE_BYTES`."""
     while line := stream.readline(MAX_LINE_BYTES + 1):
         if len(line) > MAX_LINE_BYTES:
             raise ValueError(f"a line is longer than {MAX_LINE_BYTES} bytes")

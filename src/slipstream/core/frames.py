@@ -1,39 +1,39 @@
-"""What travels between the sockets of a channel.
+"""The protocol between the sockets of a channel: its frames, and the receiver's judgement of them.
 
-ZeroMQ forgets messages when a connection breaks, so every frame carries (channel, incarnation, sequence number). The
-receiver acknowledges, cumulatively, what was taken; the sender keeps the rest.
+ZeroMQ loses messages when a connection breaks. So every frame carries (channel, incarnation, sequence number). The
+receiver acknowledges, cumulatively, the messages that were taken; the sender keeps all others and can send them again.
 
     data   DEALER -> ROUTER   magic, kind, length of name, incarnation, base, sequence, name, payload
     probe  DEALER -> ROUTER   the same without payload
     reply  ROUTER -> DEALER   magic, reply, incarnation, sequence
 
-`base` is the oldest sequence number the sender still keeps: where a receiver that lost its memory starts. A probe asks
-"have you got everything up to `sequence`?" and is always answered, by TAKEN or RESEND: after a reconnect it finds out
-what the broken connection lost, of either direction, and now and then it is a sign of life for both ends.
+`base` is the oldest sequence number that the sender still keeps; a receiver that does not know the sender starts there.
+A probe asks "do you have everything up to `sequence`?" and is always answered, by TAKEN or RESEND. After a reconnect it
+finds the messages and acknowledgements that the broken connection lost. Sent regularly it is a sign of life of both
+ends.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
 
+import msgspec
+
+from slipstream.core import wire
+from slipstream.core.channel_spec import ChannelSpec, executor_of
 from slipstream.core.errors import ChannelError
 
-MAX_OVERHEAD_BYTES = 1024  # of a frame, beyond its payload: header, name, what CURVE adds
+MAX_OVERHEAD_BYTES = 1024  # of a frame, beyond its payload: header, name, and the bytes that CURVE adds
 
 _MAGIC = b"SLP2"
+_DATA, _PROBE = 0, 1
 _FRAME = struct.Struct("<4sBHQQQ")
 _REPLY = struct.Struct("<4sBQQ")
 
 
-class Kind(enum.IntEnum):
-    DATA = 0
-    PROBE = 1
-
-
 class Reply(enum.IntEnum):
-    """What a receiver tells a sender; the number with it is a sequence number."""
+    """The answers of a receiver; each comes with a sequence number."""
 
     TAKEN = 1  # everything up to it was taken
     RESEND = 2  # everything after it is missing
@@ -41,11 +41,10 @@ class Reply(enum.IntEnum):
     CLOSED = 4  # the receiver has ended
 
 
-@dataclass(frozen=True)
-class Frame:
-    """What a sender sends; see the module docstring."""
+class ChannelFrame(msgspec.Struct, frozen=True):
+    """A frame of a sender; the module docstring explains its numbers."""
 
-    kind: Kind
+    is_probe: bool
     name: str
     incarnation: int
     base: int
@@ -54,29 +53,29 @@ class Frame:
 
 
 def pack_data(name: bytes, incarnation: int, base: int, sequence: int, payload: bytes) -> bytes:
-    return _FRAME.pack(_MAGIC, Kind.DATA, len(name), incarnation, base, sequence) + name + payload
+    return _FRAME.pack(_MAGIC, _DATA, len(name), incarnation, base, sequence) + name + payload
 
 
 def pack_probe(name: bytes, incarnation: int, base: int, sequence: int) -> bytes:
-    return _FRAME.pack(_MAGIC, Kind.PROBE, len(name), incarnation, base, sequence) + name
+    return _FRAME.pack(_MAGIC, _PROBE, len(name), incarnation, base, sequence) + name
 
 
-def unpack(frame: bytes) -> Frame:
-    """Inverse of `pack_data` and `pack_probe`. Raises ChannelError."""
+def unpack(frame: bytes) -> ChannelFrame:
+    """Parse the bytes of `pack_data` or `pack_probe`. Raises ChannelError."""
     if len(frame) < _FRAME.size:
         raise ChannelError("a frame is too short", got=f"{len(frame)} bytes")
     magic, kind, length, incarnation, base, sequence = _FRAME.unpack_from(frame)
     start = _FRAME.size + length
-    is_probe = kind == Kind.PROBE
-    if magic != _MAGIC or kind not in (Kind.DATA, Kind.PROBE) or len(frame) < start:
+    is_probe = kind == _PROBE
+    if magic != _MAGIC or kind not in (_DATA, _PROBE) or len(frame) < start:
         raise ChannelError("a frame has a malformed header")
     if not 1 <= base <= sequence + is_probe or (is_probe and len(frame) > start):
-        raise ChannelError("a frame's numbers make no sense", got=f"base {base}, sequence {sequence}")
+        raise ChannelError("a frame has impossible numbers", got=f"base {base}, sequence {sequence}")
     try:
         name = frame[_FRAME.size : start].decode()
     except UnicodeDecodeError as error:
         raise ChannelError("a frame has a malformed channel name") from error
-    return Frame(Kind(kind), name, incarnation, base, sequence, frame[start:])
+    return ChannelFrame(is_probe, name, incarnation, base, sequence, frame[start:])
 
 
 def pack_reply(reply: Reply, incarnation: int, sequence: int) -> bytes:
@@ -84,10 +83,99 @@ def pack_reply(reply: Reply, incarnation: int, sequence: int) -> bytes:
 
 
 def unpack_reply(frame: bytes) -> tuple[Reply, int, int]:
-    """(reply, incarnation, sequence). Raises ChannelError."""
+    """Parse the bytes of `pack_reply`: (reply, incarnation, sequence). Raises ChannelError."""
     if len(frame) != _REPLY.size:
-        raise ChannelError("a reply has another length", got=f"{len(frame)} bytes", allowed=_REPLY.size)
+        raise ChannelError("a reply has a wrong length", got=f"{len(frame)} bytes", allowed=_REPLY.size)
     magic, reply, incarnation, sequence = _REPLY.unpack(frame)
     if magic != _MAGIC or reply not in tuple(Reply):
-        raise ChannelError("a malformed reply")
+        raise ChannelError("a reply is malformed")
     return Reply(reply), incarnation, sequence
+
+
+class Arrival(enum.Enum):
+    """The judgement of a frame that arrived."""
+
+    NEW = enum.auto()
+    DUPLICATE = enum.auto()
+    GAP = enum.auto()
+    WAITING = enum.auto()  # in a gap whose resend was already asked for
+    COMPLETE = enum.auto()  # a probe, and nothing is missing
+    FENCED = enum.auto()
+    EARLY = enum.auto()  # of an incarnation that `fence` has not announced yet
+    EXCESS = enum.auto()  # beyond the channel's capacity: no sender of ours sends it
+
+
+class Stream:
+    """The receiver's state of one channel: the incarnation of its source, and how far its messages have come."""
+
+    def __init__(self, spec: ChannelSpec) -> None:
+        self.source = executor_of(spec.source)
+        self.max_bytes = spec.max_bytes
+        self.messages = wire.message_types(spec.accepts)
+        self.peer: bytes | None = None
+        self.incarnation = 0
+        self.arrived = 0
+        self.taken = 0
+        self.awaits_word = False
+        """Whether a higher incarnation counts only when `fence` has announced it."""
+        self.early: list[tuple[bytes, ChannelFrame]] = []
+        self.early_probe: tuple[bytes, ChannelFrame] | None = None
+        self._capacity = spec.capacity
+        self._ack_every = max(1, spec.capacity // 4)
+        self._num_unacknowledged = 0
+        self._resend_after: int | None = None
+        self._is_new = True
+
+    def admit(self, peer: bytes, frame: ChannelFrame) -> Arrival:
+        """Judge a frame; NEW counts it as arrived."""
+        if frame.incarnation < self.incarnation:
+            return Arrival.FENCED
+        if frame.incarnation > self.incarnation and self.awaits_word and not self._is_new:
+            return Arrival.EARLY
+        if frame.incarnation > self.incarnation or self._is_new:
+            self.incarnation = frame.incarnation
+            self.arrived = self.taken = frame.base - 1
+            self._resend_after, self._is_new = None, False
+        if peer != self.peer:  # a new connection: the old one may have lost the reply
+            self.peer, self._resend_after = peer, None
+        if frame.base > self.arrived + 1:  # acknowledged to a receiver that died: no sender keeps what lies between
+            self.arrived = self.taken = frame.base - 1
+        if frame.is_probe:
+            return Arrival.GAP if frame.sequence > self.arrived else Arrival.COMPLETE
+        if frame.sequence <= self.arrived:
+            return Arrival.DUPLICATE
+        if frame.sequence > self.arrived + 1:
+            if self._resend_after == self.arrived:
+                return Arrival.WAITING
+            self._resend_after = self.arrived
+            return Arrival.GAP
+        if self.arrived - self.taken >= self._capacity:
+            return Arrival.EXCESS
+        self.arrived, self._resend_after = frame.sequence, None
+        return Arrival.NEW
+
+    def hold_back(self, peer: bytes, frame: ChannelFrame) -> None:
+        """Keep an EARLY frame until `fence`. Of probes the last is enough: it finds all that a connection lost."""
+        if frame.is_probe:
+            self.early_probe = peer, frame
+        elif len(self.early) < self._capacity:
+            self.early.append((peer, frame))
+
+    def take(self, frame: ChannelFrame) -> bool:
+        """Count a message as taken; True when it is time to acknowledge."""
+        if frame.incarnation != self.incarnation:  # the sender was replaced since the message arrived
+            return False
+        self.taken = max(self.taken, frame.sequence)
+        self._num_unacknowledged += 1
+        if self._num_unacknowledged < self._ack_every:
+            return False
+        self._num_unacknowledged = 0
+        return True
+
+    def fence(self, incarnation: int) -> list[tuple[bytes, ChannelFrame]]:
+        """Refuse all incarnations below `incarnation` from now on. Return the frames that were held back, in order."""
+        if incarnation > self.incarnation:
+            self.incarnation, self.peer, self._is_new = incarnation, None, True
+        held_back = self.early if self.early_probe is None else [*self.early, self.early_probe]
+        self.early, self.early_probe = [], None
+        return held_back

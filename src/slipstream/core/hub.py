@@ -13,7 +13,6 @@ digits or an error, and no text of the hub gets into a message.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slipstream.core.background import run_interruptibly
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import with_checkpoints
@@ -282,7 +282,11 @@ def _ask(wanted: HubId) -> None:
 
 
 def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Path:
-    """Its snapshot. By the name that it was asked for by, which the cache then knows without a hub."""
+    """Its snapshot. By the name that it was asked for by, which the cache then knows without a hub.
+
+    Waits for: the download, as long as that takes. A connection that is silent is ended by the library, after
+    HF_HUB_DOWNLOAD_TIMEOUT (10 s). An interrupt ends the wait; the files that have arrived stay in the cache.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
@@ -300,32 +304,9 @@ def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Pat
         )
 
     try:
-        return Path(_beside(download))
+        return Path(run_interruptibly(download, name="download"))
     except Exception as error:  # as above, and the disk
         raise _as_refused(error, wanted) from error
-
-
-def _beside(work: Callable[[], str]) -> str:
-    """What `work` returns or raises, in a thread: an interrupt ends the wait for it, where the library's own would last
-    until whole files are there. What has arrived stays in the cache.
-
-    Waits for: the download, as long as that takes. A connection that is silent is ended by the library, after
-    HF_HUB_DOWNLOAD_TIMEOUT (10 s).
-    """
-    outcome: list[str | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:  # noqa: BLE001 - raised again by the other thread
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="download", daemon=True)
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
 
 
 def _as_refused(error: Exception, wanted: HubId, *, kind: str = "") -> _Refused:

@@ -4,10 +4,11 @@
     the first, anywhere else      `Interrupted` is raised: there is nothing to finish
     while the program starts      a line, and the end of the process: there is nothing to undo (`end_at_any_signal`)
     the second                    `Interrupted` is raised: no step is waited for, no checkpoint made
-    the end of the grace period   the same. It begins with SIGTERM or SIGHUP; Ctrl-C waits as long as the step takes
+    the end of the grace period   the same. It begins with SIGTERM or SIGHUP; after Ctrl-C there is none
 
-The same signal again within `ECHO_S` is no second one: `timeout`, shells and other wrappers send it to a process and to
-its group. Signals that follow a second one are ignored for `ENDING_S`, in which children are killed and files written.
+The same signal again within `ECHO_S` does not count as a second one: `timeout`, shells and other wrappers send it to a
+process and to its group. Signals after a second one are ignored for `ENDING_S`, in which children are killed and files
+written.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import signal
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # `slipstream` has no handler until this module is there: it imports little
+if TYPE_CHECKING:  # `slipstream` has no handler until this module is imported: it imports little
     from collections.abc import Callable, Iterator
     from types import FrameType, TracebackType
     from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LEAVING = signal.SIGUSR1  # from torchrun's agent to its processes: it was told to end, and will end them
+LEAVING = signal.SIGUSR1  # torchrun's agent sends it to its processes when it was told to end: it ends them next
 ECHO_S = 0.3
 ENDING_S = 5.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends the program; `exit_code` is what shells make of it: 130, 143, 129."""
+    """A signal ends the program; `exit_code` is that of shells: 130, 143, 129."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -42,13 +43,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 def end_at_any_signal() -> None:
-    """Let signals end this process with a line, from now on: it has only begun, and started nothing.
+    """Let signals end this process with a line from now on; for a process that has not started anything yet."""
+    for number in _handled():
+        signal.signal(number, _end)
 
-    SIGTERM and SIGHUP that it was started to ignore (`nohup`) stay ignored.
-    """
-    for number in SIGNALS:
-        if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end)
+
+def _handled() -> list[signal.Signals]:
+    """Return the signals to handle: SIGTERM and SIGHUP not where the program was started to ignore them (`nohup`)."""
+    return [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
@@ -58,38 +60,36 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def in_words(number: int) -> str:
-    """Return what the terminal says of a signal that ended the program."""
+    """Return the line for the terminal about a signal that ended the program."""
     return "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
 
 
 class Interrupts:
-    """Takes the signals inside its context, and gives them back to their handlers afterwards.
+    """Handles the signals inside its context, and restores their handlers afterwards.
 
-    Only the main thread can: in any other one the context does nothing, and signals keep their effect. SIGTERM and
-    SIGHUP that the program was started to ignore (`nohup`) stay ignored. With `ends_imports` a signal amid an import
-    ends the process there and then: code that is imported may swallow exceptions, or make others of them. What it was
-    imported for has not begun; processes started before see the end of their controller.
+    In a thread that is not the main one the context does nothing. With `ends_imports` a signal amid an import ends the
+    process at once: imported code may swallow exceptions, or replace them. The work that needs the import has not begun
+    then, and processes that were started before see that their controller has ended.
     """
 
     def __init__(self, *, ends_imports: bool = False) -> None:
         self.number: int | None = None
         """The first signal that came."""
         self.is_at_once = False
-        """Whether `Interrupted` was raised: nothing is waited for any more."""
+        """Whether `Interrupted` was raised: nothing is waited for from then on."""
         self._ends_imports = ends_imports
         self._heard_s = self._raised_s = 0.0
         self._grace_s: float | None = None  # while the first signal is only noted
         self._tell: Callable[[], None] = lambda: None
-        self._alarm = (0.0, 0.0)  # what the program's own timer had left when the grace period began
+        self._alarm = (0.0, 0.0)  # the program's own timer when the grace period began: seconds left, interval
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Self:
         import threading
 
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._take)
+            for number in _handled():
+                self._previous[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(
@@ -99,15 +99,15 @@ class Interrupts:
         for number in SIGNALS:
             if number in self._previous:
                 signal.signal(number, self._previous[number])
-        if self.is_at_once and isinstance(error, Exception):  # what an import, or a library, has made of `Interrupted`
+        if self.is_at_once and isinstance(error, Exception):  # a library has replaced `Interrupted` by its own error
             assert self.number is not None
             raise Interrupted(self.number) from error
 
     @contextlib.contextmanager
     def deferred(self, grace_s: float, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Inside, the first signal is only noted in `number`; at most `grace_s` later everything ends at once.
+        """Only note the first signal in `number` inside this context, and call `tell` in its handler.
 
-        `tell` is called then, in the handler.
+        `Interrupted` is raised at most `grace_s` seconds later, except after Ctrl-C.
         """
         self._grace_s, self._tell = grace_s, tell
         try:
@@ -117,14 +117,14 @@ class Interrupts:
             self._stop_clock()
 
     def check(self) -> None:
-        """Raise Interrupted where a signal has come that was only noted."""
+        """Raise Interrupted where a signal was noted."""
         if self.number is not None:
             self._end_at_once()
 
     def hand_on(self) -> None:
-        """Give the signal to the handler that had it before; SIGTERM and SIGHUP end the program where none had.
+        """Call the handler that the signal had before; SystemExit(128 + number) where there was none.
 
-        Raises SystemExit(128 + number) then. Ctrl-C was for the run alone.
+        Ctrl-C is not handed on: it was meant for the run alone.
         """
         if self.number is None or self.number == signal.SIGINT:
             return
@@ -177,8 +177,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 def leave_to_the_run() -> None:
     """Let the signals do nothing in this process: its controller handles them, and closes the lifeline.
 
-    Schedulers and service managers may send them to all processes of a run. SIGTERM and SIGHUP are not ignored but
-    handled, by nothing: what this process starts would inherit that it ignores them.
+    Schedulers and service managers may send them to all processes of a run. SIGTERM and SIGHUP get an empty handler,
+    as its own children would inherit that this process ignores them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):

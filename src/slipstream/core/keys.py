@@ -1,8 +1,8 @@
 """The keys of one run: every socket of a run over TCP is encrypted and authenticated with keys derived from one secret.
 
-The secret is 32 random bytes, made for the run, in a file of mode 0600 or in the environment. Whoever has it belongs to
-the run; nobody else gets past the handshake (CurveZMQ, RFC 26): a caller has to know the listener's public key, which
-is derived from the secret and never shown or sent. The secret is never written to a store, config, log or error.
+The secret is 32 random bytes, made for the run, in a file of mode 0600 or in the environment. Only processes that have
+it get past the handshake (CurveZMQ, RFC 26): a caller has to know the listener's public key, which is derived from the
+secret and never shown or sent. The secret is never written to a store, config, log or error.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _MARK_CHARS = 64
 
 
 class RunKeys:
-    """All keys of a run. Shows nothing of itself and cannot be pickled."""
+    """All keys of a run. Its `repr` shows none of them, and it cannot be pickled."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != _SECRET_BYTES:
-            raise ConfigError("a run key has another length", got=f"{len(secret)} bytes", allowed=_SECRET_BYTES)
+            raise ConfigError("a run key has a wrong length", got=f"{len(secret)} bytes", allowed=_SECRET_BYTES)
         self.__secret = secret
 
     @classmethod
     def new(cls) -> RunKeys:
-        """The keys of a new run, from the system's randomness."""
+        """Make the keys of a new run, from the system's randomness."""
         return cls(secrets.token_bytes(_SECRET_BYTES))
 
     @classmethod
     def load(cls, path: Path) -> RunKeys:
-        """The keys that `save` wrote. ConfigError unless the file is ours (or root's) and nobody else can read it."""
+        """Read the keys that `save` wrote. ConfigError unless the file is private and belongs to this user or root."""
         try:
             with path.open("rb") as file:
                 about = os.fstat(file.fileno())
@@ -59,7 +59,7 @@ class RunKeys:
             raise ConfigError(f"the run key '{path}' cannot be read", got=error.strerror) from None
 
     def save(self, path: Path) -> None:
-        """Write the secret to a new file of mode 0600. ConfigError when it cannot be made, or is there already."""
+        """Write the secret to a new file of mode 0600. ConfigError when it cannot be made, or exists already."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -70,28 +70,28 @@ class RunKeys:
 
     @classmethod
     def take(cls, environment: MutableMapping[str, str] = os.environ) -> RunKeys | None:
-        """The keys of the variable SLIPSTREAM_RUN_KEY, which is removed: what this process starts does not get it.
+        """Return the keys in the variable SLIPSTREAM_RUN_KEY, None when it is not set, and remove it.
 
-        None when it is not set. A process that is to have the keys gets `as_environment()` explicitly.
+        Children do not inherit it then: a process that needs the keys is given `as_environment()`.
         """
         text = environment.pop(RUN_KEY_VARIABLE, None)
         return None if text is None else cls._parsed(text.encode(), f"${RUN_KEY_VARIABLE}")
 
     def as_environment(self) -> dict[str, str]:
-        """What to add to the environment of a process of the run."""
+        """Return the variable that gives the keys to a process of the run."""
         return {RUN_KEY_VARIABLE: self.__secret.hex()}
 
     def secure_listener(self, socket: zmq.Socket[bytes], port: str, incarnation: int) -> None:
-        """Let `socket`, before it binds, admit callers of this run only."""
+        """Let `socket` admit callers of this run only; called before it binds."""
         secret = self._derived("listen", port, incarnation)
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, secret)
         socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
 
     def secure_caller(self, socket: zmq.Socket[bytes], port: str, incarnation: int) -> None:
-        """Let `socket`, before it connects, talk to this port of this run only.
+        """Let `socket` talk to this port of this run only; called before it connects.
 
-        Keys differ by port and incarnation: an address that was used before by something else of the run leads nowhere.
+        Keys differ by port and incarnation, so an outdated address never leads to another port of the run.
         """
         secret = self._derived("call", port, incarnation)
         socket.set(zmq.CURVE_SECRETKEY, secret)
@@ -99,26 +99,28 @@ class RunKeys:
         socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(self._derived("listen", port, incarnation)))
 
     def of_start(self, start: str) -> RunKeys:
-        """The keys for the channels of one start of the controller, which `start` names and no other start does.
+        """Return the keys for the channels of one start of the controller; `start` is a name used only once.
 
-        So a group that was handed the specification of an earlier start, with its seal, reaches nobody.
+        A group that was handed the sealed specification of an earlier start can therefore connect to no port.
         """
         return RunKeys(hmac.digest(self.__secret, _PURPOSE + b"\0start\0" + start.encode(), hashlib.sha256))
 
     def seal(self, text: str, place: str) -> str:
-        """`text` with a mark that nobody else can make: for what is read from where others can write, as a store is.
+        """Return `text` with a mark that only these keys can make: for a store, to which others can write.
 
-        `place` says where it belongs, and what it is: at another place the mark does not count.
+        The mark is valid for `place` alone, the name of the text and of where it is stored.
         """
         return self._mark(text, place) + text
 
     def unseal(self, sealed: str, place: str) -> str:
-        """The text that `seal` was given. ConfigError unless it was sealed with these keys for this `place`, and is as
-        it was. Not that it is the newest one: who can write there may put back what was there before."""
+        """Return the text that `seal` was given. ConfigError unless these keys sealed exactly it for this `place`.
+
+        It need not be the newest: anyone who can write there may put an earlier sealed text back.
+        """
         mark, text = sealed[:_MARK_CHARS], sealed[_MARK_CHARS:]
         if not hmac.compare_digest(mark.encode(), self._mark(text, place).encode()):
             raise ConfigError(
-                "this is not of the run that the key is of",
+                "this text was not sealed with the key of the run",
                 got="a mark made with another key, or a text that was changed",
                 hint="all processes of a run need its key; is this the address of another run?",
             )
@@ -129,7 +131,7 @@ class RunKeys:
         return hmac.digest(key, text.encode(), hashlib.sha256).hex()
 
     def _derived(self, role: str, port: str, incarnation: int) -> bytes:
-        """A CURVE secret key in Z85: HMAC-SHA256 of what it is for. Any 32 bytes are a key of X25519."""
+        """Return a CURVE secret key in Z85: HMAC-SHA256 of its use. Any 32 bytes are a key of X25519."""
         message = b"\0".join((_PURPOSE, role.encode(), port.encode(), str(incarnation).encode()))
         derived: bytes = z85.encode(hmac.digest(self.__secret, message, hashlib.sha256))
         return derived
@@ -138,7 +140,7 @@ class RunKeys:
     def _parsed(cls, text: bytes, where: str) -> RunKeys:
         try:
             return cls(bytes.fromhex(text.decode("ascii").strip()))
-        except ValueError:  # also ConfigError; whatever it says, it must not quote the text
+        except ValueError:  # also ConfigError; the error must not quote the text
             raise ConfigError(
                 f"the run key in {where} is malformed",
                 got=f"{len(text.strip())} characters",

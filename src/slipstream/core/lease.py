@@ -1,16 +1,16 @@
-"""Who was heard of when, and whose silence has lasted too long.
+"""Leases: when each peer was last heard of, and which peers have been silent for too long.
 
-Pure: somebody else listens (`core.channel.Ports.hear`), sends signs of life (`Ports.beat`) and sleeps.
+Pure: the caller listens (`core.channel.Ports.hear`), sends signs of life (`Ports.beat`) and sleeps.
 
-    lease = Lease(lease_s, clock)               in a host: its controller; in the controller: its executors
+    lease = Lease(lease_s, clock)               a host watches its controller; the controller watches its executors
     lease.watch("controller")
     loop:
         if lease.is_beat_due():
             ports.beat()                        a frame to every peer, which answers: both hear of each other
         ports.hear(lease)
-        lease.listens()                         one that was stopped accuses nobody of having been silent meanwhile
+        lease.listens()                         after a stop of this process all leases begin anew
         if lease.silent():                      end, or fence them
-        wait(..., timeout_s=lease.wait_s())     no longer than until the next beat or the next end of a lease
+        wait(..., timeout_s=lease.wait_s())     until the next beat or the next end of a lease at most
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BEATS_PER_LEASE = 4
 
 
 class Lease:
-    """The watched peers; each may be silent for `lease_s` seconds, or for as long as it is allowed to be.
+    """The watched peers; each may be silent for `lease_s` seconds, or for as long as `allow` says.
 
-    A watcher that was itself stopped has heard nobody meanwhile, and must accuse nobody of it: `listens` is told each
-    time that it listens, and when the last time is too long ago, all leases begin anew.
+    A watcher that was itself stopped could hear of no peer meanwhile. So it calls `listens` each time that it has
+    listened; when the last call is too long ago, all leases begin anew.
     """
 
     def __init__(self, lease_s: float, clock: Clock) -> None:
@@ -36,7 +36,7 @@ class Lease:
         self._listened_s = clock.now_s()
 
     def watch(self, name: str) -> None:
-        """Its lease begins now (again, after a restart)."""
+        """Begin the lease of `name` now (again, after a restart)."""
         self._heard_s[name] = self._clock.now_s()
 
     def forget(self, name: str) -> None:
@@ -44,18 +44,18 @@ class Lease:
         self._allowed_s.pop(name, None)
 
     def allow(self, name: str, silence_s: float) -> None:
-        """From now on `name` may be silent for so many seconds."""
+        """Let `name` be silent for `silence_s` seconds from now on."""
         self._allowed_s[name] = silence_s
 
     def listens(self) -> None:
-        """Who watches is awake, and has read what there is; called at least twice in every lease."""
+        """Note that the watcher is awake and has read its ports. Called at least twice in every lease."""
         now_s = self._clock.now_s()
         if now_s - self._listened_s > self.lease_s / 2:
             self._heard_s = dict.fromkeys(self._heard_s, now_s)
         self._listened_s = now_s
 
     def heard(self, name: str, *, ago_s: float = 0.0) -> None:
-        """A sign of life of `name`, `ago_s` seconds ago. Of one that is not watched, nothing is kept."""
+        """Note a sign of life of `name`, `ago_s` seconds ago; ignored where `name` is not watched."""
         if name in self._heard_s:
             self._heard_s[name] = max(self._heard_s[name], self._clock.now_s() - ago_s)
 
@@ -64,16 +64,16 @@ class Lease:
         return tuple(self._heard_s)
 
     def silent(self) -> list[str]:
-        """Whose lease has ended, the longest silent first."""
+        """Return the peers whose lease has ended, the longest silent first."""
         now_s = self._clock.now_s()
         return sorted((n for n in self._heard_s if self._ends_s(n) <= now_s), key=lambda n: (self._heard_s[n], n))
 
     def silence_s(self, name: str) -> float:
-        """Seconds since `name` was heard of."""
+        """Return the seconds since `name` was last heard of."""
         return self._clock.now_s() - self._heard_s[name]
 
     def is_beat_due(self) -> bool:
-        """True BEATS_PER_LEASE times in every lease; being told so counts as having done it."""
+        """Return True BEATS_PER_LEASE times in every lease; the caller beats then."""
         now_s = self._clock.now_s()
         if now_s - self._beat_s < self.lease_s / BEATS_PER_LEASE:
             return False
@@ -81,7 +81,7 @@ class Lease:
         return True
 
     def wait_s(self) -> float:
-        """Seconds until the next beat is due or the next lease ends; at least 0."""
+        """Return the seconds until the next beat is due or the next lease ends; at least 0."""
         next_s = min([self._beat_s + self.lease_s / BEATS_PER_LEASE, *map(self._ends_s, self._heard_s)])
         return max(0.0, next_s - self._clock.now_s())
 

@@ -1,10 +1,10 @@
-"""Processes that do not outlive the one that started them, from their first moment on.
+"""Processes that do not outlive the process that started them.
 
     python -m slipstream.core.lifeline PARENT MODULE ARGUMENTS ...
 
 runs MODULE as `python -m` does. Until it calls `ends_with`, the system kills it (Linux) as soon as process PARENT ends,
-also amid an import or the loading of a model, when nothing here could look at a pipe. After that call it may end in
-its own order when the other end of a pipe is closed, within a grace period.
+also amid an import or the loading of a model, when no code of ours could watch a pipe. After that call it may end in
+its own order, within a grace period, when the other end of a pipe is closed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line of a process that runs `module` and does not outlive the thread of this one that starts it."""
+    """Return the command line of a process that runs `module` and does not outlive the thread that starts it."""
     return [sys.executable, "-m", "slipstream.core.lifeline", str(os.getpid()), module, *arguments]
 
 
 def die_with_parent(*, parent: int | None = None) -> None:
-    """SIGKILL for this process as soon as its parent ends; at once, if that is no longer `parent`."""
+    """Have the system kill this process as soon as its parent ends; at once, if that is no longer `parent`."""
     _set_death_signal(signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def ends_with(descriptor: int, *, grace_s: float = GRACE_S) -> None:
-    """Let this process end by itself when the pipe at `descriptor` is closed; `grace_s` later it ends anyhow."""
+    """Let this process end by itself when the pipe at `descriptor` is closed; end it `grace_s` seconds later."""
 
     def watch() -> None:
         select.select([descriptor], [], [])

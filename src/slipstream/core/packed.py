@@ -1,7 +1,7 @@
 """Training data between the batching edge and the trainer: sequences, and microbatches packed from them.
 
-Legend: N rows (input tokens) and M predicted tokens (targets) of a microbatch, S its sequences and T what they sum up
-to: sequences of one group share the rows of their prompt, so N <= T.
+Legend: N rows (input tokens) and M predicted tokens (targets) of a microbatch, S its sequences and T the sum of their
+lengths. Sequences of one group share the rows of their prompt, so N <= T.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ OPTIONAL_COLUMNS = ("reference_logprobs", "proximal_logprobs", "values", "return
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One prompt and completion, ready to be packed.
+    """A prompt with its completion, ready to be packed.
 
     `tokens` int32 [T] are prompt and completion. `mask` bool [T] is True on tokens that are trained on: sampled ones,
     or a demonstration's. `behaviour_logprobs` and `advantages` float32 [T] and `versions` int32 [T] hold on these
     tokens; elsewhere they are 0, 0 and -1. `key` is (ordinal, sample): the canonical order, and the tie-breaker.
-    `OPTIONAL_COLUMNS`, float32 [T] on the same tokens, are there when the loss or the critic needs them: a batch's
-    sequences carry the same ones. So it is with the kept sets: `kept_counts` int32 [T] says of how many tokens the set
-    was that each token was drawn from, 0 where nothing is trained on; the sets follow one another in `kept_tokens`.
+    `OPTIONAL_COLUMNS`, float32 [T] on the same tokens, are there when the loss or the critic needs them, in all
+    sequences of a batch or in none. The same holds for the kept sets: `kept_counts` int32 [T] is the size of the set
+    that each token was drawn from, 0 where nothing is trained on; the sets follow one another in `kept_tokens`.
     """
 
     key: tuple[int, int]
@@ -45,13 +45,13 @@ class TrainSequence:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens the model has to read: all before the last one it is trained to predict."""
+        """The number of tokens that the model has to read: all before the last one it is trained to predict."""
         trained = np.flatnonzero(self.mask)
         return int(trained[-1]) if len(trained) else 0
 
     @property
     def prompt(self) -> np.ndarray:
-        """int32: the tokens before the first one trained on. Sequences of one ordinal with equal prompts share it."""
+        """The tokens before the first one trained on, int32. Sequences of one ordinal with equal prompts share it."""
         return self.tokens[: int(np.argmax(self.mask))]
 
     @property
@@ -61,12 +61,12 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """Sequences laid end to end without padding, each prompt once; one forward-backward.
+    """Sequences stored one after the other without padding, each prompt once, for one forward and backward pass.
 
     `tokens` and `positions` int64 [N] are the model's inputs: for each group that is present, its prompt followed by
-    what its completions add. `lengths` [S] are the input tokens of each sequence (sum T), and `rows` int64 [T] says
-    where they lie: the rows of sequence 0, then of sequence 1, ...; a prompt's rows come up once per sequence.
-    Row `target_index[m]` predicts `targets[m]`; everything below `targets` is int64 / float32 [M] and aligned with it:
+    the tokens of its completions. `lengths` [S] are the input tokens of each sequence (sum T), and `rows` int64 [T] are
+    their rows: those of sequence 0, then of sequence 1, ...; a prompt's rows occur once per sequence.
+    Row `target_index[m]` predicts `targets[m]`; all fields below `targets` are int64 / float32 [M] and aligned with it:
     a sampled token t is predicted from the row of token t - 1, so logits are needed at `target_index` only, and the
     last row of a prompt predicts the first token of each of its completions. `segment_ids` counts the sequences from
     0 within the microbatch; `keys` names them. `kept_counts` are the sizes of the targets' kept sets, which follow one
@@ -93,7 +93,7 @@ class PackedMicrobatch:
 
     @property
     def kept_sets(self) -> np.ndarray | None:
-        """int64 [M, largest count]: the kept set of each target, filled up with -1; None where none is kept."""
+        """The kept set of each target, int64 [M, largest count], filled up with -1; None where none is kept."""
         if self.kept_tokens is None or self.kept_counts is None:
             return None
         is_kept = np.arange(self.kept_counts.max(initial=0)) < self.kept_counts[:, None]
@@ -109,25 +109,18 @@ class PackedMicrobatch:
 
     @property
     def num_tokens(self) -> int:
-        """Rows the model really reads: a shared prompt counts once."""
+        """The number of rows that the model reads: a shared prompt counts once."""
         return len(self.tokens)
 
     @property
     def num_targets(self) -> int:
         return len(self.targets)
 
-    @property
-    def loss_mask(self) -> np.ndarray:
-        """bool [N]: True on the rows that predict a trained token."""
-        mask = np.zeros(len(self.tokens), dtype=bool)
-        mask[self.target_index] = True
-        return mask
-
 
 def empty_microbatch() -> PackedMicrobatch:
-    """One token that is read and none that is trained on: every loss of it is 0, and so is every gradient.
+    """Make a microbatch of one input token and no target: its losses and gradients are 0.
 
-    A rank that has run out of microbatches reads it where the others still have one, as collectives inside the model
+    A rank that has no more microbatches reads it while other ranks still have some, as collectives inside the model
     need all ranks.
     """
     nothing = np.zeros(0, dtype=np.float32)
@@ -149,25 +142,25 @@ def empty_microbatch() -> PackedMicrobatch:
 
 
 class Numbered(Protocol):
-    """What has the ordinal of a group."""
+    """An object with the ordinal of a group."""
 
     @property
     def ordinal(self) -> int: ...
 
 
-class Sampled(Numbered, Protocol):
-    """What is of one sample of a group: a rollout, or its head."""
+class NumberedSample(Numbered, Protocol):
+    """A rollout, or its head: an object with ordinal and sample."""
 
     @property
     def sample(self) -> int: ...
 
 
 AnyGroup = TypeVar("AnyGroup", bound=Numbered)
-AnySample = TypeVar("AnySample", bound=Sampled)
+AnySample = TypeVar("AnySample", bound=NumberedSample)
 
 
 class Batching(Protocol):
-    """What the trainer needs of the batching edge; the module `batching.collate` provides it."""
+    """The functions of the batching edge that the trainer calls; the module `batching.collate` has them."""
 
     def collate(
         self, sequences: Sequence[TrainSequence], capacity_tokens: int, *, atom_size: int = 1
@@ -183,7 +176,7 @@ class Batching(Protocol):
 
 
 class GroupCollector(Protocol[AnySample]):
-    """What the trainer needs of the group buffer; `batching.buffer.GroupBuffer` provides it."""
+    """The methods of the group buffer that the trainer calls (`batching.buffer.GroupBuffer`)."""
 
     num_duplicates: int
 
@@ -197,17 +190,17 @@ class GroupCollector(Protocol[AnySample]):
 
 
 Expects = Callable[[int, int], bool]
-"""(ordinal, sample) -> whether this sample is to come here."""
+"""(ordinal, sample) -> whether this sample is expected here."""
 
 
 class NewCollector(Protocol):
-    """Makes an empty group buffer, of rollouts or of their heads."""
+    """A constructor of empty group buffers, for rollouts or for their heads."""
 
     def __call__(self, *, expects: Expects | None = None) -> GroupCollector[Any]: ...
 
 
 def check_kept_sets(tokens: np.ndarray, kept_tokens: np.ndarray, kept_counts: np.ndarray) -> None:
-    """ShapeError unless each of `tokens` int [T] is one of its set; sets lie one behind the other."""
+    """Raise ShapeError unless each of `tokens` int [T] is one of its set; the sets follow one another."""
     if len(kept_counts) != len(tokens) or int(kept_counts.sum()) != len(kept_tokens):
         raise ShapeError(
             "kept sets do not fit their tokens",

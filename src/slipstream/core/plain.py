@@ -1,7 +1,7 @@
-"""Values from outside that whatever comes later can take: Unicode text, integers of 64 bits, bounded nesting, paths.
+"""Checks that a value from outside can be written again: Unicode text, 64-bit integers, bounded nesting, paths.
 
-Python reads more than that from TOML, JSON and a command line, and what writes it again, as UTF-8 or msgpack, fails in
-the middle of a run.
+Python reads more than that from TOML, JSON and a command line; encoders to UTF-8 or msgpack would refuse it in the
+middle of a run.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 64
-"""Of tables and lists in each other. Encoders recurse, and end at a few hundred."""
+"""Most levels of tables and lists in each other. Encoders recurse, and fail at a few hundred."""
 MAX_INT64 = 2**63 - 1
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
-"""Of a path and of each name in it, on Linux (`PATH_MAX`, `NAME_MAX`)."""
+"""Most bytes of a path and of each name in it, on Linux (`PATH_MAX`, `NAME_MAX`)."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DIGITS = re.compile(r"[+-]?[0-9]+")
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?
 
 
 def wrong_with(value: Any, depth: int = 0) -> str | None:
-    """What no encoder takes in `value` of JSON's types, or None: a surrogate, a huge integer, deep nesting."""
+    """Return in words why no encoder takes `value` of JSON's types, or None: a surrogate, a huge integer, nesting."""
     if isinstance(value, str):
         return wrong_text(value)
     if isinstance(value, int):
@@ -36,7 +36,7 @@ def wrong_with(value: Any, depth: int = 0) -> str | None:
 
 
 def wrong_text(text: str) -> str | None:
-    """What is no Unicode text in `text`, in words: half of a surrogate pair, which UTF-8 cannot write."""
+    """Return in words why UTF-8 cannot write `text`, or None: half of a surrogate pair."""
     if text.isascii():
         return None
     try:
@@ -47,7 +47,7 @@ def wrong_text(text: str) -> str | None:
 
 
 def wrong_path(path: str) -> str | None:
-    """Why no file can have this `path`, in words, or None."""
+    """Return in words why no file can have this `path`, or None."""
     if (wrong := wrong_text(path)) is not None:
         return wrong
     if not path:
@@ -63,21 +63,21 @@ def wrong_path(path: str) -> str | None:
 
 
 def parse_int(text: str) -> int:
-    """A decimal integer of 64 bits in ASCII digits. ValueError for others that Python takes: '1_000', '١٢'."""
+    """Parse a decimal integer of 64 bits in ASCII digits. ValueError for others that Python takes: '1_000', '١٢'."""
     if _DIGITS.fullmatch(text) is None or len(text) > 20 or abs(int(text)) > MAX_INT64:
         raise ValueError(f"{shortened(text, 40)!r} is no integer: digits 0-9, of at most 64 bits")
     return int(text)
 
 
 def parse_float(text: str) -> float:
-    """A decimal number in ASCII digits, or inf or nan. ValueError for others that Python takes: '1_0.5', 'infinity'."""
+    """Parse a decimal number in ASCII digits, inf or nan. ValueError for others that Python takes: '1_0.5'."""
     if _NUMBER.fullmatch(text) is None:
         raise ValueError(f"{shortened(text, 40)!r} is no number: digits 0-9, a point, an exponent")
     return float(text)
 
 
 def shown(value: object) -> str:
-    """`repr` of anything, also of an integer that has more digits than Python writes."""
+    """Return `repr(value)`, or words in its place where Python cannot write it: too many digits or levels."""
     try:
         return repr(value)
     except ValueError:  # sys.set_int_max_str_digits
@@ -87,5 +87,5 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """`text` up to `limit` characters, and how many there are where that is not all."""
+    """Return `text`, cut to `limit` characters and with their number in all where it is longer."""
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text):,} characters)"

@@ -5,71 +5,69 @@ from __future__ import annotations
 import abc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
-import zmq
+from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.core import frames, wire
 from slipstream.core.addresses import AddressBook
 from slipstream.core.channel_spec import ChannelSpec, ChannelStats, Kind, Route
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout
-from slipstream.core.frames import Frame, Reply
-from slipstream.core.links import Link, Listener, LocalLink, Stream, Verdict, WakeUp, ZmqLink
+from slipstream.core.frames import Arrival, ChannelFrame, Reply, Stream
+from slipstream.core.links import Link, Listener, LocalLink, Pollable, WakeUp, ZmqLink, poll
 from slipstream.core.types import Message
 
 _CLOCK = WallClock()
 
 
 class _End(abc.ABC):
-    """One end of a port: open until closed, and disposed of when nobody waits at it any more. Any thread may close."""
+    """An end of a port. Any thread may close it; `with end:` keeps its sockets open until no thread uses them."""
 
     def __init__(self, port: str) -> None:
         self.port = port
         self.stats = ChannelStats()
         self.wake = WakeUp()
         self._lock = threading.RLock()
-        self._num_waiters = 0
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
+        self.is_closed = False
+        self._num_users = 0
 
     def check_open(self) -> None:
-        """ChannelClosed once this end is closed."""
-        if self._is_closed:
+        """Raise ChannelClosed once this end is closed."""
+        if self.is_closed:
             raise ChannelClosed(f"port '{self.port}' is closed")
 
-    def begin_wait(self) -> None:
+    def __enter__(self) -> None:
+        """Use the sockets until `__exit__`, also when another thread closes this end. Raises ChannelClosed."""
         with self._lock:
             self.check_open()
-            self._num_waiters += 1
+            self._num_users += 1
 
-    def end_wait(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._num_waiters -= 1
-            if self._is_closed and self._num_waiters == 0:
+            self._num_users -= 1
+            if self.is_closed and self._num_users == 0:
+                self._dispose()
+
+    def close(self) -> None:
+        """Close this end and wake every thread that waits at it. Closing twice is closing once."""
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            self._drop()
+            self.wake.set()
+            if self._num_users == 0:
                 self._dispose()
 
     @abc.abstractmethod
-    def pollables(self) -> list[zmq.Socket[bytes] | int]:
-        """What becomes readable when a wait here may be over."""
+    def pollables(self) -> list[Pollable]:
+        """Return all that becomes readable when a wait here may be over."""
+
+    def _drop(self) -> None:  # noqa: B027 - messages of an output port stay on their way
+        """Forget waiting messages; called once, at the close."""
 
     @abc.abstractmethod
     def _dispose(self) -> None:
-        """Give back sockets and descriptors; called once, closed, without waiters."""
-
-
-@dataclass
-class _Waiting:
-    """A message that arrived and was not taken: still encoded when it came through a socket."""
-
-    origin: Stream | LocalLink
-    item: Message | bytes
-    incarnation: int = 0
-    sequence: int = 0
+        """Close sockets and descriptors; called once, closed, with no thread in use."""
 
 
 class Inbox(_End):
@@ -82,14 +80,13 @@ class Inbox(_End):
     def __init__(
         self, port: str, specs: Sequence[ChannelSpec], book: AddressBook | None = None, incarnation: int = 0
     ) -> None:
-        """With a `book`, it listens where that says; the address it got is in `addresses`."""
+        """Listen where `book` says, if there is one; `addresses` are the results."""
         super().__init__(port)
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[tuple[LocalLink | Stream, Message | ChannelFrame]] = deque()
         self._streams = {spec.name: Stream(spec) for spec in specs}
+        self._local_links: list[LocalLink] = []
         self._heard_s: dict[str, float] = {}
-        self._unacknowledged: set[str] = set()
-        self._early: dict[str, list[tuple[bytes, bytes]]] = {}
-        self._early_probes: dict[str, tuple[bytes, bytes]] = {}
+        self._unacknowledged: set[Stream] = set()
         self._listener: Listener | None = None
         if book is not None:
             self._listener = Listener(
@@ -101,10 +98,16 @@ class Inbox(_End):
                 stats=self.stats,
             )
 
-    def await_word(self) -> None:
-        """From now on an executor's successor has to be announced by `fence`; what comes of it before that waits.
+    def local_link(self, spec: ChannelSpec, *, is_threaded: bool) -> LocalLink:
+        """Return a new link of an executor of this process to this port."""
+        link = LocalLink(spec, self._deliver, is_threaded=is_threaded)
+        self._local_links.append(link)
+        return link
 
-        So whoever reads here hears first that the old one is lost, and then what the new one says.
+    def await_word(self) -> None:
+        """Hold back, from now on, the frames of an executor's next incarnation until `fence` announces it.
+
+        A reader then learns of the loss of an executor before it gets messages of the successor.
         """
         with self._lock:
             for stream in self._streams.values():
@@ -112,17 +115,17 @@ class Inbox(_End):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it listens; of a TCP port the number that the system has chosen."""
+        """The addresses at which this port listens, with the TCP port numbers that the system has chosen."""
         return tuple(self._listener.bound) if self._listener is not None else ()
 
     def get_nowait(self) -> Message | None:
-        """The oldest waiting message, or None. Taking it acknowledges it. ChannelClosed once this end is closed."""
+        """Return the oldest waiting message, or None. Taking it acknowledges it. Raises ChannelClosed."""
         with self._lock:
             self.check_open()
             if not self._queue:
                 self._pump()
             while self._queue:
-                message = self._take(self._queue.popleft())
+                message = self._take(*self._queue.popleft())
                 if not self._queue:
                     self.wake.clear()
                     self._acknowledge_all()
@@ -135,76 +138,59 @@ class Inbox(_End):
     def depth(self) -> int:
         """Messages that have arrived and were not taken."""
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._pump()
             return len(self._queue)
 
     def fence(self, executor: str, incarnation: int) -> None:
-        """Refuse everything from incarnations of `executor` below `incarnation`, also what waits here already."""
+        """Refuse everything of incarnations of `executor` below `incarnation`, also what waits here already."""
         with self._lock:
             fenced = [stream for stream in self._streams.values() if stream.source == executor]
-            for stream in fenced:
-                stream.fence(incarnation)
-            kept = [w for w in self._queue if w.origin not in fenced or w.incarnation >= incarnation]
+            held_back = [(stream, stream.fence(incarnation)) for stream in fenced]
+            kept = deque(
+                (origin, item)
+                for origin, item in self._queue
+                if origin not in fenced or not isinstance(item, ChannelFrame) or item.incarnation >= incarnation
+            )
             self.stats.refused += len(self._queue) - len(kept)
-            self._queue = deque(kept)
-            for stream in fenced:
-                for peer, raw in self._early.pop(stream.name, []):
-                    self._arrived(peer, raw)
-                if stream.name in self._early_probes:
-                    self._arrived(*self._early_probes.pop(stream.name))
+            self._queue = kept
+            for stream, early in held_back:
+                for peer, frame in early:
+                    self._admit(stream, peer, frame)
 
     @property
     def heard_s(self) -> Mapping[str, float]:
-        """When the last frame of each executor was found here, on the wall clock; without local ones."""
+        """The times at which a frame of each executor was last read here, on the wall clock; no local executors."""
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._pump()
             return dict(self._heard_s)
 
-    def close(self) -> None:
-        """Wake whoever waits here and tell the sources; their puts raise ChannelClosed. Idempotent."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            for waiting in self._queue:
-                if isinstance(waiting.origin, LocalLink):
-                    waiting.origin.notify()
-            self._queue.clear()
-            self.wake.set()
-            if self._num_waiters == 0:
-                self._dispose()
-
-    def deliver(self, link: LocalLink, message: Message) -> None:
-        """Queue a message of an executor of this process."""
-        with self._lock:
-            if self._is_closed:
-                raise ChannelClosed(f"channel '{link.name}': port '{self.port}' is closed")
-            link.num_waiting += 1
-            self._queue.append(_Waiting(link, message))
-            self.wake.set()
-
-    def pollables(self) -> list[zmq.Socket[bytes] | int]:
+    def pollables(self) -> list[Pollable]:
         if self._listener is None:
             return [self.wake.fileno()]
         return [self.wake.fileno(), self._listener.socket, self._listener.monitor]
 
-    def _take(self, waiting: _Waiting) -> Message | None:
-        origin, item = waiting.origin, waiting.item
+    def _deliver(self, link: LocalLink, message: Message) -> None:
+        with self._lock:
+            link.check_open()
+            link.num_waiting += 1
+            self._queue.append((link, message))
+            self.wake.set()
+
+    def _take(self, origin: Stream | LocalLink, item: ChannelFrame | Message) -> Message | None:
         if isinstance(origin, LocalLink):
-            origin.num_waiting -= 1
-            origin.notify()
+            origin.count_taken(1)
             assert isinstance(item, Message)
             return item
-        assert isinstance(item, bytes)  # frames wait undecoded
-        if origin.take(waiting.incarnation, waiting.sequence):
-            self._unacknowledged.discard(origin.name)
+        assert isinstance(item, ChannelFrame)  # frames wait undecoded
+        if origin.take(item):
+            self._unacknowledged.discard(origin)
             self._acknowledge(origin)
         else:
-            self._unacknowledged.add(origin.name)
+            self._unacknowledged.add(origin)
         try:
-            return wire.decode(item, origin.messages)
+            return wire.decode(item.payload, origin.messages)
         except ChannelError:
             self.stats.refused += 1
             return None
@@ -227,61 +213,65 @@ class Inbox(_End):
         if len(frame.payload) > stream.max_bytes:
             self.stats.refused += 1
             return
-        verdict = stream.admit(peer, frame)
-        if verdict is not Verdict.FENCED:
+        self._admit(stream, peer, frame)
+
+    def _admit(self, stream: Stream, peer: bytes, frame: ChannelFrame) -> None:
+        arrival = stream.admit(peer, frame)
+        if arrival is not Arrival.FENCED:
             self._heard_s[stream.source] = _CLOCK.now_s()
-        match verdict:
-            case Verdict.NEW:
-                self._queue.append(_Waiting(stream, frame.payload, frame.incarnation, frame.sequence))
-            case Verdict.DUPLICATE:
+        match arrival:
+            case Arrival.NEW:
+                self._queue.append((stream, frame))
+            case Arrival.DUPLICATE:
                 self.stats.duplicates += 1
-                self._unacknowledged.add(stream.name)
-            case Verdict.COMPLETE:
+                self._unacknowledged.add(stream)
+            case Arrival.COMPLETE:
                 self._acknowledge(stream)
-            case Verdict.GAP:
-                self._send(peer, frames.pack_reply(Reply.RESEND, stream.incarnation, stream.arrived))
-            case Verdict.FENCED:
+            case Arrival.GAP:
+                self._reply(peer, Reply.RESEND, stream, stream.arrived)
+            case Arrival.FENCED:
                 self.stats.refused += 1
-                self._send(peer, frames.pack_reply(Reply.FENCED, stream.incarnation, 0))
-            case Verdict.EARLY:
-                self._wait_for_word(stream, peer, raw, frame)
-            case Verdict.EXCESS:
+                self._reply(peer, Reply.FENCED, stream)
+            case Arrival.EARLY:
+                stream.hold_back(peer, frame)
+            case Arrival.EXCESS:
                 self.stats.refused += 1
-            case Verdict.WAITING:
+            case Arrival.WAITING:
                 pass
 
-    def _wait_for_word(self, stream: Stream, peer: bytes, raw: bytes, frame: Frame) -> None:
-        """Keep what a successor sends, and the last it has asked: that finds out what a broken connection has lost."""
-        if frame.kind is frames.Kind.PROBE:
-            self._early_probes[stream.name] = peer, raw
-        elif len(early := self._early.setdefault(stream.name, [])) < stream.capacity:
-            early.append((peer, raw))
-
     def _acknowledge_all(self) -> None:
-        for name in self._unacknowledged:
-            self._acknowledge(self._streams[name])
+        for stream in self._unacknowledged:
+            self._acknowledge(stream)
         self._unacknowledged.clear()
 
     def _acknowledge(self, stream: Stream) -> None:
-        if stream.peer is not None:
-            self._send(stream.peer, frames.pack_reply(Reply.TAKEN, stream.incarnation, stream.taken))
+        self._reply(stream.peer, Reply.TAKEN, stream, stream.taken)
 
-    def _send(self, peer: bytes, frame: bytes) -> None:
-        assert self._listener is not None
-        self._listener.send(peer, frame)
+    def _reply(self, peer: bytes | None, reply: Reply, stream: Stream, sequence: int = 0) -> None:
+        if peer is not None:
+            assert self._listener is not None
+            self._listener.send(peer, frames.pack_reply(reply, stream.incarnation, sequence))
+
+    def _drop(self) -> None:
+        self._queue.clear()
+        for link in self._local_links:
+            link.end(f"port '{self.port}' is closed")
+            link.count_taken(link.num_waiting)  # wakes a thread that waits for room
 
     def _dispose(self) -> None:
         if self._listener is not None:
             for stream in self._streams.values():
-                if stream.peer is not None:
-                    self._send(stream.peer, frames.pack_reply(Reply.CLOSED, stream.incarnation, 0))
+                self._reply(stream.peer, Reply.CLOSED, stream)
             self._listener.close()
             self._listener = None
         self.wake.close()
 
 
 class Outbox(_End):
-    """The writing end of an output port. One thread puts and waits; any thread may close."""
+    """The writing end of an output port. One thread puts and waits; any thread may close.
+
+    Messages that were put before `close` stay on their way.
+    """
 
     def __init__(
         self,
@@ -294,9 +284,11 @@ class Outbox(_End):
         route: Route | None = None,
         is_threaded: bool = False,
     ) -> None:
-        """`inboxes`: the ports of this process; where the others are is in `book`. Waits until all are to be found."""
+        """Connect to the targets: ports of this process are in `inboxes`, addresses of the others in `book`.
+
+        Waits until `book` has all of them (ChannelTimeout).
+        """
         super().__init__(port)
-        self._specs = tuple(specs)
         self._route = route
         self._book = book
         self._incarnation = incarnation
@@ -307,9 +299,7 @@ class Outbox(_End):
         try:
             for spec in specs:
                 if spec.target in inboxes:
-                    inbox = inboxes[spec.target]
-                    link = LocalLink(spec.name, spec.target, spec.capacity, inbox, is_threaded=is_threaded)
-                    self._links.append(link)
+                    self._links.append(inboxes[spec.target].local_link(spec, is_threaded=is_threaded))
                 else:
                     self._links.append(self._remote(spec, 0, sequence=0))
         except BaseException:
@@ -323,24 +313,20 @@ class Outbox(_End):
         ChannelTimeout after the target's `deadline_s` (at once where both ends share a thread), and then no target got
         it; ChannelClosed when either end closes, or this executor was replaced by a later incarnation.
         """
-        self.begin_wait()
-        try:
-            with self._put_lock:
-                self.check_open()
-                if not isinstance(message, self._accepts):
-                    raise ChannelError(
-                        f"a message of a wrong type was put on '{self.port}'",
-                        got=type(message).__name__,
-                        allowed=", ".join(kind.__name__ for kind in self._accepts),
-                    )
-                targets = self._targets(message)
-                if not all(link.has_room() for link in targets):
-                    targets = self._wait_for_room(message)
-                for link in targets:
-                    self._send(link, message)
-                self.stats.sent += 1
-        finally:
-            self.end_wait()
+        with self, self._put_lock:
+            self.check_open()
+            if not isinstance(message, self._accepts):
+                raise ChannelError(
+                    f"a message of a wrong type was put on '{self.port}'",
+                    got=type(message).__name__,
+                    allowed=", ".join(kind.__name__ for kind in self._accepts),
+                )
+            targets = self._targets(message)
+            if not all(link.has_room() for link in targets):
+                targets = self._wait_for_room(message)
+            for link in targets:
+                self._send(link, message)
+            self.stats.sent += 1
 
     @property
     def has_room(self) -> bool:
@@ -348,7 +334,7 @@ class Outbox(_End):
         return all(link.has_room() for link in self._links if not link.is_closed)
 
     def has_room_for(self, message: Message) -> bool:
-        """True when a `put` of this message would not have to wait: other targets than its own may be full.
+        """True when a `put` of this message would not have to wait; other targets may be full.
 
         After a no, `wait` returns when there is room.
         """
@@ -357,13 +343,13 @@ class Outbox(_End):
 
     @property
     def is_relieved(self) -> bool:
-        """Whether there is room where `has_room_for` has last found none."""
+        """Whether there is room at the targets at which `has_room_for` last found none."""
         return bool(self._blocked) and all(link.has_room() for link in self._blocked)
 
     @property
     def targets(self) -> frozenset[str]:
         """The executors that this port leads to."""
-        return frozenset(spec.target.split(".")[0] for spec in self._specs)
+        return frozenset(link.executor for link in self._links)
 
     @property
     def depth(self) -> int:
@@ -373,73 +359,58 @@ class Outbox(_End):
     def pump(self) -> None:
         """Read acknowledgements and send again what a broken connection lost. `wait` and a full `put` do it."""
         with self._put_lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 for link in self._links:
                     link.pump()
 
     def flush(self, deadline_s: float) -> None:
         """Wait until everything put was taken. Unblocked by: the targets take it. ChannelTimeout after `deadline_s`."""
-        self.begin_wait()
-        try:
-            with self._put_lock:
-                self._wait_until(lambda: [link for link in self._links if link.depth], deadline_s)
-        finally:
-            self.end_wait()
+        with self, self._put_lock:
+            self._wait_until(lambda: [link for link in self._links if link.depth], deadline_s)
 
     def disconnect(self, executor: str) -> None:
-        """Forget a dead target: what waits for it is dropped and broadcasts pass it by, until `reconnect`."""
+        """Forget a dead target: drop what waits for it. Broadcasts pass it by until `reconnect`."""
         with self._put_lock:
-            for spec, link in zip(self._specs, self._links, strict=True):
-                if spec.target.split(".")[0] == executor:
+            for link in self._links:
+                if link.executor == executor:
                     link.close()
 
     def reconnect(self, executor: str, incarnation: int) -> None:
-        """Talk to this incarnation of `executor` from now on; what waits for an earlier one is dropped.
+        """Connect to this incarnation of `executor`; drop what waits for an earlier one.
 
-        Waits until it has announced its address (ChannelTimeout). Nothing happens where it is known already. Not for a
-        connection that broke: that restores itself, and loses nothing.
+        Waits until it has announced its address (ChannelTimeout). Does nothing where it is connected already. Not for
+        a broken connection: that is restored without a call, and loses nothing.
         """
         with self._put_lock:
             self.check_open()
-            for index, (spec, link) in enumerate(zip(self._specs, self._links, strict=True)):
-                if spec.target.split(".")[0] != executor or not isinstance(link, ZmqLink):
+            for index, link in enumerate(self._links):
+                if link.executor != executor or not isinstance(link, ZmqLink):
                     continue
-                if link.address.incarnation >= incarnation and not link.is_away:
-                    continue
-                link.close()
-                self._links[index] = self._remote(spec, incarnation, sequence=link.sequence)
+                if link.address.incarnation < incarnation or link.is_away:
+                    link.close()
+                    self._links[index] = self._remote(link.spec, incarnation, sequence=link.sequence)
 
     def beat(self) -> None:
-        """Ask every connected target for a sign of life; it answers when its program next reads its port."""
+        """Ask every connected target for a sign of life. It answers when its program next reads its port."""
         with self._put_lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 for link in self._links:
                     if not link.is_closed:
                         link.probe()
 
     @property
     def heard_s(self) -> Mapping[str, float]:
-        """When each target last answered anything, on the wall clock."""
+        """The time at which each target last answered anything, on the wall clock."""
         self.pump()
-        return {link.target.split(".")[0]: link.heard_s for link in self._links if isinstance(link, ZmqLink)}
+        return {link.executor: link.heard_s for link in self._links if isinstance(link, ZmqLink)}
 
     @property
     def connected(self) -> frozenset[str]:
         """The executors whose process is connected now, whatever it is busy with."""
         self.pump()
-        return frozenset(link.target.split(".")[0] for link in self._links if link.is_connected)
+        return frozenset(link.executor for link in self._links if link.is_connected)
 
-    def close(self) -> None:
-        """Wake whoever waits here; what was handed over stays on its way. Idempotent."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self.wake.set()
-            if self._num_waiters == 0:
-                self._dispose()
-
-    def pollables(self) -> list[zmq.Socket[bytes] | int]:
+    def pollables(self) -> list[Pollable]:
         return [self.wake.fileno()] + [p for link in self._links if not link.is_closed for p in link.pollables()]
 
     def _remote(self, spec: ChannelSpec, incarnation: int, *, sequence: int) -> ZmqLink:
@@ -447,7 +418,10 @@ class Outbox(_End):
         return ZmqLink(spec, address, self._incarnation, keys=self._book.keys, sequence=sequence, stats=self.stats)
 
     def _targets(self, message: Message) -> list[Link]:
-        """Whom it goes to, also if closed when it is for them only, or when one says that we were replaced."""
+        """Return the links to send `message` over, closed ones too where sending has to raise.
+
+        Those are a link that is its only target, and every link that knows that this executor was replaced.
+        """
         if fenced := [link for link in self._links if link.is_fenced]:
             return fenced
         index = self._route(message, len(self._links)) if self._route else None
@@ -458,10 +432,10 @@ class Outbox(_End):
                 )
             return [self._links[index]]
         living = [link for link in self._links if not link.is_closed]
-        match self._specs[0].kind:
+        match self._links[0].spec.kind:
             case Kind.GATHER:
                 return self._links
-            case Kind.WEIGHTS:  # whoever needs the next version gets the next offer
+            case Kind.WEIGHTS:  # an offer that reaches no replica is no error: the next one is made anyhow
                 return living
             case _:
                 return living or [link for link in self._links if not link.is_away]
@@ -470,14 +444,12 @@ class Outbox(_End):
         try:
             link.send(message)
         except ChannelClosed:
-            if link in self._targets(message):  # nobody else will do
+            if link in self._targets(message):  # no other target will do
                 raise
 
     def _wait_for_room(self, message: Message) -> list[Link]:
-        """Those that it goes to then: some may be disconnected meanwhile."""
-        targets = self._targets(message)
-        pairs = zip(self._specs, self._links, strict=True)
-        deadline_s = min(spec.deadline_s for spec, link in pairs if link in targets)
+        """Wait until the targets of `message` have room; return them: some may have been disconnected meanwhile."""
+        deadline_s = min(link.spec.deadline_s for link in self._targets(message))
         self._wait_until(lambda: [link for link in self._targets(message) if not link.has_room()], deadline_s)
         return self._targets(message)
 
@@ -486,25 +458,25 @@ class Outbox(_End):
         try:
             while blocked := waiting():
                 remaining_s = started_s + deadline_s - _CLOCK.now_s()
-                link = blocked[0]
-                if remaining_s <= 0 or not link.can_wait:
-                    raise self._timeout(link, deadline_s)
-                poll([self.wake.fileno(), *(p for item in blocked for p in item.pollables())], remaining_s)
+                if remaining_s <= 0 or not blocked[0].can_wait:
+                    raise self._timeout(blocked[0], deadline_s)
+                poll([self.wake.fileno(), *(p for link in blocked for p in link.pollables())], remaining_s)
                 self.check_open()
                 self.pump()
         finally:
             self.stats.wait_s += _CLOCK.now_s() - started_s
 
     def _timeout(self, link: Link, deadline_s: float) -> ChannelTimeout:
+        target = link.spec.target
         if link.can_wait:
             state = f" ({link.describe()})" if isinstance(link, ZmqLink) else ""
-            why, hint = f"nothing was taken for {deadline_s:g} s", f"'{link.target}' is busy, stuck or gone{state}"
+            why, hint = f"nothing was taken for {deadline_s:g} s", f"'{target}' is busy, stuck or gone{state}"
         else:
             why, hint = "full, and both ends share a thread", "raise the capacity or step the receiver in between"
         return ChannelTimeout(
-            f"channel '{link.name}' ({self.port} -> {link.target}): {why}",
+            f"channel '{link.spec.name}' ({self.port} -> {target}): {why}",
             got=f"{link.depth} messages wait",
-            allowed=f"capacity {link.capacity}",
+            allowed=f"capacity {link.spec.capacity}",
             hint=hint,
         )
 
@@ -512,10 +484,3 @@ class Outbox(_End):
         for link in self._links:
             link.close()
         self.wake.close()
-
-
-def poll(pollables: Iterable[zmq.Socket[bytes] | int], timeout_s: float | None) -> set[zmq.Socket[bytes] | int]:
-    poller = zmq.Poller()
-    for item in pollables:
-        poller.register(item, zmq.POLLIN)
-    return {item for item, _ in poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000 + 0.5)))}

@@ -1,7 +1,7 @@
-"""The ranks of one executor group, as one of them sees the others.
+"""The ranks of one node and the collectives between them.
 
-A group's collectives stay inside of it: groups meet in channels only. torch is imported where the first one is made: a
-process without tensors, that of the rewards, starts a second sooner without it.
+A group's collectives stay inside it: different groups communicate through channels only. torch is imported where it is
+first used, as a process without tensors, such as the rewards', starts a second sooner without it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from slipstream.core.errors import ConfigError, RankError
 
 
 class RankGroup:
-    """`rank` of `world`, and the process group `pg` between them; None where there is one process only.
+    """This process's `rank` of `world`, and the process group `pg` of all ranks; None where there is one process only.
 
-    Collectives here are for what is small or rare. They wait for all ranks, at most the group's timeout; a rank that
-    stays away or dies gives the others a RankError.
+    The collectives here are for small or rare data. They wait for all ranks, at most the group's timeout; when a rank
+    stays away or dies, the others get a RankError.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, pg: dist.ProcessGroup | None = None) -> None:
@@ -30,12 +30,12 @@ class RankGroup:
 
     @classmethod
     def alone(cls) -> RankGroup:
-        """The only process of its group: every collective is the identity."""
+        """Return the group of a process without others: every collective is the identity."""
         return cls()
 
     @classmethod
     def over(cls, pg: dist.ProcessGroup) -> RankGroup:
-        """This process's rank of `pg`."""
+        """Return the group of `pg`."""
         import torch.distributed as dist
 
         return cls(dist.get_rank(pg), dist.get_world_size(pg), pg)
@@ -45,15 +45,15 @@ class RankGroup:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks of `values` (same shape and type everywhere), as a new tensor; the same on every rank."""
+        """Return the sum over ranks of `values` (same shape and type on all), a new tensor, the same on every rank."""
         return self._reduced(values, "SUM")
 
     def max(self, values: Tensor) -> Tensor:
-        """The largest of each element over ranks, as a new tensor."""
+        """Return the maximum over ranks of each element, as a new tensor."""
         return self._reduced(values, "MAX")
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's `payload`, by rank, on every rank."""
+        """Return every rank's `payload`, by rank, on every rank."""
         if self.pg is None:
             return [payload]
         import torch
@@ -66,7 +66,7 @@ class RankGroup:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, payload: bytes, *, source: int = 0) -> bytes:
-        """The `payload` of rank `source`, on every rank; what the others hand in is not looked at."""
+        """Return the `payload` of rank `source` on every rank; those of the others are ignored."""
         if self.pg is None:
             return payload
         import torch
@@ -82,9 +82,9 @@ class RankGroup:
         return content.numpy().tobytes()
 
     def split(self, tensor_parallel: int, *, timeout_s: float = 120.0) -> tuple[RankGroup, RankGroup]:
-        """(data-parallel group, tensor-parallel group) of this rank; rank = data_parallel_rank * tensor_parallel + t.
+        """Return this rank's (data-parallel group, tensor-parallel group); rank = data_parallel_rank * size + t.
 
-        All ranks call it at the same time. Ranks of one tensor-parallel group are neighbours: they talk most.
+        All ranks call it together. Ranks of one tensor-parallel group are neighbours, as they exchange the most data.
         """
         if tensor_parallel < 1 or self.world % tensor_parallel:
             raise ConfigError(
@@ -134,11 +134,11 @@ class RankGroup:
 
 
 def lost_rank(group: dist.ProcessGroup, error: RuntimeError) -> RankError:
-    """What a failed collective of `group` means."""
+    """Return the error for a failed collective of `group`."""
     import torch.distributed as dist
 
     return RankError(
         "a collective of the ranks that run one model failed",
         got=f"{str(error).splitlines()[0]} (seen by rank {dist.get_rank(group)} of {dist.get_world_size(group)})",
-        hint="most often another rank has died or hangs: see its log; the group must be started again as a whole",
+        hint="usually another rank has died or hangs: see its log; the group must be started again as a whole",
     )

@@ -1,12 +1,12 @@
-"""One run at a time in a folder: a lock on `.lock` in it, which says who holds it.
+"""The lock that allows one run at a time in a folder: on the file `.lock` in it, which names the holder.
 
-It is a lock of the open file description (F_OFD_SETLK). The system drops it with the last process that has the
-description open, however that ends, on network file systems, too; nobody is misled by a process number that was given
-to somebody else. The processes of a run that write to its folder inherit the description from the controller: when that
-is killed, the lock lives until the last of them has ended, and the next run waits for it.
+It is a lock of the open file description (F_OFD_SETLK). The system drops it when the last process that has the
+description open ends, in any way, on network file systems too. So no check depends on a process number, which the
+system may have given to another process. The processes of a run that write to its folder inherit the description from
+the controller: when that is killed, the lock lasts until the last of them has ended, and the next run waits for it.
 
-Reading (`slipstream watch`, `report`, `replay`) takes no lock. On a file system without locks a run goes on
-unprotected, with a warning: many clusters have such ones.
+Reading (`slipstream watch`, `report`, `replay`) takes no lock. On a file system without locks, as many clusters have,
+a run goes on unprotected, with a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slipstream.core.disk import disk_errors
 from slipstream.core.errors import ConfigError, SlipstreamError
 
 LOCK_FILE = ".lock"
-WAIT_S = 60.0  # for the processes that a killed run has left: they see within a second that it is gone
+WAIT_S = 60.0  # for the processes that a killed run has left: they see within a second that their controller is gone
 UNKNOWN_S = 2.0  # for a holder that has not written its name yet
 TRY_EVERY_S = 0.1
 MAX_COMMAND_CHARS = 200
@@ -68,16 +68,16 @@ class Holder(msgspec.Struct, frozen=True):
 
     @property
     def has_died(self) -> bool:
-        """Whether it is known to have: it was on this machine, and is not there any more."""
+        """Whether the process is known to have ended: it ran on this machine, and runs no more."""
         return self.place == _place() and _started(self.pid) != self.started
 
 
 @contextlib.contextmanager
 def holding(run_dir: Path) -> Iterator[None]:
-    """No other run writes to `run_dir` inside. Nothing is left of the lock where no run has begun.
+    """Keep other runs from writing to `run_dir` inside this context. Leaves no trace where no run has begun.
 
     Waits for the processes of a run that was killed, at most `WAIT_S`. ConfigError, at once, where a run goes on there;
-    SlipstreamError for one on another machine, which may be dead, and known to be later; DiskError.
+    SlipstreamError for one on another machine: that may have died, and the file system finds out later. DiskError.
     """
     path, key = run_dir / LOCK_FILE, run_dir.resolve()
     as_found = [(one, one.stat()) for one in (path, run_dir) if one.exists()]
@@ -86,7 +86,7 @@ def holding(run_dir: Path) -> Iterator[None]:
     _held[key] = descriptor
     has_begun = True
     try:
-        with contextlib.suppress(OSError):  # a full disk: then a refusal names nobody
+        with contextlib.suppress(OSError):  # a full disk: a refusal cannot name the holder then
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, msgspec.json.encode(Holder.this()), 0)
         yield
@@ -108,7 +108,7 @@ def holding(run_dir: Path) -> Iterator[None]:
 
 
 def check_free(run_dir: Path) -> None:
-    """Raise, as `holding` does, where a run goes on in `run_dir`. Takes nothing, writes nothing, waits for nothing."""
+    """Raise, as `holding` does, where a run goes on in `run_dir`. Takes no lock, writes nothing, does not wait."""
     with contextlib.suppress(OSError), _opened(run_dir / LOCK_FILE, os.O_RDONLY) as descriptor:
         answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
         holder = _holder(descriptor)
@@ -128,20 +128,20 @@ def is_held(run_dir: Path) -> bool:
 
 
 def inherited(run_dir: Path) -> tuple[int, ...]:
-    """The descriptors for a process that writes to `run_dir` to inherit (`subprocess.Popen(pass_fds=...)`)."""
+    """Return the descriptors that a process that writes to `run_dir` inherits (`subprocess.Popen(pass_fds=...)`)."""
     held = _held.get(run_dir.resolve())
     return () if held is None else (held,)
 
 
 def _take(run_dir: Path) -> int:
-    """The descriptor that has the lock."""
+    """Take the lock; return the descriptor that has it."""
     path, started_s, has_told = run_dir / LOCK_FILE, time.monotonic(), False
     while True:
         with _opened(path, os.O_RDWR | os.O_CREAT) as descriptor:
             if _try(descriptor, path):
                 if _is_at(path, descriptor):
                     return os.dup(descriptor)
-                continue  # who had it has removed it
+                continue  # its former holder has removed the file
             holder, waited_s = _holder(descriptor), time.monotonic() - started_s
         if holder is not None and not holder.has_died:
             raise _refusal(run_dir, holder)
@@ -149,29 +149,29 @@ def _take(run_dir: Path) -> int:
             raise _refusal(run_dir, holder)
         if holder is not None and not has_told:
             has_told = True
-            log.warning("%s: process %d was killed; waiting for those that it has left behind", run_dir, holder.pid)
+            log.warning("%s: process %d was killed; waiting for its child processes to end", run_dir, holder.pid)
         time.sleep(TRY_EVERY_S)
 
 
 def _refusal(run_dir: Path, holder: Holder | None) -> SlipstreamError:
     if holder is None:
         return ConfigError("another run is going on in this folder", got=run_dir, allowed="one run at a time")
-    who = f"process {holder.pid} on {holder.host}, since {holder.since}: {holder.command}"
+    named = f"process {holder.pid} on {holder.host}, since {holder.since}: {holder.command}"
     if holder.has_died:
         return SlipstreamError(
             f"processes of a run that was killed still write to '{run_dir}'",
-            got=f"left behind by {who}",
+            got=f"left behind by {named}",
             allowed=f"{WAIT_S:g} s for them to end",
             hint=f"`fuser {run_dir / LOCK_FILE}` names them",
         )
     is_here = holder.place == _place()
     return (ConfigError if is_here else SlipstreamError)(
         f"another run is going on in '{run_dir}'",
-        got=who,
+        got=named,
         allowed="one run at a time in a folder",
         hint=f"`slipstream watch` shows it; `kill {holder.pid}` ends it with a checkpoint"
         if is_here
-        else "if that machine is gone, the file system finds out within minutes: try again",
+        else "if that machine is gone, the file system drops the lock within minutes: try again",
     )
 
 
@@ -187,7 +187,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _try(descriptor: int, path: Path) -> bool:
-    """Whether the lock is had now, or cannot be had by anybody on this file system."""
+    """Try to take the lock. True also where the file system has no locks."""
     try:
         _set(descriptor, fcntl.F_WRLCK)
     except OSError as error:
@@ -195,7 +195,7 @@ def _try(descriptor: int, path: Path) -> bool:
             return False
         if error.errno not in _NO_LOCKS:
             raise
-        log.warning("%s: this file system has no locks (%s); nothing keeps a second run away", path, error.strerror)
+        log.warning("%s: this file system has no locks (%s); a second run would not be noticed", path, error.strerror)
     return True
 
 
@@ -215,7 +215,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """What the lock says, if it says something."""
+    """Return the holder that the lock names, or None where it names none."""
     try:
         return msgspec.json.decode(os.pread(descriptor, _MAX_BYTES, 0), type=Holder)
     except (OSError, msgspec.DecodeError):
@@ -231,7 +231,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process started, which tells it from others of its number; "" for one that has ended."""
+    """Return when a process started, to tell it from later ones with its number; "" for one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,13 +1,13 @@
-"""Messages in a file, for a resume to go on with: what was on its way when a checkpoint was made.
+"""Messages saved beside a checkpoint: rollouts and completions that were on their way, for a resume to continue.
 
     checkpoints/step_<n>.rollouts/<executor>.safetensors
         trainer, trainer@<r>   rollouts that waited for their step, each rank's own
-        generator-<i>          what its slots had sampled of completions (`Partial`)
+        generator-<i>          the tokens that its slots had sampled of completions (`Partial`)
 
-All of it is an optimisation: groups that a checkpoint owes are sampled again from their ordinals, and what is found
-here is not. So each process writes its file when it likes, whole or not at all, and nobody waits; a file that is
-missing, damaged or of another cut is passed over. Arrays are the file's tensors; what is around them is JSON in its
-header, where a number stands for each. Nothing is pickled.
+This is an optimisation: groups that a checkpoint owes and that are not found here are sampled again from their
+ordinals. So each process writes its file independently, whole or not at all, and no other process waits for it. A file
+that is missing, damaged or of another cut is ignored. Arrays are the file's tensors; the rest is JSON in its header, in
+which a number stands for each array. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUFFIX = ".safetensors"
 
 
 def rollouts_dir(checkpoint: Path) -> Path:
-    """Where what was on its way at `checkpoint` is saved."""
+    """Return the folder for the messages that were on their way at `checkpoint`."""
     return checkpoint.with_name(f"{checkpoint.name}.rollouts")
 
 
@@ -58,7 +58,7 @@ def save_messages(path: Path, messages: Sequence[Message], *, cut: str) -> None:
 
 
 def load_messages(path: Path, kind: type[M], *, cut: str) -> list[M]:
-    """The messages in `path`, all of `kind`. CheckpointError for a file that is damaged, or not of the cut `cut`."""
+    """Return the messages in `path`, all of `kind`. CheckpointError for a file that is damaged or of another cut."""
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata()
@@ -83,42 +83,38 @@ def load_messages(path: Path, kind: type[M], *, cut: str) -> list[M]:
 def saved_rollouts(
     checkpoint: Path, *, cut: str, owed: Sequence[int], step: int, notes: list[str]
 ) -> Iterator[Rollout]:
-    """The rollouts that the trainer's ranks saved beside `checkpoint`, whatever ranks there were.
+    """Yield the rollouts that the trainer's ranks saved beside `checkpoint`, however many ranks there were.
 
-    Only those of groups that the cut owes, and whose tokens are of versions up to `step`: what weights of an abandoned
-    tail have sampled is not of this lineage. What cannot be used is told to `notes`.
+    Only those of groups that the cut owes, and whose tokens are of versions up to `step`: later versions belong to an
+    abandoned continuation of the run. A line about each unusable file is added to `notes`.
     """
     wanted = set(owed)
-    for path in _files(checkpoint, "trainer"):
-        for rollout in _usable(path, Rollout, cut, notes):
-            if rollout.ordinal in wanted and rollout.completion.max_version <= step:
-                yield rollout
+    for rollout in _saved(checkpoint, "trainer", Rollout, cut, notes):
+        if rollout.ordinal in wanted and rollout.completion.max_version <= step:
+            yield rollout
 
 
 def saved_partials(
     checkpoint: Path, *, cut: str, owed: Sequence[int], step: int, notes: list[str]
 ) -> dict[int, tuple[Partial, ...]]:
-    """What the generators saved beside `checkpoint`, by ordinal; conditions as for `saved_rollouts`."""
+    """Return the completions that the generators saved beside `checkpoint`, by ordinal; else as `saved_rollouts`."""
     wanted = set(owed)
     found: dict[int, dict[int, Partial]] = {}
-    for path in _files(checkpoint, "generator"):
-        for partial in _usable(path, Partial, cut, notes):
-            versions = [span.version for span in partial.segment.version_spans]
-            if partial.ordinal in wanted and versions and max(versions) <= step:
-                found.setdefault(partial.ordinal, {})[partial.sample] = partial
+    for partial in _saved(checkpoint, "generator", Partial, cut, notes):
+        versions = [span.version for span in partial.segment.version_spans]
+        if partial.ordinal in wanted and versions and max(versions) <= step:
+            found.setdefault(partial.ordinal, {})[partial.sample] = partial
     return {ordinal: tuple(partials.values()) for ordinal, partials in found.items()}
 
 
-def _files(checkpoint: Path, kind: str) -> list[Path]:
-    return sorted(rollouts_dir(checkpoint).glob(f"{kind}*{SUFFIX}"))
-
-
-def _usable(path: Path, kind: type[M], cut: str, notes: list[str]) -> list[M]:
-    try:
-        return load_messages(path, kind, cut=cut)
-    except CheckpointError as error:
-        notes.append(f"{error.what} ({error.got}): its groups are sampled again")
-        return []
+def _saved(checkpoint: Path, node: str, kind: type[M], cut: str, notes: list[str]) -> Iterator[M]:
+    for path in sorted(rollouts_dir(checkpoint).glob(f"{node}*{SUFFIX}")):
+        try:
+            messages = load_messages(path, kind, cut=cut)
+        except CheckpointError as error:
+            notes.append(f"{error.what} ({error.got}): its groups are sampled again")
+        else:
+            yield from messages
 
 
 def _crc32(text: str, arrays: Any) -> int:

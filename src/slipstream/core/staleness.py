@@ -1,4 +1,4 @@
-"""The one place that computes staleness.
+"""Staleness, computed here only.
 
 The staleness of a token, in steps, is (version the step that trains on it starts from) - (version that sampled it);
 that of a batch is the maximum over its tokens. Step n starts from version n, so a token of version v trained in
@@ -17,7 +17,7 @@ from slipstream.core.types import Segment
 
 
 def token_versions(segments: Iterable[Segment]) -> np.ndarray:
-    """int32 [T]: the policy version that sampled each token of `segments`, -1 on tokens that were given."""
+    """Return the policy version that sampled each token of `segments`, int32 [T]; -1 on tokens that were given."""
     pieces = []
     for segment in segments:
         versions = np.full(len(segment.tokens), -1, dtype=np.int32)
@@ -28,21 +28,21 @@ def token_versions(segments: Iterable[Segment]) -> np.ndarray:
 
 
 def staleness_of(versions: np.ndarray, *, step: int) -> np.ndarray:
-    """int32 [number of sampled tokens]: staleness of each sampled token (version >= 0) when `step` trains on it."""
+    """Return the staleness of each sampled token (version >= 0) when `step` trains on it, int32 [sampled tokens]."""
     return (step - versions[versions >= 0]).astype(np.int32)
 
 
 def last_step(ordinal: int, dropped: Sequence[int], *, groups_per_step: int, reorder_window: int) -> int:
-    """The last step that can train group `ordinal`: floor((o - d + W - 1) / P), with the d of `dropped` below it.
+    """Return the last step that can train group `ordinal`: floor((o - d + W - 1) / P), d of `dropped` being below it.
 
-    `dropped` ascends: groups known to take no seat in a step. The proof is in `controller/schedule.py`.
+    `dropped` ascends: ordinals of groups that no step will train. The proof is in `controller/schedule.py`.
     """
     place = ordinal - bisect.bisect_left(dropped, ordinal)
     return (place + reorder_window - 1) // groups_per_step
 
 
 def check_bound(staleness: np.ndarray, *, max_staleness: int | None, step: int) -> None:
-    """Raise StalenessError if any token is staler than the bound (or comes from the future): a bug in the schedule.
+    """Raise StalenessError if a token is staler than the bound, or of a version after `step`: a bug in the schedule.
 
     `max_staleness` is None under a scheduling policy without a bound.
     """
@@ -59,9 +59,8 @@ def check_bound(staleness: np.ndarray, *, max_staleness: int | None, step: int) 
 
 
 def staleness_in_updates(staleness_steps: np.ndarray, *, updates_per_step: int, update_in_step: int) -> np.ndarray:
-    """Distance in optimizer updates for the `update_in_step`-th (0-indexed) update of the step.
+    """Return the staleness in optimizer updates, at the `update_in_step`-th (from 0) update of the step.
 
-    At most (k + 1) * updates_per_step - 1, reached by a token k steps old in the last update.
+    It is at most (k + 1) * updates_per_step - 1, for a token k steps old in the last update.
     """
-    distance: np.ndarray = staleness_steps * updates_per_step + update_in_step
-    return distance
+    return np.asarray(staleness_steps * updates_per_step + update_in_step)

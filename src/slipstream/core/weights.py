@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from slipstream.core.spans import Spans
 from slipstream.core.types import Holding, Message
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-    from slipstream.core.executor import Spans
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The wire form of messages: msgpack in which arrays are raw little-endian buffers.
 
-Decoding builds only the structs it is given, checks every field, and runs nothing that was sent: whatever is malformed
-is a ChannelError.
+Decoding builds only the given structs, checks every field, and executes no code that was sent. Malformed bytes are a
+ChannelError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARRAY_HEADER = struct.Struct("<BB")  # index into _DTYPES, number of dimensions
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of one message. Identity: `decode(encode(m))` equals m, arrays bit for bit."""
+    """Return the bytes of one message. Identity: `decode(encode(m))` equals m, arrays bit for bit."""
     if not isinstance(message, Message):
         raise ChannelError(
             "only messages may cross a channel", got=type(message).__name__, allowed="core.types.Message"
@@ -46,7 +46,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview, messages: MessageTypes = MESSAGES) -> Message:
-    """The message in `data`, which must be one of `messages`; arrays are fresh and writable. Raises ChannelError."""
+    """Return the message in `data`, one of `messages`; its arrays are new and writable. Raises ChannelError."""
     try:
         message: Message = _decoder(messages).decode(data)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError) as error:
@@ -55,7 +55,7 @@ def decode(data: bytes | memoryview, messages: MessageTypes = MESSAGES) -> Messa
 
 
 def message_types(names: Iterable[str]) -> MessageTypes:
-    """The message classes of these names, a pipeline's own subclasses of Message included; all of core's for none."""
+    """Return the message classes of these names, also a pipeline's own ones; all of `core/types.py` for no names."""
     known = {kind.__name__: kind for kind in (*Message.__subclasses__(), *MESSAGES)}
     found = []
     for name in names:

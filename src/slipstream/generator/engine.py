@@ -28,7 +28,7 @@ import torch
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, NonFiniteError
-from slipstream.core.executor import NoSpans
+from slipstream.core.spans import NoSpans
 from slipstream.core.types import FinishReason
 from slipstream.generator.noise import noise_keys
 from slipstream.generator.prefixes import PrefixTable

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
-from slipstream.core.executor import Context, Executor, Spans
+from slipstream.core.executor import Context, Executor
 from slipstream.core.saved import SUFFIX, rollouts_dir
+from slipstream.core.spans import Spans
 from slipstream.core.types import (
     Admit,
     Checkpoint,

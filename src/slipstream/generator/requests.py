@@ -92,7 +92,7 @@ class Finished:
 
 
 class StateSpans(Protocol):
-    """The part of `core.executor.Spans` that engines use, to tell prefill from decode time."""
+    """The part of `core.spans.Spans` that engines use, to tell prefill from decode time."""
 
     def span(self, state: str) -> AbstractContextManager[None]: ...
 

@@ -146,7 +146,7 @@ class _Frame:
 
 
 class Timeline:
-    """The spans of one process (`core.executor.Spans`), used from one thread.
+    """The spans of one process (`core.spans.Spans`), used from one thread.
 
     Nested spans subtract from the outer one. With `path = None` nothing is written and slices stay in memory. A span
     costs about a microsecond; slices are encoded in batches.

@@ -17,9 +17,9 @@ from torch import Tensor
 from slipstream.algorithms.losses import loss_named
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
-from slipstream.core.executor import Spans
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.spans import Spans
 from slipstream.core.types import Group, Rollout
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer

@@ -11,9 +11,9 @@ import torch
 
 from slipstream.algorithms.reduce import Metrics, decode_metrics, encode_metrics, merge_metrics, metric_values
 from slipstream.core.config import RunConfig
-from slipstream.core.executor import NoSpans, Spans
 from slipstream.core.packed import Batching, PackedMicrobatch
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.spans import NoSpans, Spans
 from slipstream.core.staleness import staleness_in_updates
 from slipstream.core.types import Group, RolloutHead
 from slipstream.models.transformer import Transformer

@@ -16,9 +16,9 @@ from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import NonFiniteError
-from slipstream.core.executor import Spans
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.spans import Spans
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.logprobs import microbatch_logprobs

@@ -13,8 +13,9 @@ import torch
 from slipstream.core.background import start_thread
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.executor import NoSpans, Receiver, Sender, Spans
+from slipstream.core.executor import Receiver, Sender
 from slipstream.core.links import WakeUp
+from slipstream.core.spans import NoSpans, Spans
 from slipstream.core.types import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.core.weights import FlatWeights, Swap
 from slipstream.weight_sync.links import LinkReader, Links, VersionGoneError
