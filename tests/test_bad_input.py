@@ -28,9 +28,10 @@ import torch
 import slipstream
 from slipstream import cli
 from slipstream.controller.policies import schedule_for
-from slipstream.core.config import ModelConfig, OptimizerConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve, save_config
+from slipstream.core.sections import ModelConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model

@@ -35,7 +35,7 @@ from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.rewards.given import Functions, Reward, with_given
-from slipstream.stages.named import check_named, check_names
+from slipstream.stages.named import check_named
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.cluster import Cluster
@@ -109,7 +109,6 @@ def run(
             resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
             check_named(resolved, given=functions, has_own_prompts=prompts is not None)
             resolved = pinned(resolved, tell=_tell(display=display))
-            check_names(resolved)
         from slipstream.stages.rl import FromPython
 
         given = FromPython(

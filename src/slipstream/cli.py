@@ -32,6 +32,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
+from slipstream.core.fields import Precision
 from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
 from slipstream.core.other_names import counterparts, sentence_of_value, sentences
 from slipstream.core.plain import parse_float, parse_int, wrong_path, wrong_text
@@ -50,7 +51,6 @@ from slipstream.core.recipes import (
     same_name,
 )
 from slipstream.core.run_lock import check_free
-from slipstream.core.sections import Precision
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.core.config import RunConfig, TaskConfig
+from slipstream.core.config import RunConfig
+from slipstream.core.sections import TaskConfig
 from slipstream.generator import native
 from slipstream.generator.executor import training_seed
 from slipstream.observe.recorder import read_rollouts

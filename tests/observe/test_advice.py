@@ -18,7 +18,7 @@ import pytest
 from synthetic_run import make_run_dir, make_summary
 from test_health import healthy, watched
 
-from slipstream.core.config import AlarmName, HealthConfig
+from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.recipes import resolve
 from slipstream.observe import display, noise
 from slipstream.observe.health import RULES, WATCHED_STEPS, Alarm, Health, unfit

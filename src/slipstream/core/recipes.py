@@ -19,12 +19,13 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from slipstream.core.config import PRESETS, STAGES, RewardsConfig, RunConfig, stage_of
+from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.files import read_whole
 from slipstream.core.other_names import leaves, sentence_of_value, sentences
 from slipstream.core.plain import shortened, shown, wrong_path
+from slipstream.core.sections import RewardsConfig
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
 _ALLOWED = {

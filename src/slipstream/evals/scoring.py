@@ -10,8 +10,9 @@ import msgspec
 from slipstream.batching import collate
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
 from slipstream.core.clock import WallClock
-from slipstream.core.config import RewardsConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, NoSpans
+from slipstream.core.sections import RewardsConfig
 from slipstream.core.types import Completion, Rollout
 from slipstream.prompts import task_table
 from slipstream.rewards.executor import Rewards

@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.core.config import AlarmName, HealthConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import AlarmError
+from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.plain import shortened
 from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 from slipstream.observe.metrics import read_metrics

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slipstream.core.config import GROUP_RELATIVE, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.training_sections import GROUP_RELATIVE
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.metrics import read_metrics
 from slipstream.observe.recorder import EventLine, RolloutLine, num_missing, read_events, read_rollouts

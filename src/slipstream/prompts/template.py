@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
 from slipstream.prompts.rows import Row, row_key, split_hash
