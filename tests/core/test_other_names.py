@@ -18,6 +18,7 @@ from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.other_names import FIELDS, VALUES, counterparts, flags_in, sentence, sentences
 from slipstream.core.recipes import field_paths, merge, nested, resolve
+from slipstream.flags import parse
 
 ENTRIES = [(whose, name, entry) for whose, names in FIELDS.items() for name, entry in names.items()]
 TEXTS = sorted({entry for *_, entry in ENTRIES} | {said for table in VALUES.values() for said in table.values()})
@@ -58,8 +59,7 @@ def test_settings_as_flags_are_the_same() -> None:
         chosen = [some.pop() for some in by_flag.values()]
         by_flag = {name: some for name, some in by_flag.items() if some}
         argv = ["quickstart", *" ".join(flag for _, flag in chosen).split()]
-        options = cli._parse("run", cli._run_options({}, argv), argv, cli.run_command)
-        assert cli.as_overrides(options.overrides) == settings(" ".join(text for text, _ in chosen))
+        assert parse(cli.RunOptions, argv, cli.run_command).overrides == settings(" ".join(text for text, _ in chosen))
 
 
 def test_values_of_ours_are_no_values_of_others() -> None:

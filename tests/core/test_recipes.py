@@ -22,6 +22,7 @@ from slipstream.core.recipes import list_recipes, load_recipe, resolve, save_con
 from slipstream.core.sections import GeneratorConfig, ModelConfig, PromptsConfig, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.training_sections import LossConfig, OptimizerConfig, TrainerConfig
+from slipstream.flags import parse
 
 BASE: dict[str, Any] = {"recipe": "base", "steps": 7, "prompts": {"tasks": [{"name": "spell_backward"}]}}
 
@@ -137,7 +138,7 @@ def test_another_loss_has_its_own_defaults_from_a_preset(monkeypatch: pytest.Mon
 def test_every_loss_can_be_named_over_every_recipe(name: str) -> None:
     """By tables, dots or flags: with its defaults, and with the recipe's parameters where it is the recipe's own."""
     argv = ["RECIPE", "--loss.name", name]
-    flags = cli.as_overrides(cli._parse("run", cli._run_options({}, argv), argv, cli.run_command).overrides)
+    flags = parse(cli.RunOptions, argv, cli.run_command).overrides
     for recipe in list_recipes():
         below = resolve(recipe.name).loss
         given = below.params if below.name == name else {}
