@@ -53,6 +53,20 @@ def test_the_configuration_page_is_what_the_schema_says() -> None:
     )
 
 
+def test_the_configuration_page_opens_with_25_fields_and_says_the_same_once() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "config_reference.py"))
+    chosen, page = script["MOST_CHANGED"], script["reference"]()
+    assert len(set(chosen)) == len(chosen) == 25
+    assert set(chosen) <= set(field_paths(RunConfig))
+    opening = page[: page.index("## Presets")]
+    assert [line.split("`")[1] for line in opening.splitlines() if line.startswith("| `")] == list(chosen)
+    assert page.count("| `warmup_updates` |") == 1
+    for path in field_paths(RunConfig):
+        section, _, name = path.rpartition(".")
+        assert f"| `{name}` |" in page or f"`{path}`" in page, path
+        assert not section or f"`{section}`" in page, section
+
+
 @named
 def test_links_lead_somewhere(document: Path) -> None:
     missing = []
