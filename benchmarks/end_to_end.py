@@ -38,6 +38,7 @@ from trl_call import INSTALL, TRL_PYTHON, TrlFailed, call_trl, trl_version
 import slipstream
 from slipstream.core.config import ModelConfig
 from slipstream.core.run_log import read_metrics
+from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import new_model, save_model
 from slipstream.models.linear import linear
 from slipstream.models.tokenizer import char_tokenizer

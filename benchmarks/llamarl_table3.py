@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import cluster

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from slipstream.algorithms.logprobs import probe_logprobs
-from slipstream.core.config import ModelConfig
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
+from slipstream.core.sections import ModelConfig
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Request

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from slipstream.batching import collate as batching
-from slipstream.core.config import ModelConfig
 from slipstream.core.packed import TrainSequence
+from slipstream.core.sections import ModelConfig
 from slipstream.models import linear, packed
 from slipstream.models.initialise import new_model
 from slipstream.observe.hardware import describe

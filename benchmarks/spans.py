@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from slipstream.core.config import ModelConfig
+from slipstream.core.sections import ModelConfig
 from slipstream.generator import slot_runner
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, Span, round_up, spans, swaps
 from slipstream.generator.native import native_engine

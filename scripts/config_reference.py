@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel
@@ -38,42 +38,93 @@ resolved configuration is saved as `config.toml` in the run's folder; a resume m
 _WORDS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", Any: "value"}
 
 
+MOST_CHANGED = (
+    *("model.path", "prompts.dataset", "prompts.template", "prompts.max_prompt_tokens", "prompts.num_train"),
+    *("prompts.num_eval", "steps", "groups_per_step", "completions_per_group", "max_staleness", "weight_update"),
+    *("generator.max_new_tokens", "generator.temperature", "generator.num_slots", "rewards.terms", "loss.name"),
+    *("loss.params", "loss.advantages", "loss.select", "kl.coef", "trainer.optimizer.lr", "trainer.minibatches"),
+    *("eval.every", "eval.measure", "deadline_s"),
+)
+"""The 25 fields that the shipped recipes, README, docs and examples set most often, by topic."""
+
+
+class Place(NamedTuple):
+    """A section of the page: its TOML path (`[[...]]` for lists of tables), and its defaults there."""
+
+    path: str
+    defaults: BaseModel | None
+
+
 def reference() -> str:
-    """The whole page."""
-    parts = [HEAD, "## Presets\n", _presets(), "## The run\n", _section(RunConfig, None)]
-    for path, model, section in sections(RunConfig):
-        parts += [f"## `{path}`\n\n{_summary(model)}\n\n{_section(model, section)}"]
+    """Return the whole page."""
+    parts = [HEAD, "## The fields that runs change most\n", _most_changed(), "## Presets\n", _presets()]
+    parts += ["## The run\n", _table(RunConfig, None)]
+    for model, places in sections().items():
+        paths = ", ".join(f"`{place.path}`" for place in places)
+        parts.append(f"## {paths}\n\n{_summary(model)}\n\n{_table(model, places[0].defaults)}{_differences(places)}")
     parts += ["## Losses\n", _losses()]
     return "\n".join(parts)
 
 
-def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel], BaseModel | None]]:
-    """Every section below `model`, parents first: TOML path (`[[...]]` for lists of tables), type, default."""
+def sections() -> dict[type[BaseModel], list[Place]]:
+    """Return the sections below a run, in order: what several places share, such as an optimizer, stands once."""
+    found: dict[type[BaseModel], list[Place]] = {}
+    for model, place in _places(RunConfig):
+        found.setdefault(model, []).append(place)
+    return found
+
+
+def _places(model: type[BaseModel], path: str = "") -> Iterator[tuple[type[BaseModel], Place]]:
     for name, info in model.model_fields.items():
         here = f"{path}.{name}".lstrip(".")
         if is_section(info.annotation):
-            yield here, info.annotation, info.get_default(call_default_factory=True)
-            yield from sections(info.annotation, here)
+            yield info.annotation, Place(here, info.get_default(call_default_factory=True))
+            yield from _places(info.annotation, here)
         for item in get_args(info.annotation):
             if is_section(item):
-                yield f"[[{here}]]", item, None
+                yield item, Place(f"[[{here}]]", None)
+
+
+def _most_changed() -> str:
+    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for path in MOST_CHANGED:
+        *above, name = path.split(".")
+        model: Any = RunConfig
+        for section in above:
+            model = model.model_fields[section].annotation
+        rows.append(_row(path, model.model_fields[name]))
+    return "\n".join(rows) + "\n"
+
+
+def _differences(places: Sequence[Place]) -> str:
+    """Return one line for the defaults that the other places of a section have."""
+    first, told = places[0].defaults, []
+    for path, defaults in places[1:]:
+        if first is None or defaults is None:
+            continue
+        other = [f"`{name} = {_toml(value)}`" for name, value in defaults if value != getattr(first, name)]
+        told += [f"`{path}` {', '.join(other)}"] if other else []
+    return f"\nOther defaults: {'; '.join(told)}.\n" if told else ""
 
 
 def is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _section(model: type[BaseModel], section: BaseModel | None) -> str:
-    """`section` has the defaults of this place, which may differ from those of its type (`warm_start.optimizer`)."""
+def _table(model: type[BaseModel], defaults: BaseModel | None) -> str:
+    """Return the fields of a section; `defaults` are those of its place, which may differ from those of its type."""
     rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
-        if is_section(info.annotation):
-            continue
-        default = info.get_default(call_default_factory=True) if section is None else dict(section)[name]
-        shown = "required" if default is PydanticUndefined else f"`{_toml(default)}`"
-        cells = (f"`{name}`", _type(info), shown, info.description or "")
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        if not is_section(info.annotation):
+            rows.append(_row(name, info, *([] if defaults is None else [getattr(defaults, name)])))
     return "\n".join(rows) + "\n"
+
+
+def _row(name: str, info: FieldInfo, *given: Any) -> str:
+    default = given[0] if given else info.get_default(call_default_factory=True)
+    shown = "required" if default is PydanticUndefined else f"`{_toml(default)}`"
+    cells = (f"`{name}`", _type(info), shown, info.description or "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _summary(model: type[BaseModel]) -> str:

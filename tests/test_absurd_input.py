@@ -15,9 +15,9 @@ import slipstream
 from slipstream import cli
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.fields import MAX_COUNT, MAX_INTEGER, MAX_WAIT_S, MIN_WAIT_S
 from slipstream.core.plain import MAX_DEPTH, parse_float, parse_int, wrong_path, wrong_with
 from slipstream.core.recipes import config_toml, defaults, field_paths, load_recipe, merge, validate
-from slipstream.core.sections import MAX_COUNT, MAX_INTEGER, MAX_WAIT_S, MIN_WAIT_S
 from slipstream.models.build import build_tokenizer
 from slipstream.models.initialise import new_config
 from slipstream.models.sizes import check_sizes

@@ -28,9 +28,10 @@ import torch
 import slipstream
 from slipstream import cli
 from slipstream.controller.policies import schedule_for
-from slipstream.core.config import ModelConfig, OptimizerConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve, save_config
+from slipstream.core.sections import ModelConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
@@ -200,6 +201,9 @@ FIELDS = [
     wrong("two", {"steps": 0, "seed": -1}, "'seed'", "also wrong: steps"),
     wrong("table is a number", {"generator": 3}, "'generator'", "got:     3", "allowed: a table"),
     wrong("number is a table", {"steps": {"n": 3}}, "'steps'", "allowed: an integer"),
+    wrong("a model's name", {"model": "Qwen/Qwen3-0.6B"}, "'model'", 'write model.path = "Qwen/', '{"model": {"path":'),
+    wrong("a loss's name", {"loss": "gspo"}, "'loss'", "allowed: a table", 'write loss.name = "gspo"'),
+    wrong("a reward's name", {"rewards": {"terms": ["math"]}}, "'rewards.terms.0'", 'write { function = "math" }'),
     wrong("number is text", {"steps": "ten"}, "'steps'", "'ten'", "allowed: an integer"),
     wrong("integer is a fraction", {"steps": 2.5}, "'steps'", "2.5", "allowed: an integer"),
     wrong("integer is a boolean", {"steps": True}, "'steps'", "True", "allowed: an integer"),
@@ -255,7 +259,7 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
     wrong("minibatches", {"trainer": {"minibatches": 5}}, "at least one group", "minibatches = 5", "<="),
     wrong("eval", {"eval": {"num_prompts": 5}}, "more prompts than are held out", "eval.num_prompts = 5"),
     wrong("no column", {"prompts": {"too_long": "shorten"}}, "the column to shorten", "shorten_column = None"),
-    wrong("two sources", {"prompts": {"tasks": [{"name": "x"}]}}, "exactly one source", "1 tasks and dataset"),
+    wrong("two sources", {"prompts": {"tasks": [{"name": "x"}]}}, "exactly one source", "1 tasks", "[[prompts.tasks]]"),
     wrong("no source", {"prompts": {"dataset": None}}, "exactly one source", "0 tasks"),
     wrong("heads", {"model": {"hidden_size": 17}}, "head sizes do not divide", "hidden_size 17"),
     wrong("key heads", {"model": {"num_heads": 4, "num_kv_heads": 3}}, "head sizes do not divide", "kv heads 3"),
@@ -371,7 +375,7 @@ LOSSES_AND_REWARDS = [
     ),
     wrong("length of nothing", {"rewards": {"terms": [{"function": "length"}]}}, "exactly one of its parameters"),
     wrong("task of a dataset", {"rewards": {"terms": [{"function": "task"}]}}, "needs reasoning-gym tasks"),
-    wrong("no module", {"rewards": {"terms": [{"function": "nowhere:f"}]}}, "no module 'nowhere'", "hint"),
+    wrong("no module", {"rewards": {"terms": [{"function": "nowhere:f"}]}}, "no module 'nowhere'", "got", "hint"),
     wrong("no file", {"rewards": {"terms": [{"function": "nowhere.py:f"}]}}, "no such file", "nowhere.py"),
     wrong(
         "no function",
@@ -401,6 +405,8 @@ LOSSES_AND_REWARDS = [
         {"rewards": {"terms": [{"function": "mine.py:score"}]}},
         "mine.py",
         "line 1",
+        "allowed",
+        "hint",
         prepare=text("mine.py", "def score(:\n"),
     ),
     wrong(
@@ -427,7 +433,10 @@ LOSSES_AND_REWARDS = [
         "reward of no such module",
         {"rewards": {"terms": [{"function": "mine.py:score"}]}},
         "the reward functions cannot be set up",
+        "got:",
         "No module named 'nowhere' (mine.py, line 1)",
+        "allowed:",
+        "hint:    is it installed",
         prepare=text("mine.py", "import nowhere\ndef score(completions, **columns):\n    return [0.0]\n"),
     ),
     wrong(
@@ -1109,19 +1118,23 @@ ABSURD = [
 COMMANDS = [
     refused("rnu", "unknown command 'rnu'", "run, launch", "did you mean 'run'?"),
     refused("--steps 3", "unknown command '--steps'", "hint"),
-    refused("run recipe.toml --max-stalness 0", "max-stalness", "--max-staleness"),
-    refused("run recipe.toml --generator.temprature 0", "generator.temprature", "--generator.temperature"),
+    refused("run recipe.toml --max-stalness 0", "'--max-stalness'", "did you mean '--max-staleness'?"),
+    refused("run recipe.toml --generator.temprature 0", "generator.temprature", "mean '--generator.temperature'?"),
+    refused("run recipe.toml --num-generations 4", "flag '--num-generations'", "`--completions-per-group`"),
+    refused("run recipe.toml --prompts.tasks x", "'--prompts.tasks'", "--out", "has no flag here", "recipe"),
+    refused("simulate run --model.path x", "'--model.path'", "--beside", "has no flag here"),
+    refused("plan --gpsu 3", "'--gpsu'", "--gpus-per-node", "did you mean '--gpus'?"),
     refused("run recipe.toml --steps", "Missing value", "--steps", "Expected 1"),
     refused("run recipe.toml --steps many", "--steps", "'many'", "INT"),
     refused("run recipe.toml --weight-update inflight", "--weight-update", "in_flight"),
     refused("run recipe.toml --steps 0", "'steps'", "> 0"),
     refused("run recipe.toml other.toml", "other.toml"),
     refused("run recipe.toml --trainer.optimizer.betas 0.9", "Missing value", "betas", "Expected 2"),
-    refused("eval model --recipe recipe.toml --kl", "options: --kl", "--kl.coef", "...", "slipstream eval --help"),
+    refused("eval model --recipe recipe.toml --kl", "unknown flag '--kl'", "--kl.coef", "'kl' is a section"),
     Case("a long word", ("invalid choice", "...", "--help"), arguments="run recipe.toml --host " + "x" * 9000),
-    refused("recipes --task", "--tasks"),
+    refused("recipes --task", "allowed: --tasks", "did you mean '--tasks'?"),
     refused("recipes all", "all"),
-    refused("doctor --jsn", "--json"),
+    refused("doctor --jsn", "did you mean '--json'?"),
 ]
 
 KEY = "ab" * 32

@@ -18,17 +18,18 @@ from pydantic import BaseModel
 from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files_of, links, remarks
 
 from slipstream import cli
-from slipstream.cli import COMMANDS, PlanOptions, _launch_options, _simulate_options, as_overrides
+from slipstream.cli import COMMANDS, LaunchOptions, PlanOptions, SimulateOptions
 from slipstream.controller.build import check_loss
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.recipes import list_recipes, merge, resolve
+from slipstream.flags import parse
 from slipstream.plan.question import cluster_of_file
 
 PACKAGE = ROOT / "src" / "slipstream"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LAUNCH_FLAGS = {field.name for field in dataclasses.fields(_launch_options({}))}
+LAUNCH_FLAGS = {field.name for field in dataclasses.fields(LaunchOptions)}
 PLAN_FLAGS = {field.name for field in dataclasses.fields(PlanOptions)}
-SIMULATE_FLAGS = {field.name for field in dataclasses.fields(_simulate_options({}))}
+SIMULATE_FLAGS = {field.name for field in dataclasses.fields(SimulateOptions)}
 OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
 OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | {"port", "open"}
 SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/(?:integration|cluster|chaos))/\w+\.py)((?: +[^`\n#)]*)?)")
@@ -50,6 +51,20 @@ def test_the_configuration_page_is_what_the_schema_says() -> None:
         "docs/configuration.md is stale. Run\n\n"
         "    .venv/bin/python scripts/config_reference.py > docs/configuration.md\n\nand commit it."
     )
+
+
+def test_the_configuration_page_opens_with_25_fields_and_says_the_same_once() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "config_reference.py"))
+    chosen, page = script["MOST_CHANGED"], script["reference"]()
+    assert len(set(chosen)) == len(chosen) == 25
+    assert set(chosen) <= set(field_paths(RunConfig))
+    opening = page[: page.index("## Presets")]
+    assert [line.split("`")[1] for line in opening.splitlines() if line.startswith("| `")] == list(chosen)
+    assert page.count("| `warmup_updates` |") == 1
+    for path in field_paths(RunConfig):
+        section, _, name = path.rpartition(".")
+        assert f"| `{name}` |" in page or f"`{path}`" in page, path
+        assert not section or f"`{section}`" in page, section
 
 
 @named
@@ -138,14 +153,13 @@ def test_shown_flags_parse_and_their_run_resolves(call: str, tmp_path: Path, mon
     for name, text in files_of(ROOT / "docs" / "guide.md").items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "planned.toml").write_text((ROOT / "recipes" / "quickstart.toml").read_text(encoding="utf-8"))
-    understood = cli._parse
 
-    def parse(*arguments: Any) -> None:
-        options = understood(*arguments)
-        check_loss(resolve(options.recipe, as_overrides(options.overrides), options.preset))
+    def understood(*arguments: Any, **more: Any) -> None:
+        options = parse(*arguments, **more)
+        check_loss(resolve(options.recipe, options.overrides, options.preset))
         raise Parsed
 
-    monkeypatch.setattr(cli, "_parse", parse)
+    monkeypatch.setattr(cli, "parse", understood)
     recipe = "tldr_mini" if " --kl." in call else "quickstart"
     name, *words = shlex.split(call.replace("RECIPE", recipe).replace("$s", "0"))
     with pytest.raises(Parsed):

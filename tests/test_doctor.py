@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console
 
 from slipstream.doctor import Findings, features, render
@@ -26,13 +27,16 @@ def test_a_good_machine_and_a_poor_one() -> None:
     good = {f.name: f for f in features(HARDWARE, holds, {"dev": []})}
     assert [name for name, feature in good.items() if not feature.works] == ["generation on a GPU", "training on a GPU"]
     with_gpu = {f.name: f for f in features(Hardware(**HARDWARE.to_dict() | {"gpus": ("H100 (80 GiB)",)}), holds, {})}
-    assert with_gpu["generation on a GPU"].works
-    assert "H100" in with_gpu["generation on a GPU"].why
+    for name, field in (("generation on a GPU", "generator.device"), ("training on a GPU", "trainer.device")):
+        assert with_gpu[name].works
+        assert with_gpu[name].why == f"H100 (80 GiB): {field} = 'cuda'"
     poor_hardware = Hardware(**HARDWARE.to_dict() | {"num_cores": 1, "shm_free_bytes": None, "gpus": ()})
     poor = {f.name: f for f in features(poor_hardware, holds | {"network": False}, {"dev": ["pytest"]})}
     assert [name for name, feature in poor.items() if feature.works] == ["training on the CPU"]
     assert "not isolated here: network" in poor["verifiers that evaluate model text"].why
-    assert poor["extra 'dev'"].why == "missing: pytest; `pip install pytest`"
+    assert poor["extra 'dev'"].why == "missing: pytest; `pip install 'slipstream[dev]'`"
+    many = features(HARDWARE, holds, {"dev": list("abcde")})[-1]
+    assert many.why == "missing: a, b, c and 2 more; `pip install 'slipstream[dev]'`"
 
 
 def test_text_in_brackets_is_shown() -> None:
@@ -45,4 +49,19 @@ def test_text_in_brackets_is_shown() -> None:
         ),
         console,
     )
-    assert "`pip install pytest[dev]`" in console.export_text()
+    assert "missing: pytest[dev]; `pip install 'slipstream[dev]'`" in console.export_text()
+
+
+def test_a_wheel_has_no_commit() -> None:
+    console = Console(record=True, width=200)
+    found = Findings(
+        versions=msgspec.structs.replace(versions(), commit=None),
+        hardware=HARDWARE,
+        isolation={},
+        extras={},
+        features=(),
+    )
+    render(found, console)
+    shown = console.export_text()
+    assert "none: this is no checkout" in shown
+    assert "None" not in shown

@@ -25,10 +25,10 @@ import slipstream
 from slipstream.core.errors import ConfigError
 
 try:
-    slipstream.run(sys.argv[1], overrides={})
+    slipstream.run(sys.argv[1], overrides=dict(word.split("=") for word in sys.argv[2:]))
 except ConfigError as error:
     print(error)
-assert "torch" not in sys.modules and "transformers" not in sys.modules
+assert not {"torch", "transformers", "reasoning_gym"} & sys.modules.keys()
 """
 DATA = '[prompts]\ndataset = "{data}"\n[[rewards.terms]]\nfunction = "{reward}"\n'
 FILES = {
@@ -36,6 +36,7 @@ FILES = {
     "reward.toml": DATA.format(data="data.jsonl", reward="absent.py:f"),
     "function.toml": DATA.format(data="data.jsonl", reward="rewards.py:f"),
     "module.toml": DATA.format(data="data.jsonl", reward="no_such_module:f"),
+    "task.toml": '[[prompts.tasks]]\nname = "spell_bakward"\n',
     "data.jsonl": '{"prompt": "a", "answer": "b"}\n',
     "rewards.py": "def g(prompts, completions, completion_ids, **columns): ...\n",
 }
@@ -57,6 +58,11 @@ def folder(tmp_path: Path) -> Path:
         ("run function.toml", "has no function 'f'"),
         ("run module.toml", "there is no module 'no_such_module'"),
         ("run quickstart --preset async", "unknown preset"),
+        ("run quickstart --loss.name grop", "did you mean 'grpo'?"),
+        ("run quickstart --loss.params eps_hgih 2", "has no parameter 'eps_hgih'"),
+        ("run quickstart --generator.engine vllm --generator.keep-sets --generator.top-k 9", "vLLM does not report"),
+        ("run quickstart --stages rl sft", "stages have one order"),
+        ("run task.toml", "unknown task 'spell_bakward'; did you mean 'spell_backward'?"),
         ("eval nowhere --recipe quickstart", "there is no checkpoint"),
     ],
 )
@@ -68,10 +74,18 @@ def test_errors_that_need_no_model_come_before_torch(folder: Path, command: str,
     assert said in done.stderr
 
 
-@pytest.mark.parametrize(("recipe", "said"), [("reward.toml", "there is no such file"), ("absent", "unknown recipe")])
-def test_they_do_from_python(folder: Path, recipe: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("reward.toml", "there is no such file"),
+        ("absent", "unknown recipe"),
+        ("task.toml", "unknown task"),
+        ("quickstart loss.name=grop", "unknown loss 'grop'"),
+    ],
+)
+def test_they_do_from_python(folder: Path, words: str, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PYTHON, recipe], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PYTHON, *words.split()], cwd=folder, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert said in done.stdout

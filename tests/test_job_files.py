@@ -30,8 +30,9 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.keys import RunKeys
 from slipstream.core.recipes import resolve
+from slipstream.flags import parse
 from slipstream.jobs.kubernetes import kubernetes_files
-from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS, Machines, machines
+from slipstream.jobs.machines import CONTROLLER_RESTARTS, CPUS_PER_RANK, GROUP_RESTARTS, Machines, machines
 from slipstream.jobs.slurm import slurm_files
 
 GPUS: dict[str, Any] = {
@@ -131,7 +132,7 @@ def config(overrides: dict[str, Any] | None = None) -> RunConfig:
 def parsed(arguments: list[str]) -> Any:
     """What `slipstream launch` understands; the test fails where it does not."""
     assert arguments[0] == "launch"
-    return cli._parse("launch", cli._launch_options({}), arguments[1:], cli.launch_command)
+    return parse(cli.LaunchOptions, arguments[1:], cli.launch_command)
 
 
 def sbatch_options(script: str) -> dict[str, str]:
@@ -196,15 +197,14 @@ def placed(kind: str, files: dict[str, str]) -> list[tuple[str, int]]:
 @given(
     data_parallel=st.integers(1, 24),
     tensor_parallel=st.integers(1, 24),
-    is_on_gpu=st.booleans(),
+    device=st.sampled_from(["cpu", "cuda"]),
     room=st.integers(1, 16),
-    cpus=st.integers(1, 16),
 )
 def test_ranks_share_the_fewest_machines_evenly(
-    data_parallel: int, tensor_parallel: int, is_on_gpu: bool, room: int, cpus: int
+    data_parallel: int, tensor_parallel: int, device: str, room: int
 ) -> None:
     ranks = data_parallel * tensor_parallel
-    got = machines(ranks, tensor_parallel, is_on_gpu=is_on_gpu, ranks_per_node=room, cpus_per_rank=cpus)
+    got = machines(ranks, tensor_parallel, device, room)
 
     def is_possible(nodes: int) -> bool:
         """Layers stay on one machine each, or machines hold parts of one layer only."""
@@ -220,7 +220,7 @@ def test_ranks_share_the_fewest_machines_evenly(
 
     nodes = min(n for n in range(1, ranks + 1) if is_possible(n))
     each = ranks // nodes
-    assert got == Machines(nodes, ranks=each, gpus=each if is_on_gpu else 0, cpus=each * cpus)
+    assert got == Machines(nodes, ranks=each, gpus=each if device == "cuda" else 0, cpus=each * CPUS_PER_RANK)
 
 
 @settings(max_examples=30, deadline=None)

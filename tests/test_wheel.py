@@ -55,10 +55,10 @@ def test_a_wheel_has_its_recipes_and_tells_what_they_need(site: Path, tmp_path: 
 
 
 def test_every_file_that_the_package_reads_is_in_the_wheel(site: Path) -> None:
-    kept = {
-        str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*") if path.suffix in (".html", ".js")
-    }
-    assert kept
+    listed = subprocess.run(["git", "ls-files", "-z", "src"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    kept = {name.removeprefix("src/") for name in listed.stdout.split("\0") if name and not name.endswith(".py")}
+    endings = {Path(name).suffix for name in kept}
+    assert endings >= {".html", ".js", ".toml", ".sbatch", ".sh", ".yaml"}, endings
     assert all((site / path).is_file() for path in kept)
 
 

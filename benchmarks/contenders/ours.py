@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from contenders.protocol import Job, Run, Workload, serve
 
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request

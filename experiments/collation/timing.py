@@ -14,7 +14,8 @@ from experiments.collation.packing import LONGEST, Collation, draw, first_come, 
 from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.batching.collate import collate
 from slipstream.core.packed import PackedMicrobatch, TrainSequence
-from slipstream.core.sections import ModelConfig, OptimizerConfig
+from slipstream.core.sections import ModelConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from slipstream.api import Result, run
     from slipstream.controller.replay import replay
     from slipstream.core.config import RunConfig
-    from slipstream.core.recipes import resolve
     from slipstream.evals.evaluate import evaluate_model
     from slipstream.observe.report import report
     from slipstream.observe.watch import watch
     from slipstream.plan.answer import make_plan
     from slipstream.plan.what_if import what_if
+    from slipstream.stages.named import resolve
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,7 +47,7 @@ _HOMES = {
     "what_if": "slipstream.plan.what_if",
     "report": "slipstream.observe.report",
     "RunConfig": "slipstream.core.config",
-    "resolve": "slipstream.core.recipes",
+    "resolve": "slipstream.stages.named",
 }
 
 

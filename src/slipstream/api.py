@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import inspect
 import json
 import os
 import time
@@ -20,22 +21,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from rich.console import Console
 
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
-from slipstream.core.errors import ConfigError, DiskError
+from slipstream.core.errors import ConfigError, DiskError, did_you_mean
 from slipstream.core.hub import Tell, pinned, with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import wrong_text
-from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config
+from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.rewards.given import Functions, Reward, with_given
-from slipstream.stages.named import check_named, check_names
+from slipstream.stages.named import check_named
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.cluster import Cluster
@@ -72,6 +74,7 @@ def run(
     display: bool = True,
     pipeline: Callable[[RunConfig], Pipeline] | None = None,
     cluster: Cluster | None = None,
+    **others: Never,
 ) -> Result:
     """Train; returns when the run is done or was interrupted.
 
@@ -94,6 +97,8 @@ def run(
     """
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
+    if others:
+        raise _unknown_arguments(list(others))
     with _interruptible() as interrupts:
         if resume is not None:
             if given_too := [name for name, value in (("preset", preset), ("prompts", prompts), ("out", out)) if value]:
@@ -109,7 +114,6 @@ def run(
             resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
             check_named(resolved, given=functions, has_own_prompts=prompts is not None)
             resolved = pinned(resolved, tell=_tell(display=display))
-            check_names(resolved)
         from slipstream.stages.rl import FromPython
 
         given = FromPython(
@@ -119,6 +123,25 @@ def run(
             return _run(resolved, prompts, out, given)
         assert resume is not None, "there is a configuration, or a run to go on with"
         return _resume(Path(resume), overrides, (reward, reward_weights), given)
+
+
+def _unknown_arguments(names: Sequence[str]) -> ConfigError:
+    """Return the error for arguments that `run` does not have: other trainers' names, and fields beside `overrides`."""
+    known = [name for name in inspect.signature(run).parameters if name != "others"]
+    hints = []
+    for name in names:
+        if name in KEYWORDS:
+            hints.append(f"{name} is {KEYWORDS[name]} here")
+        elif (field := same_name(name)) is not None:
+            hints.append(f'{name} is overrides={{"{field}": ...}} here')
+        elif (said := sentence(name) or did_you_mean(name, known)) is not None:
+            hints.append(said)
+    return ConfigError(
+        "slipstream.run has no such argument",
+        got=", ".join(names),
+        allowed=", ".join(known),
+        hint="; ".join(hints) or None,
+    )
 
 
 @contextmanager

@@ -20,6 +20,11 @@ from slipstream.rewards.isolation import REQUIRED_FOR_UNSAFE
 QUICKSTART_BYTES = 3 * 4 * 4_000_000  # three fp32 copies of 4 M parameters: what its weight segment takes at most
 
 
+_NO_GPU = "no GPU that torch can use"
+_MAX_MISSING = 3
+"""Packages of an extra that are named; --json has all."""
+
+
 class Feature(msgspec.Struct, frozen=True):
     """One line of the verdict."""
 
@@ -55,8 +60,8 @@ def examine() -> Findings:
 
 
 def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[str, list[str]]) -> tuple[Feature, ...]:
-    """The verdict, from what was found."""
-    shm_bytes = hardware.shm_free_bytes or 0
+    """Return what works here, judged by what was found."""
+    shm_bytes, gpus = hardware.shm_free_bytes or 0, ", ".join(hardware.gpus)
     open_barriers = sorted(name for name in REQUIRED_FOR_UNSAFE if not isolation[name])
     found = [
         Feature("training on the CPU", True, f"{hardware.num_cores} cores, {hardware.memory_bytes / 2**30:.1f} GiB"),
@@ -70,12 +75,10 @@ def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[
             shm_bytes >= QUICKSTART_BYTES,
             f"{shm_bytes / 2**20:.0f} MiB free; three fp32 copies of the model must fit",
         ),
-        Feature(
-            "generation on a GPU",
-            bool(hardware.gpus),
-            f"{', '.join(hardware.gpus)}: generator.device = 'cuda'" if hardware.gpus else "no GPU that torch can use",
+        *(
+            Feature(f"{what} on a GPU", bool(gpus), f"{gpus}: {section}.device = 'cuda'" if gpus else _NO_GPU)
+            for what, section in (("generation", "generator"), ("training", "trainer"))
         ),
-        Feature("training on a GPU", False, "the trainer computes on the CPU"),
         Feature(
             "verifiers that evaluate model text",
             not open_barriers,
@@ -85,13 +88,16 @@ def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[
         ),
     ]
     for extra, missing in extras.items():
-        why = f"missing: {', '.join(missing)}; `pip install {' '.join(missing)}`" if missing else "installed"
+        shown = ", ".join(missing[:_MAX_MISSING]) + (
+            f" and {len(missing) - _MAX_MISSING} more" * (len(missing) > _MAX_MISSING)
+        )
+        why = f"missing: {shown}; `pip install 'slipstream[{extra}]'`" if missing else "installed"
         found.append(Feature(f"extra '{extra}'", not missing, why))
     return tuple(found)
 
 
 def missing_packages() -> dict[str, list[str]]:
-    """For each extra, its packages that are not installed; empty when Slipstream itself runs from a bare folder."""
+    """Return each extra's packages that are not installed; nothing where Slipstream itself is not, in a bare folder."""
     try:
         requirements = importlib.metadata.requires("slipstream") or []
     except importlib.metadata.PackageNotFoundError:
@@ -108,10 +114,10 @@ def missing_packages() -> dict[str, list[str]]:
 
 
 def render(findings: Findings, console: Console) -> None:
-    """The findings as two tables."""
+    """Print the findings as two tables."""
     facts = Table(box=None, show_header=False)
     for name, value in msgspec.to_builtins(findings.versions).items():
-        facts.add_row(name, str(value))
+        facts.add_row(name, "none: this is no checkout" if name == "commit" and value is None else str(value))
     for name, value in findings.hardware.lines().items():
         facts.add_row(name, value)
     for name, holds in findings.isolation.items():

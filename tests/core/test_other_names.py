@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 import tomli_w
 
+import slipstream
 from slipstream import cli
 from slipstream.algorithms.losses import LOSSES
 from slipstream.controller.build import check_loss
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.other_names import FIELDS, VALUES, counterparts, flags_in, sentence, sentences
+from slipstream.core.other_names import FIELDS, KEYWORDS, VALUES, counterparts, flags_in, sentence, sentences
 from slipstream.core.recipes import field_paths, merge, nested, resolve
+from slipstream.flags import parse
 
 ENTRIES = [(whose, name, entry) for whose, names in FIELDS.items() for name, entry in names.items()]
 TEXTS = sorted({entry for *_, entry in ENTRIES} | {said for table in VALUES.values() for said in table.values()})
@@ -58,8 +61,7 @@ def test_settings_as_flags_are_the_same() -> None:
         chosen = [some.pop() for some in by_flag.values()]
         by_flag = {name: some for name, some in by_flag.items() if some}
         argv = ["quickstart", *" ".join(flag for _, flag in chosen).split()]
-        options = cli._parse("run", cli._run_options({}, argv), argv, cli.run_command)
-        assert cli.as_overrides(options.overrides) == settings(" ".join(text for text, _ in chosen))
+        assert parse(cli.RunOptions, argv, cli.run_command).overrides == settings(" ".join(text for text, _ in chosen))
 
 
 def test_values_of_ours_are_no_values_of_others() -> None:
@@ -186,6 +188,48 @@ def test_a_loss_of_another_kind_is_offered_to_nobody() -> None:
             check_loss(resolve("quickstart", {"loss.name": name}))
         assert not others & set(re.findall(r"\w+", str(refused.value.allowed)))
         assert not others & set(re.findall(r"did you mean '(\w+)'", str(refused.value.hint)))
+
+
+def test_a_clip_is_told_for_the_loss_that_was_named() -> None:
+    """`loss.params` are those of whatever loss is named: the answer names no other one."""
+    clipped = {name for name, loss in LOSSES.items() if "eps_low" in loss.params}
+    for field in ("epsilon", "cliprange", "eps_clip", "clip_ratio_low"):
+        said = sentence(field)
+        assert said is not None
+        assert set(re.findall(r"\w+", said)) >= clipped
+        assert "loss.name" not in said
+    with pytest.raises(ConfigError) as refused:
+        cli.run_command(["quickstart", "--loss.name", "gspo", "--loss.epsilon", "0.2"])
+    assert "'--loss.epsilon'" in str(refused.value)
+    assert "grpo`" not in str(refused.value.hint)
+
+
+# Arguments of other trainers in Python
+
+
+def test_arguments_of_other_trainers_are_answered_by_runs_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        slipstream.run("quickstart", reward_funcs=[len], train_dataset=[], learning_rate=1e-5, steps=3, promts=[])  # type: ignore[arg-type]
+    said = str(refused.value.hint)
+    for words in (
+        "reward_funcs is reward=[function, ...]",
+        "train_dataset is prompts=[...]",
+        "learning_rate is `trainer.optimizer.lr` here",
+        'steps is overrides={"steps": ...} here',
+        "did you mean 'prompts'?",
+    ):
+        assert words in said
+    assert "reward, reward_weights, prompts" in str(refused.value.allowed)
+
+
+def test_every_answer_to_an_argument_is_an_argument_or_a_field() -> None:
+    own = set(inspect.signature(slipstream.run).parameters) - {"others"}
+    assert not own & KEYWORDS.keys()
+    for name, entry in KEYWORDS.items():
+        argument = re.match(r"\w+", entry)
+        assert argument is not None
+        assert argument[0] in own | {"nothing"}, name
+        assert set(re.findall(r'"([a-z_.]+)"', entry)) <= PATHS, name
 
 
 # Overrides with dots

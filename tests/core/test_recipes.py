@@ -15,23 +15,14 @@ from hypothesis import strategies as st
 from slipstream import cli
 from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.core import recipes
-from slipstream.core.config import (
-    DemonstrationConfig,
-    GeneratorConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PromptsConfig,
-    RewardsConfig,
-    RewardTerm,
-    RunConfig,
-    TaskConfig,
-    TrainerConfig,
-    WarmStartConfig,
-)
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import hub_id
 from slipstream.core.recipes import list_recipes, load_recipe, resolve, save_config
+from slipstream.core.sections import GeneratorConfig, ModelConfig, PromptsConfig, RewardsConfig, RewardTerm, TaskConfig
+from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
+from slipstream.core.training_sections import LossConfig, OptimizerConfig, TrainerConfig
+from slipstream.flags import parse
 
 BASE: dict[str, Any] = {"recipe": "base", "steps": 7, "prompts": {"tasks": [{"name": "spell_backward"}]}}
 
@@ -147,7 +138,7 @@ def test_another_loss_has_its_own_defaults_from_a_preset(monkeypatch: pytest.Mon
 def test_every_loss_can_be_named_over_every_recipe(name: str) -> None:
     """By tables, dots or flags: with its defaults, and with the recipe's parameters where it is the recipe's own."""
     argv = ["RECIPE", "--loss.name", name]
-    flags = cli.as_overrides(cli._parse("run", cli._run_options({}, argv), argv, cli.run_command).overrides)
+    flags = parse(cli.RunOptions, argv, cli.run_command).overrides
     for recipe in list_recipes():
         below = resolve(recipe.name).loss
         given = below.params if below.name == name else {}

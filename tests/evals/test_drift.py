@@ -12,8 +12,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.core.sections import ModelConfig
 from slipstream.core.types import Completion, Prompt, Segment, VersionSpan
 from slipstream.evals.drift import Sample, measure_drift, perplexity, sample_of, sampled_kl, sampled_token_logprobs
 from slipstream.models.hf import load_model

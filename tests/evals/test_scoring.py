@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.core.config import RewardsConfig, RewardTerm
+from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.core.types import Completion, Prompt, Segment, VersionSpan
 from slipstream.evals.evaluate import _as_answer
 from slipstream.evals.scoring import score

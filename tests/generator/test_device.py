@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from slipstream.controller.placement import Threads, place
-from slipstream.core.config import ModelConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.sections import ModelConfig
 from slipstream.generator.device import USABLE_MEMORY, check_device, kv_bytes_beside, most_on_one, replica_device
 from slipstream.generator.native import move_but_linear
 from slipstream.models.build import build_policy

@@ -13,7 +13,7 @@ from engine_kit import STOP, drain, new_engine, random_model, random_prompt, req
 from test_engine_transformers import hf_model, prompts_of
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.generator.engine import Engine
 from slipstream.generator.kept import as_rows
 from slipstream.generator.noise import noise_keys, uniform

@@ -10,6 +10,7 @@ import pytest
 import slipstream
 from slipstream.core.config import RunConfig, TaskConfig
 from slipstream.core.run_log import read_rollouts
+from slipstream.core.sections import TaskConfig
 from slipstream.generator import native
 from slipstream.generator.executor import training_seed
 

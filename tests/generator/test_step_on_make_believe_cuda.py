@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.generator.native import move_but_linear
 from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.sampler import SamplingPlan

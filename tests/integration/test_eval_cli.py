@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from slipstream import cli
-from slipstream.core.config import ModelConfig
+from slipstream.core.sections import ModelConfig
 from slipstream.evals.evaluate import evaluate_model
 from slipstream.models.build import build_policy
 from slipstream.models.scalar import new_scalar_model, save_scalar_model

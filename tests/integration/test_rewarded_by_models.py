@@ -11,9 +11,9 @@ import pytest
 
 import slipstream
 from slipstream.batching import collate
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_policy
 from slipstream.models.scalar import ScalarModel, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import score

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 import slipstream
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import load_tokenizer, new_model, save_model
 from slipstream.models.tokenizer import char_tokenizer
 

@@ -11,8 +11,8 @@ import transformers
 from hf_cases import CASES, VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import ModelConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import load_model, load_tokenizer, logical_tensors, new_model, save_model
 from slipstream.models.tokenizer import char_tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ShapeError
+from slipstream.core.sections import ModelConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors, new_model

@@ -20,8 +20,9 @@ from slipstream.algorithms.kl import k2
 from slipstream.algorithms.logprobs import token_logprobs
 from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.batching import collate as batching
-from slipstream.core.config import ModelConfig, OptimizerConfig
 from slipstream.core.packed import TrainSequence
+from slipstream.core.sections import ModelConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model

@@ -23,8 +23,8 @@ import pytest
 import tomli_w
 from hostile_checkpoints import MUTATIONS, TEMPLATE
 
-from slipstream.core.config import ModelConfig
 from slipstream.core.recipes import resolve
+from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.hf import save_model
 from slipstream.models.preflight import check_policy

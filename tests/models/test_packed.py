@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from slipstream.batching import collate as batching
-from slipstream.core.config import ModelConfig
 from slipstream.core.packed import TrainSequence
+from slipstream.core.sections import ModelConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.initialise import new_model
 from slipstream.models.packed import ROW_MULTIPLE, at_targets

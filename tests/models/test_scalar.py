@@ -10,8 +10,8 @@ import transformers
 from hf_cases import CASES, VOCAB_SIZE
 from safetensors.torch import load_file
 
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import ModelConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model, new_model

@@ -20,6 +20,7 @@ from test_health import healthy, watched
 
 from slipstream.core.config import AlarmName, HealthConfig
 from slipstream.core.jsonl import JsonlWriter
+from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.recipes import resolve
 from slipstream.observe import display, noise
 from slipstream.observe.health import RULES, WATCHED_STEPS, Alarm, Health, unfit

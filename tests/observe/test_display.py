@@ -7,8 +7,9 @@ from rich.console import Console
 from synthetic_run import make_summary
 
 from slipstream.core.clock import VirtualClock
-from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.held_out import Measured
+from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.observe.display import Display, config_summary, duration, printable, sparkline
 from slipstream.observe.samples import Sample
 from slipstream.observe.summary import Evaluation, Evaluations

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from slipstream.core.config import AlarmName, HealthConfig
 from slipstream.core.errors import AlarmError, ConfigError
 from slipstream.core.jsonl import JsonlWriter
+from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Counters, GroupScored, Published, ReplicaLost, Swapped
 from slipstream.observe import trends

@@ -27,12 +27,13 @@ from rank_pool import Rank
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.channel import ChannelSpec, Kind, connect, wait
 from slipstream.core.clock import VirtualClock
-from slipstream.core.config import ModelConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import RankError, WeightSyncError
 from slipstream.core.executor import Context
 from slipstream.core.links import WakeUp
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
+from slipstream.core.sections import ModelConfig
 from slipstream.core.spans import Spans
 from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop, Wake
 from slipstream.core.weights import FlatWeights, Swap

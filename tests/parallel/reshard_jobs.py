@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, wait
+from slipstream.core.fields import Precision
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.sections import Precision
 from slipstream.core.types import Export, Stop, WeightsLinked
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.batching.collate import collate
-from slipstream.core.config import OptimizerConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch, TrainSequence, empty_microbatch
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.flat import FlatParameters

@@ -19,9 +19,9 @@ from rank_pool import RankPool
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, ShapeError
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model, logical_tensors, save_model
 from slipstream.models.inventory import Held, givers

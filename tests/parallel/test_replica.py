@@ -20,10 +20,10 @@ from rank_pool import RankPool
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import VirtualClock
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
+from slipstream.core.sections import ModelConfig
 from slipstream.core.types import (
     Completion,
     CompletionFinished,

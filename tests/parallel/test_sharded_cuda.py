@@ -13,8 +13,8 @@ from rank_models import CONFIGS
 from sharded_jobs import Layout, assembled
 from test_sharded import SETTINGS, alone, relative, without_key_biases
 
-from slipstream.core.config import OptimizerConfig
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.sharded import Division, ShardedParameters
 from slipstream.models.shards import local_parts
 from slipstream.trainer.sharded_optim import ShardedAdamW

@@ -14,7 +14,8 @@ from rank_pool import RankPool
 from sharded_jobs import Layout, assembled
 from test_sharded import LAYOUTS, SETTINGS, alone, relative
 
-from slipstream.core.config import RunConfig, TaskConfig
+from slipstream.core.config import RunConfig
+from slipstream.core.sections import TaskConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import logical_tensors, save_model
 from slipstream.models.initialise import initialise

@@ -19,9 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "trainer"))  # its data se
 from training_data import TINY, make_groups, run_config, sharing_prompts
 
 from slipstream.batching import collate
-from slipstream.core.config import ModelConfig, RunConfig, WarmStartConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
+from slipstream.core.sections import ModelConfig
+from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Group
 from slipstream.models.shards import Box
 from slipstream.trainer.dealing import dealt_by

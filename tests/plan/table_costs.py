@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.hardware import DEVICES, Cluster

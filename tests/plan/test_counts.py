@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.generator.paged_kv import PagedKV
 from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.quantized import WeightLayout

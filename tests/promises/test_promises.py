@@ -78,11 +78,12 @@ def test_shown_python(document: Path, checkout: Path, store: Path) -> None:
 
 SMALL_RUN = """
 import slipstream
-from slipstream.cli import RunConfig, _parse, _run_options, as_overrides, run_command
+from slipstream.cli import RunOptions, run_command
 from slipstream.core.recipes import merge
+from slipstream.flags import parse
 
 _run = slipstream.run
-_small = as_overrides(_parse("run", _run_options({{}}), "{flags}".split(), run_command).overrides)
+_small = parse(RunOptions, "{flags}".split(), run_command).overrides
 
 
 def run(recipe, *, overrides=None, **more):

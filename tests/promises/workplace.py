@@ -17,7 +17,7 @@ import torch
 from shown import ROOT
 from small import QUICK
 
-from slipstream.core.config import ModelConfig
+from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import new_model, save_model
 from slipstream.models.tokenizer import char_tokenizer
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.core.config import DemonstrationConfig, PromptsConfig, RunConfig, TaskConfig, WarmStartConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import PromptsConfig, TaskConfig
+from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.prompts import PromptStream, build_prompts, count_overlap, dataset, demonstrations, task_table
 from slipstream.prompts.dataset import between_periods

@@ -14,8 +14,8 @@ import pytest
 from reward_jobs import GENEROUS_S, HERE, job, run_jobs
 
 from slipstream.core.clock import VirtualClock
-from slipstream.core.config import RewardsConfig, RewardTerm
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.rewards.checks import check_rewards, isolation_report, setup_of
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import GroupJob

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.core.config import RewardsConfig, RewardTerm
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.core.types import Prompt
 from slipstream.rewards.dry_call import dry_call
 

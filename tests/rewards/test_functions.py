@@ -13,8 +13,8 @@ import pytest
 import reasoning_gym
 
 from slipstream.core.clock import VirtualClock
-from slipstream.core.config import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.rewards.calls import Scoring, call_function
 from slipstream.rewards.checks import check_isolation, check_rewards, setup_of, unsafe_verifiers
 from slipstream.rewards.functions import (

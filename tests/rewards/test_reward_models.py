@@ -11,9 +11,9 @@ import pytest
 from ports import start
 
 from slipstream.batching import collate
-from slipstream.core.config import ModelConfig, RewardModelTerm, RewardsConfig, RewardTerm
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.sections import ModelConfig, RewardModelTerm, RewardsConfig, RewardTerm
 from slipstream.core.types import (
     Completion,
     Counters,

@@ -15,7 +15,7 @@ import pytest
 from heard import Heard
 from ports import start
 
-from slipstream.core.config import RewardModelTerm, RewardsConfig, RewardTerm, TaskConfig
+from slipstream.core.sections import RewardModelTerm, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.types import (
     Completion,
     Counters,

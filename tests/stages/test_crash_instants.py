@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from slipstream.controller.controller import Cut
 from slipstream.controller.ledger import Ledger, cut_back
 from slipstream.core.clock import VirtualClock
-from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.core.run_log import RolloutLine, Snapshot
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.types import StepDone
 from slipstream.models.flat import FlatParameters
 from slipstream.observe.metrics import MetricsWriter

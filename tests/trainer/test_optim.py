@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from training_data import tiny_policy
 
-from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, NonFiniteError
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.trainer.optim import FlatAdamW, corrected_eps, lr_factor
 

@@ -13,8 +13,9 @@ from test_poisoned import Run, replaced, with_logprobs
 from training_data import VOCAB_SIZE, make_groups, run_config, tiny_policy
 
 from slipstream.batching import collate
-from slipstream.core.config import OptimizerConfig, WarmStartConfig
 from slipstream.core.errors import NonFiniteError
+from slipstream.core.stage_sections import WarmStartConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.types import StepDone, TrainStep
 from slipstream.trainer import inbox
 from slipstream.trainer.critic import Critic

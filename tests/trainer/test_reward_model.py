@@ -6,8 +6,9 @@ from training_data import TINY, VOCAB_SIZE
 
 from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.batching import collate as batching
-from slipstream.core.config import OptimizerConfig, RewardModelConfig
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
+from slipstream.core.stage_sections import RewardModelConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model

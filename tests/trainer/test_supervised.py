@@ -5,8 +5,9 @@ from training_data import VOCAB_SIZE, hugging_face_twin, tiny_policy
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
-from slipstream.core.config import OptimizerConfig, WarmStartConfig
 from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.core.stage_sections import WarmStartConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.trainer import supervised
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.supervised import measure_prediction, supervised_updates

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from slipstream.batching import collate as batching
-from slipstream.core.config import ModelConfig, RunConfig, TaskConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.packed import PackedMicrobatch
+from slipstream.core.sections import ModelConfig, TaskConfig
 from slipstream.core.types import Completion, FinishReason, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors

@@ -14,9 +14,9 @@ from file_handles import ipc
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.sections import PROBE_TOLERANCES, Precision
+from slipstream.core.fields import Precision
+from slipstream.core.sections import PROBE_TOLERANCES, ModelConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import new_model
 from slipstream.models.quantized import FORMATS, Packer, WeightLayout

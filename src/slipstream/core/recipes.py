@@ -8,6 +8,7 @@ that named one of them goes with it. Every mistake is a ConfigError that names t
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -19,12 +20,13 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from slipstream.core.config import PRESETS, STAGES, RewardsConfig, RunConfig, stage_of
+from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.files import read_whole
 from slipstream.core.other_names import leaves, sentence_of_value, sentences
 from slipstream.core.plain import shortened, shown, wrong_path
+from slipstream.core.sections import RewardsConfig
 
 # What a pydantic error type allows, in words; `{...}` are its context. Types not listed keep pydantic's own message.
 _ALLOWED = {
@@ -436,7 +438,7 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
         )
     template = _ALLOWED.get(first["type"])
     info = model.model_fields.get(name)
-    guess = sentence_of_value(_field_at(first["loc"]), first["input"]) or _guess_value(first)
+    guess = sentence_of_value(_field_at(first["loc"]), first["input"]) or _guess_value(first) or _as_table(first)
     hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
@@ -490,6 +492,21 @@ def _guess_value(error: Any) -> str | None:
     if error["type"] != "literal_error" or not isinstance(error["input"], str):
         return None
     return did_you_mean(error["input"], re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+
+
+def _as_table(error: Any) -> str | None:
+    """Return how to write a table for a text that stands for what the table names: a model's path, a loss's name."""
+    inside = _model_inside(*_owner(error["loc"]))
+    if error["type"] != "model_type" or not isinstance(error["input"], str) or inside is None:
+        return None
+    field = next((name for name in ("path", "name", "function", "dataset") if name in inside.model_fields), None)
+    if field is None:
+        return None
+    value = json.dumps(shortened(error["input"], 60), ensure_ascii=False)
+    if isinstance(error["loc"][-1], int):
+        return f"write {{ {field} = {value} }}"
+    where = _dotted(error["loc"])
+    return f'write {where}.{field} = {value}, or {{"{where}": {{"{field}": {value}}}}} in Python'
 
 
 def _dotted(loc: Sequence[str | int]) -> str:

@@ -1,97 +1,31 @@
-"""The sections of a run's configuration: frozen pydantic models, whose fields describe their unit and consequence.
+"""Sections for what makes and scores completions: schedule, model, prompts, generator, rewards.
 
-What holds between sections is checked by `RunConfig` in `core/config.py`.
+A section checks what it asks of itself, by validators, and of the others, where `RunConfig` calls it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.plain import wrong_path, wrong_with
-
-MAX_INTEGER = 2**31 - 1
-"""Of any integer: what libraries in C take. Unbounded fields mean 'as many as there are'."""
-MAX_COUNT = 2**16
-"""Of what takes memory or time one by one: layers, processes, the groups of a step, completions of a group."""
-MAX_STEPS = 10**8
-"""At 10 ms each twelve days; metrics.jsonl alone has hundreds of GB then."""
-MAX_EPOCHS = 1000
-"""Over one batch, or one data set: far beyond any use, and a batch is only left when all are done."""
-MAX_NUMBER, MIN_POSITIVE = 1e30, 1e-30
-"""Of numbers that meet tensors: products of two are in the range of float32, and none becomes 0 or inf there."""
-MAX_WAIT_S, MIN_WAIT_S = 2_000_000.0, 0.001
-"""Of a wait: epoll and ZeroMQ count milliseconds, in 31 bits (24.8 days)."""
-
-
-def _null_in(value: Any) -> str | None:
-    is_in = isinstance(value, str) and "\0" in value
-    return "a null character, which ends a text for whatever is written in C" if is_in else None
-
-
-def _not_tiny(value: float) -> float:
-    if value < MIN_POSITIVE:
-        raise PydanticCustomError("greater_than_equal", "too small", {"ge": MIN_POSITIVE})
-    return value
-
-
-def _not_huge(value: float) -> float:
-    if MAX_NUMBER < value < math.inf:
-        raise PydanticCustomError("less_than_equal", "too large", {"le": f"{MAX_NUMBER:g}, or inf"})
-    return _not_tiny(value)
-
-
-def _name(value: str) -> str:
-    if "/" in value or value in (".", ".."):
-        raise PydanticCustomError("name", "a name of a folder, not a path")
-    return _path(value)
-
-
-def _path(value: str) -> str:
-    if (wrong := wrong_path(value)) is not None:
-        raise PydanticCustomError("path", "{wrong}", {"wrong": wrong})
-    return value
-
-
-Positive = Annotated[int, Field(gt=0, le=MAX_INTEGER, strict=True)]
-NonNegative = Annotated[int, Field(ge=0, le=MAX_INTEGER, strict=True)]
-Count = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
-Steps = Annotated[int, Field(gt=0, le=MAX_STEPS, strict=True)]
-Epochs = Annotated[int, Field(gt=0, le=MAX_EPOCHS, strict=True)]
-Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER, strict=True)]
-PositiveFloat = Annotated[float, Field(gt=0, le=MAX_NUMBER, strict=True), AfterValidator(_not_tiny)]
-NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_NUMBER, strict=True)]
-Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
-Seconds = Annotated[float, Field(ge=MIN_WAIT_S, le=MAX_WAIT_S, strict=True)]
-Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True), AfterValidator(_not_huge)]
-"""inf: there is none. All other numbers are finite."""
-FilePath = Annotated[str, AfterValidator(_path)]
-"""Of a file, a folder or a hub id; a function's too, 'file.py:function'."""
-FolderName = Annotated[str, Field(max_length=100), AfterValidator(_name)]
-
-
-Precision = Literal["float32", "bfloat16", "int8", "fp8"]
-"""How a generator's weights are stored and multiplied; the trainer's are float32."""
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, unknown fields are errors, and every value can be written and sent."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _check_plain(cls, value: Any) -> Any:
-        if (wrong := wrong_with(value)) is not None or (wrong := _null_in(value)) is not None:
-            raise PydanticCustomError("plain", "{wrong}", {"wrong": wrong})
-        return value
-
+from slipstream.core.fields import (
+    Count,
+    Device,
+    FilePath,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Number,
+    Positive,
+    PositiveFloat,
+    Precision,
+    Seconds,
+    Section,
+)
 
 PolicyName = Literal["oldest_first", "drop_stale", "areal", "one_step", "sample_budget", "finish_order"]
 """Scheduling policies (`controller/schedule.py`, `controller/policies.py`)."""
@@ -120,6 +54,19 @@ class SchedulingConfig(Section):
         description="`finish_order` only, and needed there: so many finished groups may wait for the trainer before "
         "no new one starts. At least groups_per_step.",
     )
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        """Refuse a policy without its parameter, and a parameter without its policy."""
+        for name, policy in (("staleness_threshold", "sample_budget"), ("queue_groups", "finish_order")):
+            value = vars(self)[name]
+            if (value is not None) != (self.policy == policy):
+                raise ConfigError(
+                    f"schedule.{name} belongs to the policy '{policy}'",
+                    got=f"schedule.{name} = {value} with schedule.policy = '{self.policy}'",
+                    allowed=f"schedule.{name} with schedule.policy = '{policy}', or neither",
+                )
+        return self
 
 
 class ModelConfig(Section):
@@ -157,6 +104,15 @@ class ModelConfig(Section):
                 allowed="model.path = 'ORG/NAME' with model.revision, or model.path = 'ORG/NAME@REVISION'",
             )
         return self
+
+    def check_heads(self) -> None:
+        """Raise ConfigError for sizes that a fresh model cannot have; a checkpoint has its own."""
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "head sizes do not divide",
+                got=f"hidden_size {self.hidden_size}, heads {self.num_heads}, kv heads {self.num_kv_heads}",
+                allowed="hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0",
+            )
 
 
 class TaskConfig(Section):
@@ -207,6 +163,16 @@ class PromptsConfig(Section):
     num_train: Positive = Field(20_000, description="Distinct training prompts; the stream reshuffles when they end.")
     num_eval: Positive = Field(500, description="Held-out prompts, disjoint from training ones by normalised text.")
 
+    @model_validator(mode="after")
+    def _check_column(self) -> Self:
+        if (self.too_long == "shorten") != (self.shorten_column is not None):
+            raise ConfigError(
+                "shortening prompts takes the column to shorten",
+                got=f"too_long = '{self.too_long}', shorten_column = {self.shorten_column!r}",
+                allowed="too_long = 'shorten' with a shorten_column, or neither",
+            )
+        return self
+
 
 class VLLMConfig(Section):
     """vLLM as the generator's engine (`generator.engine = "vllm"`), a process in an environment of its own."""
@@ -243,39 +209,6 @@ class VLLMConfig(Section):
     engine_args: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="Further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size."
     )
-
-    @model_validator(mode="after")
-    def _check_engine_args(self) -> Self:
-        ours = sorted(VLLM_ARGS & self.engine_args.keys())
-        if ours:
-            raise ConfigError(
-                "some arguments of vLLM are set by Slipstream",
-                got=f"generator.vllm.engine_args with {', '.join(ours)}",
-                hint="[generator], [eval] and [generator.vllm] have fields for them",
-            )
-        return self
-
-
-VLLM_ARGS = frozenset(
-    {
-        "model",
-        "dtype",
-        "enforce_eager",
-        "gpu_memory_utilization",
-        "max_model_len",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "enable_chunked_prefill",
-        "skip_tokenizer_init",
-        "logprobs_mode",
-        "weight_transfer_config",
-        "disable_log_stats",
-    }
-)
-"""Engine arguments that `generator/vllm/backend.py` and `worker.py` set themselves."""
-
-VLLM_MIN_TEMPERATURE = 0.01
-"""vLLM raises lower ones to it, with a warning in its log (`SamplingParams`, 0.32); 0 is greedy."""
 
 
 PROBE_TOLERANCES: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 0.75, "fp8": 1.5}
@@ -374,6 +307,30 @@ class GeneratorConfig(Section):
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, with engine = 'vllm'.")
 
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if self.num_slots % 8:
+            raise ConfigError(
+                "num_slots must keep decode batches bit-reproducible", got=self.num_slots, allowed="multiples of 8"
+            )
+        if self.kv_cache_gb is not None and self.device == "cpu":
+            raise ConfigError(
+                "on a CPU every slot has room for the longest prompt and completion: there is nothing to bound",
+                got=f"generator.kv_cache_gb = {self.kv_cache_gb:g} with generator.device = 'cpu'",
+                allowed="generator.kv_cache_gb with generator.device = 'cuda'",
+                hint="generator.vllm.kv_cache_gb"
+                if self.engine == "vllm"
+                else "lower generator.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens",
+            )
+        if self.keep_sets and not 1 <= self.top_k <= MAX_KEPT:
+            raise ConfigError(
+                "kept sets need a bound on their size",
+                got=f"generator.keep_sets with generator.top_k = {self.top_k}",
+                allowed=f"generator.top_k = 1..{MAX_KEPT}",
+                hint="top_p and min_p cut further within top_k",
+            )
+        return self
+
     @property
     def max_probe_error(self) -> float:
         """`probe_tolerance`, or what suits the precision, in nats."""
@@ -440,9 +397,7 @@ class RewardsConfig(Section):
         description="Processes of the reward models' executor: each has all of the models, and completions are dealt to"
         " them one by one.",
     )
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = Field(
-        "cpu", description="What reward models compute on: 'cpu', or 'cuda', a GPU per process."
-    )
+    device: Device = Field("cpu", description="What reward models compute on: 'cpu', or 'cuda', a GPU per process.")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What reward models are kept and computed in on a GPU; their heads stay float32."
     )
@@ -504,6 +459,23 @@ class RewardsConfig(Section):
         """The names of their parts, each another one."""
         return [*names_of([term.function for term in self.terms]), *(model.name for model in self.models)]
 
+    def check_terms(self, samples_per_group: int) -> None:
+        """Raise ConfigError for terms that give RL no reward, or more rewards than a worker's answer can have."""
+        if self.weighted and all(term.at_least is not None for term in self.weighted):
+            raise ConfigError(
+                "constraints alone are no reward",
+                got="rewards.terms and rewards.models that all have at_least",
+                allowed="one term without it",
+            )
+        num_scores = samples_per_group * sum(term.per == "group" for term in self.terms)
+        if num_scores > MAX_GROUP_SCORES:
+            raise ConfigError(
+                "a worker's answer for a group is too large",
+                got=f"{num_scores:,} rewards of completions_per_group and the terms with per = 'group'",
+                allowed=f"at most {MAX_GROUP_SCORES:,}",
+                hint="rewards.terms[].per = 'completion' has no such limit",
+            )
+
 
 def names_of(functions: Sequence[str]) -> list[str]:
     """Return a short name for each of the reward functions: 'format_reward' for 'lib.rewards:format_reward'.
@@ -521,442 +493,3 @@ def names_of(functions: Sequence[str]) -> list[str]:
             number += 1
         names.append(numbered)
     return names
-
-
-Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "greedy_baseline", "gae", "reward"]
-GROUP_RELATIVE: tuple[Advantages, ...] = ("group_mean", "group_normalised", "leave_one_out", "greedy_baseline")
-"""Estimators that give every rollout of a group of equal rewards an advantage of 0."""
-
-
-MIN_WHITENED = 8
-"""Completions of a part that is whitened alone: the original RLHF code's least (N, item 29)."""
-
-
-class LossConfig(Section):
-    """The policy loss, its advantages, and which completions of a group are trained on."""
-
-    name: str = Field("aipo", description="Key of `algorithms.losses.LOSSES`, of kind 'policy'.")
-    params: dict[str, Annotated[float, Field(allow_inf_nan=True)] | str] = Field(
-        default_factory=dict, description="The loss's own constants, e.g. max_ratio = 4."
-    )
-    reduction: Literal["token", "sequence", "constant"] = Field(
-        "token",
-        description="Token losses divide by tokens (DAPO, P3), average sequence means (GRPO), or divide by "
-        "sequences x max_new_tokens (Dr. GRPO).",
-    )
-    advantages: Advantages = Field(
-        "group_normalised",
-        description="r - mean, (r - mean) / (std + std_eps), r - mean of the others, or r - reward of the greedy "
-        "completion (ReMax: one more is sampled), over the group; from a critic; or the reward itself.",
-    )
-    std_eps: PositiveFloat = Field(0.1, description="Added to the group's standard deviation.")
-    unbiased_std: bool = Field(False, description="Divide the group's variance by G - 1 (TRL), not by G (GRPO).")
-    whiten_advantages: Literal["no", "batch", "minibatch"] = Field(
-        "no", description="Advantages to mean 0 and variance 1, over the tokens of the batch or of each minibatch (N)."
-    )
-    whiten_parts: Count = Field(
-        1,
-        description="Whitening, that of rewards too, goes over each of so many equal parts of the batch or minibatch, "
-        "as on so many ranks (N: 8). A part needs 8 completions.",
-    )
-    whiten_unbiased: bool = Field(False, description="Whiten by the variance over n - 1 (TRL), not over n (N).")
-    several_rewards: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
-        "sum_then_normalise", description="Weigh the rewards' sum, or each reward's group-normalised value (GDPO)."
-    )
-    select: Literal["all", "best", "best_and_worst"] = Field(
-        "all",
-        description="Completions of a group that are trained on (A5); pairs need best_and_worst, best_of_n needs best.",
-    )
-    entropy_coef: NonNegativeFloat = Field(
-        0.0, description="Weight of the entropy bonus, in nats; reduced over tokens as the loss is."
-    )
-    truncated: Literal["keep", "mask", "penalty", "subtract"] = Field(
-        "keep",
-        description="Completions without their end: train as they are, mask, replace their reward by "
-        "truncation_reward, or add it (TRL).",
-    )
-    truncation_reward: Number = Field(0.0, description="Of completions without their end; -1 in most sources.")
-    skip_no_signal: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
-
-
-class KLConfig(Section):
-    """The penalty for leaving the reference policy, which is frozen beside the trainer or in an executor of its own."""
-
-    coef: NonNegativeFloat = Field(0.0, description="Weight of the KL divergence, per nat; 0: no reference is kept.")
-    place: Literal["reward", "loss"] = Field(
-        "reward",
-        description="Taken off the reward (PPO, RLOO: behaviour policy against reference) or added to the loss.",
-    )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
-    )
-    reference: FilePath | None = Field(
-        None, description="Folder or hub id of the reference's checkpoint; null: policy version 0."
-    )
-    target: PositiveFloat | None = Field(
-        None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
-    )
-    horizon: PositiveFloat = Field(10_000.0, description="Completions over which coef follows the target.")
-    executor: Literal["trainer", "own"] = Field(
-        "trainer",
-        description="Where reference logprobs are computed: by the trainer when it trains on a batch, or before, one "
-        "completion after the other as it is scored, in processes of the reference's own.",
-    )
-    ranks: Count = Field(
-        1, description="Processes of an own executor: each has the whole reference; completions are dealt one by one."
-    )
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = Field(
-        "cpu", description="What an own executor computes on: 'cpu', or 'cuda', a GPU per process."
-    )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="What an own executor keeps and computes the reference in on a GPU."
-    )
-
-    @model_validator(mode="after")
-    def _check_executor(self) -> Self:
-        own = {"ranks": self.ranks, "device": self.device, "precision": self.precision}
-        changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
-        if self.executor == "trainer" and changed:
-            raise ConfigError(
-                "the trainer computes reference logprobs as it trains: on its ranks, its device, in its precision",
-                got=", ".join(f"kl.{name} = {own[name]!r}" for name in changed) + " with kl.executor = 'trainer'",
-                allowed="kl.executor = 'own'",
-            )
-        return self
-
-
-class OptimizerConfig(Section):
-    """AdamW and its schedule."""
-
-    lr: PositiveFloat = Field(1e-4, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's decay rates.")
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
-    adam: Literal["torch", "tensorflow"] = Field(
-        "torch",
-        description="Where epsilon is added: to the bias-corrected root (torch) or to the bare one (tensorflow), "
-        "which makes early updates by small gradients smaller, as in the original RLHF code.",
-    )
-    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of matrices (not norms or biases).")
-    max_grad_norm: Limit = Field(1.0, description="Global gradient norm is clipped to this.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up, to 0.")
-    schedule_by: Literal["update", "step"] = Field(
-        "update",
-        description="Decay with every update, or from training step to step: one rate for all its epochs (N).",
-    )
-    warmup_updates: NonNegative = Field(0, description="Linear warm-up, in optimizer updates.")
-
-
-class CriticConfig(Section):
-    """The value function of loss.advantages = 'gae': values are recomputed when a batch is trained on."""
-
-    model: Literal["own", "head"] = Field("own", description="A model of its own, or a head on the policy's states.")
-    path: FilePath | None = Field(
-        None, description="Checkpoint an own critic starts from: a reward model or a policy; null: the policy's start."
-    )
-    head_init: Literal["zero", "reward"] = Field(
-        "zero", description="Fresh heads: all 0 (N), or like a reward model's."
-    )
-    coef: PositiveFloat = Field(0.1, description="Weight of the value loss.")
-    clip: Limit = Field(0.2, description="Values move at most so far from those before the step; inf: free.")
-    gamma: Fraction = Field(1.0, description="Discount per token.")
-    lam: Fraction = Field(0.95, description="GAE's lambda: 1 is the return, 0 one step of bootstrapping.")
-    whiten_rewards: bool = Field(
-        False,
-        description="Token rewards to variance 1, their mean kept, over the batch, or over each minibatch where "
-        "loss.whiten_advantages says so (N).",
-    )
-    score_place: Literal["last", "after_last"] = Field(
-        "last", description="The score's token: the last one, or the step after it (TL;DR reproduction, TRL)."
-    )
-    vtrace: bool = Field(False, description="Correct advantages and values for staleness (IMPALA); off: plain GAE.")
-    max_rho: Limit = Field(1.0, description="V-trace's largest importance weight of an error.")
-    max_c: Limit = Field(1.0, description="V-trace's largest weight of what is traced back.")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The critic's own optimizer.")
-
-
-class TrainerConfig(Section):
-    """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
-
-    ranks: Count = Field(
-        1, description="Processes of the trainer: data parallel (FSDP2) x tensor parallel, with a group of their own."
-    )
-    tensor_parallel: Count = Field(1, description="Ranks that share each layer; divides `ranks`.")
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = Field(
-        "cpu", description="What the trainer computes on: 'cpu', or 'cuda', a GPU per rank."
-    )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="What it computes in on a GPU; weights and optimizer stay float32 there, too."
-    )
-    recompute: bool = Field(
-        False,
-        description="Keep only each layer's input for the backward pass, and run the layer again there: less memory, a "
-        "third more work.",
-    )
-    reduce_once: bool = Field(
-        False,
-        description="Sum gradients over data-parallel ranks once per update, not per microbatch: less traffic, but each"
-        " rank then holds a whole gradient (of its tensor-parallel share).",
-    )
-    minibatches: Count = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
-    epochs: Epochs = Field(1, description="Passes over the batch per step (A4's T).")
-    shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")
-    microbatch_tokens: Positive = Field(
-        8192, description="Tokens of a microbatch (M7, M8); a prompt that completions share counts once."
-    )
-    logprob_temperature: PositiveFloat | None = Field(
-        None,
-        description="Temperature of every logprob in training; null: generator.temperature, that of sampling (N). "
-        "Another one is for seeing what that is good for: behaviour logprobs are then read again, as recorded ones "
-        "are of another distribution, and only max_staleness = 0 has the policy for that.",
-    )
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer and schedule.")
-    checkpoint_every: NonNegative = Field(
-        50,
-        description="Steps between checkpoints of 12 bytes per parameter: what a lost trainer, a full disk or a kill "
-        "costs at most. 0 saves at the end and on Ctrl-C only.",
-    )
-    keep_checkpoints: Positive = Field(2, description="Checkpoints kept on disk.")
-
-
-class DemonstrationConfig(Section):
-    """A kind of demonstration for the warm start: a template over the row's columns and its share."""
-
-    template: str = Field(description="Completion text, e.g. '{answer}' or '{word}'; an EOS token is appended.")
-    weight: PositiveFloat = Field(1.0, description="Share of demonstrations of this kind, relative to the others.")
-
-
-class WarmStartConfig(Section):
-    """Supervised fine-tuning before the first RL step; ends at policy version 0."""
-
-    steps: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = Field(
-        0, description="Optimizer updates; 0 skips the warm start."
-    )
-    batch_size: Count = Field(64, description="Demonstrations per update.")
-    num_demonstrations: Positive = Field(20_000, description="Training prompts used as demonstrations.")
-    demonstrations: list[DemonstrationConfig] = Field(
-        default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-3), description="Optimizer of the warm start."
-    )
-
-
-class SftConfig(Section):
-    """The stage `sft`: supervised fine-tuning whose checkpoint later stages take as 'stage:sft'."""
-
-    path: FilePath | None = Field(
-        None, description="Checkpoint it starts from; null: a fresh model as [model] describes."
-    )
-    dataset: FilePath | None = Field(
-        None, description="Dataset of demonstrations; null: the run's training prompts with `demonstrations`."
-    )
-    prompt_column: str = Field("prompt", description="Column of `dataset` with a string or a list of chat messages.")
-    completion_column: str = Field("completion", description="Column of `dataset` with the completion, as {answer}.")
-    messages_column: str = Field(
-        "messages", description="Column of `dataset` with whole chats, where it has one: the last message is learned."
-    )
-    demonstrations: list[DemonstrationConfig] = Field(
-        default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
-    )
-    num_demonstrations: Positive = Field(20_000, description="Demonstrations at most.")
-    held_out: Fraction = Field(
-        0.05, description="Share of their prompts whose demonstrations only measure loss and accuracy."
-    )
-    loss_on: Literal["completions", "all"] = Field(
-        "completions", description="Tokens that are learned: the completion's, or the prompt's too (N, item 42)."
-    )
-    epochs: Epochs = Field(1, description="Passes over the demonstrations.")
-    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
-    batch_size: Count = Field(64, description="Demonstrations per update.")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"), description="Optimizer of the stage."
-    )
-
-
-class PreferencesConfig(Section):
-    """The stage `preferences`: completions of one prompt, and which of them is better."""
-
-    path: FilePath | None = Field(None, description="Checkpoint that is sampled from; null: model.path.")
-    num_prompts: Positive = Field(1000, description="Training prompts, the first ones.")
-    samples_per_prompt: Count = Field(4, description="Completions sampled per prompt.")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
-    with_reference: bool = Field(False, description="Compare with the prompt's reference completion as well.")
-    labels: Literal["gold", "judge"] = Field(
-        "gold", description="What says which is better: the scores of [gold], or the [judge] in both orders."
-    )
-    max_per_prompt: Positive | None = Field(
-        None, description="Preferences kept per prompt, drawn by the seed; null keeps all pairs (or fours)."
-    )
-    held_out: Fraction = Field(0.1, description="Share of prompts whose preferences only measure accuracy.")
-
-
-class RewardModelConfig(Section):
-    """Training a reward model on preferences, before the run that is rewarded by it."""
-
-    path: FilePath | None = Field(
-        None, description="Checkpoint it starts from: a policy, or a reward model with its head; null: model.path."
-    )
-    preferences: FilePath | None = Field(
-        None,
-        description="Dataset with columns prompt, chosen, rejected (with candidates = 1: prompt, completion, rating), "
-        "or a file like that of the stage `preferences`; null: that stage's.",
-    )
-    candidates: Literal[1, 2, 4] = Field(
-        2,
-        description="Completions per label: pairs (Bradley-Terry), the best of four (cross-entropy), or one with its "
-        "rating (squared error), of a dataset.",
-    )
-    epochs: Epochs = Field(1, description="Passes over the preferences; more than one overfits soon.")
-    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
-    batch_size: Count = Field(32, description="Preferences per update.")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=5e-5, eps=1e-5, schedule="linear"),
-        description="Optimizer of the reward model.",
-    )
-    head_init: Literal["reward", "zero"] = Field(
-        "reward", description="A fresh head's weights: N(0, 1 / sqrt(hidden_size + 1)), or 0."
-    )
-    normalise: Literal["before_and_after", "reference_bias", "none"] = Field(
-        "before_and_after",
-        description="Scores of the untrained policy's samples get mean 0 and standard deviation 1 before and after "
-        "training (before it those of the ratings); or those of reference completions mean 0 after it; or neither.",
-    )
-    normalise_samples: Annotated[int, Field(ge=2, le=MAX_INTEGER, strict=True)] = Field(
-        256, description="Completions of the untrained policy that before_and_after measures."
-    )
-    normalise_unbiased: bool = Field(False, description="Standard deviation over n - 1 instead of n samples.")
-
-
-class JudgeConfig(Section):
-    """A judge of two answers: a function, or a model behind an OpenAI-compatible endpoint."""
-
-    function: FilePath | None = Field(
-        None, description="'module:function' or 'file.py:function': (prompt, a, b) -> 'a', 'b' or 'tie'; may be async."
-    )
-    base_url: str | None = Field(None, description="Address of the endpoint, e.g. 'http://localhost:8000/v1'.")
-    model: str = Field("", description="Name of the model behind it.")
-    api_key_env: str | None = Field(None, description="Environment variable with the key; null sends none.")
-    criterion: str = Field(
-        "Say which answer serves the person who wrote the prompt better.", description="What better means."
-    )
-    deadline_s: Seconds = Field(60.0, description="Limit of one attempt, in seconds.")
-    max_concurrency: Count = Field(8, description="Comparisons asked about at once.")
-
-    @property
-    def is_given(self) -> bool:
-        return self.function is not None or self.base_url is not None
-
-
-class EvaluationConfig(Section):
-    """The stage `evaluate`: where RL began and where it ended, on held-out prompts, by gold, judge and drift."""
-
-    num_prompts: Positive = Field(200, description="Held-out prompts, at most prompts.num_eval.")
-    num_samples: Count = Field(1, description="Completions per prompt; several give pass@k.")
-    temperature: PositiveFloat | None = Field(
-        None, description="Sampling temperature (Asynchronous RLHF: 0.01); null: that of the generator."
-    )
-
-
-class EvalConfig(Section):
-    """Held-out evaluation, pinned to one policy version."""
-
-    every: NonNegative = Field(0, description="Steps between greedy evaluations during the run; 0 means only the ends.")
-    num_prompts: Positive = Field(500, description="Held-out prompts per evaluation, at most prompts.num_eval.")
-    num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
-    measure: str | None = Field(
-        None,
-        description="Name of the reward term that says whether an answer is right: where it is 1 or more. Accuracy is "
-        "the share of right answers; without a measure there is none, and the mean reward tells how good a policy is.",
-    )
-
-
-class ObserveConfig(Section):
-    """What is written only for people to look at."""
-
-    tokens_every: NonNegative = Field(
-        32,
-        description="Write the tokens of every so many-th group that is trained to tokens.jsonl, each with its "
-        "logprobs and advantage, for the watch page; 0 writes none.",
-    )
-    tokens_mb: Positive = Field(
-        64,
-        description="Size of tokens.jsonl in MB beyond which every second group in it is dropped, and half as many "
-        "are written from then on.",
-    )
-
-
-AlarmName = Literal[
-    "logprob_mismatch",
-    "logprob_mismatch_growing",
-    "ess_collapse",
-    "ratio_clipped",
-    "policy_drift",
-    "kl_runaway",
-    "length_hacking",
-    "truncation_growing",
-    "entropy_collapse",
-    "grad_norm_spikes",
-    "no_signal",
-    "failed_rewards",
-    "poisoned",
-    "starving_trainer",
-    "starving_generator",
-    "slow_rewards",
-    "straggler",
-    "version_lag",
-    "publish_skipped",
-]
-
-
-class HealthConfig(Section):
-    """Alarms over the metrics of each step (`observe/health.py`)."""
-
-    alarms: bool = Field(True, description="Watch the metrics, and tell when they look wrong.")
-    thresholds: dict[AlarmName, Number] = Field(
-        default_factory=dict, description="Thresholds of single alarms in place of the shipped ones."
-    )
-    stop_on: list[AlarmName] = Field(
-        default_factory=list, description="Alarms that end the run with an error when they begin."
-    )
-
-    @model_validator(mode="after")
-    def _check_stops(self) -> Self:
-        if self.stop_on and not self.alarms:
-            raise ConfigError(
-                "no alarm can end a run that watches for none",
-                got=f"health.alarms = false with stop_on = {self.stop_on}",
-                hint="leave health.alarms on, or stop_on empty",
-            )
-        return self
-
-
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
-
-
-class TrackersConfig(Section):
-    """Where metrics go besides metrics.jsonl (`observe/trackers.py`)."""
-
-    names: list[TrackerName] = Field(
-        default_factory=list,
-        description="Trackers that get every line of metrics.jsonl, every alarm, the configuration and the summary: "
-        "tensorboard (RUN/tensorboard), wandb (RUN/wandb and its server), trackio (its database on this machine).",
-    )
-    project: str = Field("slipstream", description="Project at wandb and trackio.")
-    entity: str | None = Field(None, description="User or team at wandb; null: the default of its key.")
-    run_name: str | None = Field(None, description="Name of the run there; null: that of its folder.")
-    group: str | None = Field(None, description="Group of runs at wandb and trackio.")
-    tags: list[str] = Field(default_factory=list, description="Tags of the run.")
-    offline: bool = Field(
-        False, description="Send nothing: wandb keeps all in RUN/wandb for `wandb sync`, trackio on this machine."
-    )
-    deadline_s: Seconds = Field(
-        60.0, description="Longest wait for all trackers together at the end of the run, in seconds."
-    )
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        if len(set(self.names)) < len(self.names):
-            raise ConfigError(
-                "a tracker is named twice", got=f"trackers.names = {self.names}", allowed="each name once"
-            )
-        return self

@@ -10,6 +10,7 @@ from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import Tell, checkpoint_folder, hub_id, pinned, with_folders
 from slipstream.core.recipes import load_recipe, merge, nested, resolve, with_stage_paths
+from slipstream.generator.vllm.settings import check_settings
 
 
 def eval_target(
@@ -45,6 +46,7 @@ def eval_target(
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
     over = {"model": {"path": str(checkpoint), "revision": None}}
     config = resolve(tables, merge(nested(overrides or {}), over))
+    check_settings(config.generator)
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)

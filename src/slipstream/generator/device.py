@@ -6,8 +6,9 @@ import os
 
 import torch
 
-from slipstream.core.config import GeneratorConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import GeneratorConfig
 from slipstream.models.served import check_precision
 
 USABLE_MEMORY = 0.85

@@ -13,61 +13,64 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.jobs.kubernetes import VOLUME_DIR, kubernetes_files
 from slipstream.jobs.slurm import slurm_files
 
 
-def write_job_files(config: RunConfig, options: Any, kind: str, console: Console) -> int:
-    """Write the files that `slipstream launch --slurm DIR` or `--kubernetes DIR` asks for, and say how to start them.
+def write_job_files(config: RunConfig, options: Any, kind: str) -> str:
+    """Write the files that `slipstream launch --slurm DIR` or `--kubernetes DIR` asks for; say how to start them.
 
-    `kind` is 'slurm' or 'kubernetes', `options` are the command's. Returns the exit code, 0; raises ConfigError for a
-    folder that has something in it.
+    `kind` is 'slurm' or 'kubernetes', `options` are the command's. ConfigError for a folder that has something in it.
     """
-    folder: Path = (options.slurm if kind == "slurm" else options.kubernetes).absolute()
+    folder: Path = vars(options)[kind].absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(
             "job files need a folder of their own", got=folder, allowed="a new or empty one", hint="move the old one"
         )
-    gpus_per_node = 8 if options.gpus_per_node is None else options.gpus_per_node
-    if kind == "slurm":
-        files = slurm_files(
-            config,
-            folder,
-            working_dir=Path.cwd(),
-            out=options.out if options.resume is None else options.resume,
-            remote=options.remote,
-            gpus_per_node=gpus_per_node,
-            partition=options.partition,
-            account=options.account,
-            time=options.time or "24:00:00",
-            program=(sys.executable, "-m", "slipstream"),
-        )
-    else:
-        if (options.resume or options.out) is not None:
-            raise ConfigError(
-                "on Kubernetes a run has its place on the volume claim",
-                got=f"{options.resume or options.out}",
-                allowed=f"{VOLUME_DIR}/runs/{folder.name}, which is gone on with where it is a run",
-                hint="leave --out and --resume away",
-            )
-        files = kubernetes_files(
-            config,
-            folder.name,
-            image=options.image,
-            namespace=options.namespace,
-            remote=options.remote,
-            gpus_per_node=gpus_per_node,
-        )
+    files = (_for_slurm if kind == "slurm" else _for_kubernetes)(config, options, folder)
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
         if file.endswith(".sh"):
             (folder / file).chmod(0o755)
     submit = shlex.quote(str(folder / "submit.sh"))
-    done = f"written: {', '.join(files)}\nlook through them, then start the run with {submit}"
-    console.print(done, soft_wrap=True, markup=False, highlight=False)
-    return 0
+    return f"written: {', '.join(files)}\nlook through them, then start the run with {submit}"
+
+
+def _for_slurm(config: RunConfig, options: Any, folder: Path) -> dict[str, str]:
+    return slurm_files(
+        config,
+        folder,
+        working_dir=Path.cwd(),
+        out=options.out if options.resume is None else options.resume,
+        remote=options.remote,
+        gpus_per_node=_gpus_per_node(options),
+        partition=options.partition,
+        account=options.account,
+        time=options.time or "24:00:00",
+        program=(sys.executable, "-m", "slipstream"),
+    )
+
+
+def _for_kubernetes(config: RunConfig, options: Any, folder: Path) -> dict[str, str]:
+    if (given := options.resume or options.out) is not None:
+        raise ConfigError(
+            "on Kubernetes a run has its place on the volume claim",
+            got=f"{given}",
+            allowed=f"{VOLUME_DIR}/runs/{folder.name}, which is gone on with where it is a run",
+            hint="leave --out and --resume away",
+        )
+    return kubernetes_files(
+        config,
+        folder.name,
+        image=options.image,
+        namespace=options.namespace,
+        remote=options.remote,
+        gpus_per_node=_gpus_per_node(options),
+    )
+
+
+def _gpus_per_node(options: Any) -> int:
+    return 8 if options.gpus_per_node is None else int(options.gpus_per_node)

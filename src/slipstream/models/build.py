@@ -7,7 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.config import GeneratorConfig, ModelConfig, RunConfig, stage_of
+from slipstream.core.config import RunConfig, stage_of
+from slipstream.core.sections import GeneratorConfig, ModelConfig
 from slipstream.models.config import config_from_hf, local_config
 from slipstream.models.hf import load_model, load_tokenizer, logical_tensors, new_model, read_hf_config
 from slipstream.models.initialise import new_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.core.config import ModelConfig
+from slipstream.core.sections import ModelConfig
 from slipstream.models.config import TransformerConfig
 from slipstream.models.transformer import Transformer
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.core.types import Holding
 from slipstream.models.linear import Linear
 from slipstream.models.shards import Part, local_parts, local_tensor

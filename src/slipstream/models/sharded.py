@@ -27,9 +27,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.sections import ModelConfig
 from slipstream.models.config import TransformerConfig, config_from_hf, local_config
 from slipstream.models.hf import logical_tensors, read_hf_config, write_tensor
 from slipstream.models.initialise import initialise, new_config

@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.core.config import AlarmName, HealthConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import AlarmError
 from slipstream.core.jsonl import JsonlWriter, read_jsonl
+from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.plain import shortened
 from slipstream.core.run_log import read_metrics
 from slipstream.observe.trends import (

@@ -30,10 +30,11 @@ from typing import Any, Self
 
 import msgspec
 
-from slipstream.core.config import RunConfig, TrackersConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.disk import disk_errors, replacing
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
+from slipstream.core.observe_sections import TrackersConfig
 from slipstream.core.run_log import Metrics
 from slipstream.observe.health import Alarm, in_a_line
 from slipstream.observe.sinks import AlarmLine, Begin, End, MetricsLine, TrackerLine

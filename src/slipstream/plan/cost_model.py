@@ -20,7 +20,7 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.batches import slowest_replica
 from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s

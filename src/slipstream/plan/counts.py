@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
 
 BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import MAX_COUNT, Precision
+from slipstream.core.fields import MAX_COUNT, Precision
 
 GB = 1e9
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.lengths import Lengths
 

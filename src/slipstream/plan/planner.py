@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.plan.colocated import best_synchronous
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Workload

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import Precision
+from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
 from slipstream.plan.hardware import Cluster
 from slipstream.plan.layouts import (

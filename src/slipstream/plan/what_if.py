@@ -20,9 +20,10 @@ from slipstream.controller.placement import place
 from slipstream.controller.policies import schedule_for
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.fields import MAX_WAIT_S
 from slipstream.core.plain import shown
 from slipstream.core.recipes import merge, nested, resolve
-from slipstream.core.sections import MAX_WAIT_S
+from slipstream.generator.vllm.settings import check_settings
 from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
 from slipstream.plan.dials import DIALS
 from slipstream.plan.recorded import Outcome, RecordedWorkload, Run, measured, read_run
@@ -111,7 +112,9 @@ def changed_config(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
             allowed=", ".join(DIALS),
             hint="a run with it would: `slipstream run`; for another model, `slipstream plan`",
         )
-    return resolve(merge(config.model_dump(), tables))
+    changed = resolve(merge(config.model_dump(), tables))
+    check_settings(changed.generator)
+    return changed
 
 
 def _names(tables: Mapping[str, Any], prefix: str = "") -> list[str]:

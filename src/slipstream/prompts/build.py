@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig, WarmStartConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import PromptsConfig, TaskConfig
+from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.prompts.dataset import read_rows
 from slipstream.prompts.rows import Row, row_key, split_hash

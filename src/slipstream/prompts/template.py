@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.core.config import PromptsConfig
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.plain import shortened
+from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
 from slipstream.prompts.rows import Row, row_key, split_hash
@@ -24,7 +25,7 @@ class Template:
     """`'{word}>'` over a row's columns: plain names only, `{{` and `}}` for braces."""
 
     def __init__(self, text: str, *, field: str) -> None:
-        self._field = field
+        self._field, self._text = field, text
         try:
             pieces = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -54,10 +55,18 @@ class Template:
                     f"{self._field} names a column that the row does not have",
                     got=name,
                     allowed=", ".join(sorted(columns)),
-                    hint=did_you_mean(name, columns),
+                    hint=did_you_mean(name, columns) or self._over_these(columns),
                 )
             parts.append(str(columns[name]))
         return "".join(parts)
+
+    def _over_these(self, columns: Mapping[str, Any]) -> str | None:
+        """Return what to write in place of a template for other data, such as that of a recipe's own tasks."""
+        names = ("question", "prompt") if self._field == "prompts.template" else ("answer",)
+        own = next((name for name in names if name in columns), None)
+        if own is None:
+            return None
+        return f"write {self._field} = '{{{own}}}': {shortened(repr(self._text), 60)} is a template for other data"
 
 
 class Encoder:

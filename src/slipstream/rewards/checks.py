@@ -7,9 +7,8 @@ from functools import lru_cache
 
 import msgspec
 
-from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import FROM_PYTHON, names_of
+from slipstream.core.sections import FROM_PYTHON, RewardsConfig, TaskConfig, names_of
 from slipstream.core.types import Prompt
 from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
 from slipstream.rewards.given import check_given

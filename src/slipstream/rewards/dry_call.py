@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from slipstream.core.clock import WallClock
-from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
+from slipstream.core.sections import RewardsConfig, TaskConfig
 from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.rewards.assembly import Assembly, Entry
 from slipstream.rewards.given import Functions

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.executor import Context, Executor
+from slipstream.core.sections import RewardsConfig, TaskConfig
 from slipstream.core.types import Completion, Counters, EvalScored, Noted, Ready, Rollout, Stop
 from slipstream.core.vetting import POISONED, Limits, completion_fault, without_tokens
 from slipstream.rewards.assembly import Assembly, Entry

@@ -18,10 +18,9 @@ from typing import Any
 import msgspec
 import regex  # like `re`, with a deadline
 
-from slipstream.core.config import RewardModelTerm, RewardTerm
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shown
-from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.sections import FROM_PYTHON, RewardModelTerm, RewardTerm
 from slipstream.rewards.calls import Scoring, call_function, import_function
 from slipstream.rewards.code import Programs, Scorer, code_reward
 from slipstream.rewards.protocol import Job, Per, Task, Term

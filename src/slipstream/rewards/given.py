@@ -11,10 +11,10 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from slipstream.core.config import RewardsConfig, RewardTerm, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
-from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.sections import FROM_PYTHON, RewardsConfig, RewardTerm
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
 """A function, what names one in `rewards.terms`, or a table of these whose `function` may be either."""

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import torch
 
-from slipstream.core.config import RewardsConfig, RewardTerm
 from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching
+from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout
 from slipstream.core.vetting import Limits, vetted
 from slipstream.rewards.model_scorer import ModelScorer

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from slipstream.algorithms.responses import truncate_at_token
-from slipstream.core.config import RewardModelTerm, RewardsConfig, RewardTerm
 from slipstream.core.errors import ConfigError
 from slipstream.core.packed import Batching
+from slipstream.core.sections import RewardModelTerm, RewardsConfig, RewardTerm
 from slipstream.core.types import Completion, Rollout
 from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.scalar import load_scalar_model

@@ -164,8 +164,10 @@ class ScoringPool:
                 slot.term = term.name or term.function
             elif isinstance(message, SetupFailed) and not slot.is_ready:
                 raise ConfigError(
-                    f"the reward functions cannot be set up: {message.error}",
-                    hint=NO_NETWORK if slot.has_tried_network else None,
+                    "the reward functions cannot be set up",
+                    got=message.error,
+                    allowed="functions whose files can be imported by a worker, with the packages of this Python",
+                    hint=NO_NETWORK if slot.has_tried_network else _setup_hint(message.error),
                 )
             elif isinstance(message, WorkerReady) and not slot.is_ready:
                 slot.is_ready, slot.has_tried_network = True, False
@@ -244,3 +246,9 @@ class ScoringPool:
 def _explained(failure: str, slot: _Slot) -> str:
     """`failure` of the job of `slot`, with what its function could not know."""
     return f"{failure} ({NO_NETWORK})" if slot.has_tried_network else failure
+
+
+def _setup_hint(error: str) -> str:
+    if "No module named" in error:
+        return "is it installed in this environment, or on PYTHONPATH? An import inside the function comes later"
+    return "a worker has no network, and few environment variables: see rewards.environment"

@@ -7,8 +7,7 @@ from functools import partial
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.clock import Clock
-from slipstream.core.config import RewardsConfig, TaskConfig
-from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.sections import FROM_PYTHON, RewardsConfig, TaskConfig
 from slipstream.core.types import Completion
 from slipstream.rewards.assembly import Call, Where
 from slipstream.rewards.calls import Scoring, call_function

@@ -25,10 +25,15 @@ def check_function(function: str) -> None:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         raise ConfigError(
-            f"reward function '{function}': {path.name} is no Python", got=f"{error.msg}, line {error.lineno}"
+            f"reward function '{function}': {path.name} is no Python",
+            got=f"{error.msg}, line {error.lineno}",
+            allowed="a file that Python can import",
+            hint=f"`python {path}` shows the place",
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"reward function '{function}': {path} cannot be read", got=error) from error
+        raise ConfigError(
+            f"reward function '{function}': {path} cannot be read", got=error, allowed="a Python file"
+        ) from error
     bound = _bound_names(tree)
     if name not in bound:
         if "*" in bound:
@@ -57,6 +62,7 @@ def _source_of(location: str, function: str) -> Path | None:
     if spec is None:
         raise ConfigError(
             f"reward function '{function}': there is no module '{location}'",
+            got=f"'{location}' in front of ':'",
             allowed="a module that this Python finds, or 'path/to/file.py:function'",
             hint="is it installed in this environment, or on PYTHONPATH?",
         )

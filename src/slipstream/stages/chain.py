@@ -33,6 +33,7 @@ from slipstream.rewards.given import Functions
 from slipstream.stages.child import run_in_child
 from slipstream.stages.evaluate import run_evaluation
 from slipstream.stages.judging import build_judge
+from slipstream.stages.named import check_conflicts
 from slipstream.stages.preferences import run_preferences
 from slipstream.stages.progress import Progress, Quiet, read_record, record_path, watch
 from slipstream.stages.reward_model import read_preferences, run_reward_model
@@ -53,6 +54,7 @@ def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Coll
     `given` are the names of the reward functions that were handed over from Python: to RL alone. Hub ids of `config`
     are pinned (`core/hub.py`).
     """
+    check_conflicts(config)
     config = with_folders(config)
     check_trackers(config.trackers)
     check_measure(config)

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.config import RewardsConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import RIGHT_FROM
+from slipstream.core.sections import RewardsConfig
 from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.evals.drift import measure_drift, sample_of
 from slipstream.evals.lengths import completion_lengths

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from slipstream.controller.pipeline import resolve_import
-from slipstream.core.config import JudgeConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.stage_sections import JudgeConfig
 from slipstream.evals.judge import EndpointJudge, Judge
 
 

@@ -1,28 +1,57 @@
-"""What a configuration names, looked for before torch is imported: the answer to a slip of the pen comes at once.
+"""Checks of a configuration that need no torch, so that the answer to a slip of the pen comes at once.
 
 `check_stages` in `stages/chain.py` asks all of this again, with all that needs a library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
 
+from slipstream.algorithms.losses import loss_named
+from slipstream.core import recipes
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import check_measure
 from slipstream.core.hub import check_model_path
+from slipstream.generator.vllm.settings import check_settings
 from slipstream.prompts.dataset import check_source
 from slipstream.prompts.tasks import check_task_names, task_table
 from slipstream.rewards.checks import setup_of
 from slipstream.rewards.given import check_given
+from slipstream.stages.order import check_order
+
+
+def resolve(
+    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, preset: str | None = None
+) -> RunConfig:
+    """Return the run's configuration, as `core.recipes.resolve`, without conflicts that their owners would find.
+
+    Raises ConfigError. Models and data that it names need not be there.
+    """
+    config = recipes.resolve(recipe, overrides, preset)
+    check_conflicts(config)
+    return config
+
+
+def check_conflicts(config: RunConfig) -> None:
+    """Raise ConfigError for what vLLM or a stage asks of the rest; the sections' own conflicts have been raised."""
+    check_settings(config.generator)
+    check_order(config)
 
 
 def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_prompts: bool = False) -> None:
-    """Raise ConfigError for checkpoints, data, reward functions and a measure that are not there. Imports no library.
+    """Raise ConfigError for conflicts, and for names of what is not there: losses, tasks, checkpoints, data, rewards.
 
     `given` are the names of the reward functions that were handed over from Python; `has_own_prompts`: prompts were, in
     place of the configuration's.
     """
+    check_conflicts(config)
+    if "rl" in config.stages:
+        loss_named(config.loss.name, config.loss.params)
     check_model_path(config)
+    if not has_own_prompts:
+        check_task_names(config.prompts.tasks)
     sources = [] if has_own_prompts else [config.prompts.dataset, config.prompts.eval_dataset]
     sources += [config.sft.dataset] if "sft" in config.stages else []
     sources += [config.reward_model.preferences] if "reward_model" in config.stages else []
@@ -32,12 +61,3 @@ def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_promp
         check_given(config.rewards, given)
         setup_of(config.rewards, task_table(config.prompts.tasks))
     check_measure(config)  # behind the functions: where a name is misspelt there, the measure's is right
-
-
-def check_names(config: RunConfig) -> None:
-    """Raise ConfigError for losses and tasks that are not there, which takes as many seconds as torch and more."""
-    if "rl" in config.stages:
-        from slipstream.algorithms.losses import loss_named
-
-        loss_named(config.loss.name, config.loss.params)
-    check_task_names(config.prompts.tasks)

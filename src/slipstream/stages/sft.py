@@ -14,10 +14,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.batching import collate
-from slipstream.core.config import RunConfig, WarmStartConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import stage_dir
+from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters

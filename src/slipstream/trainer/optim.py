@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, NonFiniteError
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
 
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.config import OptimizerConfig, RunConfig
+from slipstream.core.config import RunConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from slipstream.algorithms.losses import Loss, LossInputs, loss_named
-from slipstream.core.config import RewardModelConfig
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
 from slipstream.core.packed import Batching, PackedMicrobatch
+from slipstream.core.stage_sections import RewardModelConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.scoring import Sample, microbatch_scores, score, scored_sequence

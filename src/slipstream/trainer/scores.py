@@ -23,7 +23,8 @@ from slipstream.algorithms.advantages import (
 )
 from slipstream.algorithms.losses import loss_named
 from slipstream.algorithms.responses import has_token
-from slipstream.core.config import GROUP_RELATIVE, RunConfig
+from slipstream.core.config import RunConfig
+from slipstream.core.training_sections import GROUP_RELATIVE
 from slipstream.core.types import Completion, Group, Rollout, RolloutHead
 from slipstream.trainer.measure import Key
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.sharded import ShardedParameters
 from slipstream.trainer.optim import LearningRates, corrected_eps, require_finite
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.core.config import OptimizerConfig, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_tokenizer
 from slipstream.models.export import export_sharded

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from slipstream.algorithms.logprobs import token_logprobs_and_entropy
-from slipstream.core.config import WarmStartConfig
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
 from slipstream.core.packed import Batching, TrainSequence
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.logprobs import MAX_LOGITS, microbatch_logprobs

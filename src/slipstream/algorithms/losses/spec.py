@@ -1,36 +1,17 @@
-"""What every loss takes, gives and declares."""
+"""The inputs of every loss, and the metrics that losses share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.algorithms.kl import k1, k2, k3
+from slipstream.algorithms.losses.table import InputName
 from slipstream.algorithms.ratios import ClippedSurrogate, token_ratios
 from slipstream.algorithms.reduce import Mean, Metrics, Reduction, average, masked_max, masked_mean, masked_share
 from slipstream.core.errors import MissingInputError, MissingLogprobsError, ShapeError
-
-Unit = Literal["token", "sequence", "pair", "choice"]
-Atom = Literal["sequence", "pair", "choice"]
-Select = Literal["all", "best", "best_and_worst"]
-Kind = Literal["policy", "value", "supervised", "reward_model"]
-InputName = Literal[
-    "policy_logprobs",
-    "advantages",
-    "behaviour_logprobs",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "values",
-    "anchor_values",
-    "returns",
-    "scores",
-    "labels",
-    "ratings",
-]
 
 RATIO_EDGES = (0.0, 0.25, 0.5, 0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.2, 2.0, 4.0)
 """Lower edges of the histogram of ratios: narrow around 1, where they are, and wide in the tails, where they hurt."""
@@ -91,39 +72,6 @@ class LossInputs:
             num_units=self.num_units,
             max_tokens=self.max_tokens,
         )
-
-
-LossFunction = Callable[..., tuple[Tensor, Metrics]]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """An entry of LOSSES: `function(inputs, **params) -> (scalar loss, metrics)`.
-
-    `unit` is what the sum is divided by the count of; `requires` names the inputs it cannot do without; `params` are
-    its constants with their defaults, `choices` the words allowed for those that are words, and `above` what those that
-    are numbers must exceed (0 if it is not said). `selects` are the completions of a group it can be trained on.
-    """
-
-    function: LossFunction
-    unit: Unit
-    requires: tuple[InputName, ...]
-    params: Mapping[str, float | str] = field(default_factory=dict)
-    kind: Kind = "policy"
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    above: Mapping[str, float] = field(default_factory=dict)
-    selects: tuple[Select, ...] = get_args(Select)
-
-    @property
-    def atom(self) -> Atom:
-        """What must lie in one microbatch, whole: a sequence even for token losses, or a pair or choice of them."""
-        return "sequence" if self.unit == "token" else self.unit
-
-    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """The loss of a microbatch and its metrics as parts that add up. Raises MissingInputError."""
-        for name in self.requires:
-            inputs.need(name)
-        return self.function(inputs, **self.params)
 
 
 @torch.no_grad()

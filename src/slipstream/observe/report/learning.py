@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
-from slipstream.core.config import AlarmName
+from slipstream.core.observe_sections import AlarmName
 from slipstream.observe.report.html import card, cards, folded, folded_on_phones, part, table, text
 from slipstream.observe.report.run import CLOCKS, Clock, Run, clock_axis, rescaled
 from slipstream.observe.svg import MAX_POINTS, Axis, Band, Series, empty, line_chart, line_legend, number, thin

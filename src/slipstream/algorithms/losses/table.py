@@ -1,0 +1,167 @@
+"""Losses by name: one file each, one table. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, get_args
+
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.other_names import sentence_of_value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.algorithms.losses.spec import LossInputs
+    from slipstream.algorithms.reduce import Metrics
+
+Unit = Literal["token", "sequence", "pair", "choice"]
+Atom = Literal["sequence", "pair", "choice"]
+Select = Literal["all", "best", "best_and_worst"]
+Kind = Literal["policy", "value", "supervised", "reward_model"]
+InputName = Literal[
+    "policy_logprobs",
+    "advantages",
+    "behaviour_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "values",
+    "anchor_values",
+    "returns",
+    "scores",
+    "labels",
+    "ratings",
+]
+
+LossFunction = Callable[..., "tuple[Tensor, Metrics]"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An entry of LOSSES: `function(inputs, **params) -> (scalar loss, metrics)`.
+
+    `source` is the function, or 'module.name' of one in this folder, which is imported when it is first called: the
+    table itself needs no torch. `unit` is what the sum is divided by the count of; `requires` names the inputs it
+    cannot do without; `params` are its constants with their defaults, `choices` the words allowed for those that are
+    words, and `above` what those that are numbers must exceed (0 if it is not said). `selects` are the completions of a
+    group it can be trained on.
+    """
+
+    source: LossFunction | str
+    unit: Unit
+    requires: tuple[InputName, ...]
+    params: Mapping[str, float | str] = field(default_factory=dict)
+    kind: Kind = "policy"
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    above: Mapping[str, float] = field(default_factory=dict)
+    selects: tuple[Select, ...] = get_args(Select)
+
+    @property
+    def function(self) -> LossFunction:
+        """The loss's function. Imports torch."""
+        if not isinstance(self.source, str):
+            return self.source
+        module, _, name = self.source.partition(".")
+        found: LossFunction = getattr(import_module(f"slipstream.algorithms.losses.{module}"), name)
+        return found
+
+    @property
+    def atom(self) -> Atom:
+        """Return what must lie whole in one microbatch: a sequence, for token losses too, or a pair or choice."""
+        return "sequence" if self.unit == "token" else self.unit
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        """Return the loss of a microbatch, and metrics as parts that add up. Raises MissingInputError."""
+        for name in self.requires:
+            inputs.need(name)
+        return self.function(inputs, **self.params)
+
+
+_POLICY: tuple[InputName, ...] = ("policy_logprobs", "advantages")
+_OFF_POLICY: tuple[InputName, ...] = (*_POLICY, "behaviour_logprobs")
+_PAIRED: tuple[InputName, ...] = ("policy_logprobs", "reference_logprobs")
+_MODES = ("truncate", "mask")
+
+LOSSES: dict[str, Loss] = {
+    "reinforce": Loss("reinforce.reinforce_loss", "token", _POLICY),
+    "ppo": Loss(
+        "ppo.ppo_loss",
+        "token",
+        _OFF_POLICY,
+        {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": math.inf},
+        above={"dual_clip": 1.0},  # at 1 or less, tokens of negative advantage would have no gradient on-policy
+    ),
+    "grpo": Loss("grpo.grpo_loss", "token", _OFF_POLICY, {"eps_low": 0.2, "eps_high": 0.28}),
+    "cispo": Loss("cispo.cispo_loss", "token", _OFF_POLICY, {"eps_low": math.inf, "eps_high": 4.0}),
+    "gspo": Loss("gspo.gspo_loss", "sequence", _OFF_POLICY, {"eps_low": 3e-4, "eps_high": 4e-4}),
+    "aipo": Loss(
+        "aipo.aipo_loss",
+        "token",
+        _OFF_POLICY,
+        {"max_ratio": 4.0, "level": "token", "mode": "truncate", "eps_low": math.inf, "eps_high": math.inf},
+        choices={"level": ("token", "sequence", "geometric"), "mode": _MODES},
+    ),
+    "aipo_masked": Loss("aipo.aipo_masked_loss", "token", _OFF_POLICY, {"max_ratio": 4.0}),
+    "rloo": Loss("rloo.rloo_loss", "sequence", _POLICY),
+    "proximal_rloo": Loss("proximal_rloo.proximal_rloo_loss", "sequence", _OFF_POLICY, {"eps": 0.2}),
+    "copg": Loss("copg.copg_loss", "sequence", _OFF_POLICY),
+    "online_dpo": Loss("online_dpo.online_dpo_loss", "pair", _PAIRED, {"beta": 0.1}, selects=("best_and_worst",)),
+    "online_ipo": Loss("online_dpo.online_ipo_loss", "pair", _PAIRED, {"beta": 0.1}, selects=("best_and_worst",)),
+    "best_of_n": Loss("best_of_n.best_of_n_loss", "sequence", ("policy_logprobs",), selects=("best",)),
+    "decoupled_ppo": Loss(
+        "decoupled_ppo.decoupled_ppo_loss",
+        "token",
+        (*_OFF_POLICY, "proximal_logprobs"),
+        {"eps_low": 0.2, "eps_high": 0.2, "max_ratio": 5.0, "mode": "truncate"},
+        choices={"mode": _MODES},
+    ),
+    "value": Loss("value.value_loss", "token", ("values", "anchor_values", "returns"), {"clip": 0.2}, kind="value"),
+    "sft": Loss("sft.sft_loss", "token", ("policy_logprobs",), kind="supervised"),
+    "bradley_terry": Loss("bradley_terry.bradley_terry_loss", "pair", ("scores",), kind="reward_model"),
+    "choice": Loss("choice.choice_loss", "choice", ("scores", "labels"), {"num_candidates": 4}, kind="reward_model"),
+    "rating": Loss("rating.rating_loss", "sequence", ("scores", "ratings"), kind="reward_model"),
+}
+
+
+def loss_named(name: str, params: Mapping[str, float | str]) -> Loss:
+    """Return the loss `name` with its constants set to `params`, defaults elsewhere; built once.
+
+    Numbers exceed the loss's `above`, 0 by default (inf is allowed), words are one of its `choices`. ConfigError on
+    anything else, and on an unknown name or parameter with the nearest known one.
+    """
+    return _built(name, tuple(params.items()))
+
+
+@cache
+def _built(name: str, params: tuple[tuple[str, float | str], ...]) -> Loss:
+    if name not in LOSSES:
+        policies = sorted(known for known, loss in LOSSES.items() if loss.kind == "policy")
+        hint = sentence_of_value("loss.name", name) or did_you_mean(name, policies)
+        raise ConfigError(f"unknown loss '{name}'", got=name, allowed=", ".join(policies), hint=hint)
+    loss = LOSSES[name]
+    for param, value in params:
+        if param not in loss.params:
+            raise ConfigError(
+                f"loss '{name}' has no parameter '{param}'",
+                got=param,
+                allowed=", ".join(sorted(loss.params)) or "none",
+                hint=did_you_mean(param, loss.params),
+            )
+        if param in loss.choices:
+            if value not in loss.choices[param]:
+                raise ConfigError(
+                    f"loss '{name}' knows no {param} '{value}'",
+                    got=value,
+                    allowed=", ".join(loss.choices[param]),
+                    hint=did_you_mean(str(value), loss.choices[param]),
+                )
+        elif isinstance(value, str) or not value > loss.above.get(param, 0.0):
+            raise ConfigError(
+                f"parameter '{param}' of loss '{name}' is out of range",
+                got=value,
+                allowed=f"number > {loss.above.get(param, 0.0):g}",
+            )
+    return replace(loss, params={**loss.params, **dict(params)})

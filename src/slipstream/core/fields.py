@@ -1,0 +1,88 @@
+"""Types of the configuration's fields, with their limits, and the base of its sections."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from slipstream.core.plain import wrong_path, wrong_with
+
+MAX_INTEGER = 2**31 - 1
+"""Of any integer: what libraries in C take. Unbounded fields mean 'as many as there are'."""
+MAX_COUNT = 2**16
+"""Of what takes memory or time one by one: layers, processes, the groups of a step, completions of a group."""
+MAX_STEPS = 10**8
+"""At 10 ms each twelve days; metrics.jsonl alone has hundreds of GB then."""
+MAX_EPOCHS = 1000
+"""Over one batch, or one data set: far beyond any use, and a batch is only left when all are done."""
+MAX_NUMBER, MIN_POSITIVE = 1e30, 1e-30
+"""Of numbers that meet tensors: products of two are in the range of float32, and none becomes 0 or inf there."""
+MAX_WAIT_S, MIN_WAIT_S = 2_000_000.0, 0.001
+"""Of a wait: epoll and ZeroMQ count milliseconds, in 31 bits (24.8 days)."""
+
+
+def _null_in(value: Any) -> str | None:
+    is_in = isinstance(value, str) and "\0" in value
+    return "a null character, which ends a text for whatever is written in C" if is_in else None
+
+
+def _not_tiny(value: float) -> float:
+    if value < MIN_POSITIVE:
+        raise PydanticCustomError("greater_than_equal", "too small", {"ge": MIN_POSITIVE})
+    return value
+
+
+def _not_huge(value: float) -> float:
+    if MAX_NUMBER < value < math.inf:
+        raise PydanticCustomError("less_than_equal", "too large", {"le": f"{MAX_NUMBER:g}, or inf"})
+    return _not_tiny(value)
+
+
+def _name(value: str) -> str:
+    if "/" in value or value in (".", ".."):
+        raise PydanticCustomError("name", "a name of a folder, not a path")
+    return _path(value)
+
+
+def _path(value: str) -> str:
+    if (wrong := wrong_path(value)) is not None:
+        raise PydanticCustomError("path", "{wrong}", {"wrong": wrong})
+    return value
+
+
+Positive = Annotated[int, Field(gt=0, le=MAX_INTEGER, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_INTEGER, strict=True)]
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
+Steps = Annotated[int, Field(gt=0, le=MAX_STEPS, strict=True)]
+Epochs = Annotated[int, Field(gt=0, le=MAX_EPOCHS, strict=True)]
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MAX_NUMBER, strict=True), AfterValidator(_not_tiny)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_NUMBER, strict=True)]
+Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
+Seconds = Annotated[float, Field(ge=MIN_WAIT_S, le=MAX_WAIT_S, strict=True)]
+Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True), AfterValidator(_not_huge)]
+"""inf: there is none. All other numbers are finite."""
+FilePath = Annotated[str, AfterValidator(_path)]
+"""Of a file, a folder or a hub id; a function's too, 'file.py:function'."""
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda)$")]
+FolderName = Annotated[str, Field(max_length=100), AfterValidator(_name)]
+
+
+Precision = Literal["float32", "bfloat16", "int8", "fp8"]
+"""How a generator's weights are stored and multiplied; the trainer's are float32."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown fields are errors, and every value can be written and sent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _check_plain(cls, value: Any) -> Any:
+        if (wrong := wrong_with(value)) is not None or (wrong := _null_in(value)) is not None:
+            raise PydanticCustomError("plain", "{wrong}", {"wrong": wrong})
+        return value

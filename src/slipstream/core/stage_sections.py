@@ -1,0 +1,175 @@
+"""Sections for what comes before and after RL: warm start, the other stages, evaluation, the judge."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.core.fields import (
+    MAX_INTEGER,
+    MAX_STEPS,
+    Count,
+    Epochs,
+    FilePath,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+    Steps,
+)
+from slipstream.core.training_sections import OptimizerConfig
+
+
+class DemonstrationConfig(Section):
+    """A kind of demonstration for the warm start: a template over the row's columns and its share."""
+
+    template: str = Field(description="Completion text, e.g. '{answer}' or '{word}'; an EOS token is appended.")
+    weight: PositiveFloat = Field(1.0, description="Share of demonstrations of this kind, relative to the others.")
+
+
+class WarmStartConfig(Section):
+    """Supervised fine-tuning before the first RL step; ends at policy version 0."""
+
+    steps: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = Field(
+        0, description="Optimizer updates; 0 skips the warm start."
+    )
+    batch_size: Count = Field(64, description="Demonstrations per update.")
+    num_demonstrations: Positive = Field(20_000, description="Training prompts used as demonstrations.")
+    demonstrations: list[DemonstrationConfig] = Field(
+        default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
+    )
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=1e-3), description="Optimizer of the warm start."
+    )
+
+
+class SftConfig(Section):
+    """The stage `sft`: supervised fine-tuning whose checkpoint later stages take as 'stage:sft'."""
+
+    path: FilePath | None = Field(
+        None, description="Checkpoint it starts from; null: a fresh model as [model] describes."
+    )
+    dataset: FilePath | None = Field(
+        None, description="Dataset of demonstrations; null: the run's training prompts with `demonstrations`."
+    )
+    prompt_column: str = Field("prompt", description="Column of `dataset` with a string or a list of chat messages.")
+    completion_column: str = Field("completion", description="Column of `dataset` with the completion, as {answer}.")
+    messages_column: str = Field(
+        "messages", description="Column of `dataset` with whole chats, where it has one: the last message is learned."
+    )
+    demonstrations: list[DemonstrationConfig] = Field(
+        default_factory=lambda: [DemonstrationConfig(template="{answer}")], description="Kinds and their shares."
+    )
+    num_demonstrations: Positive = Field(20_000, description="Demonstrations at most.")
+    held_out: Fraction = Field(
+        0.05, description="Share of their prompts whose demonstrations only measure loss and accuracy."
+    )
+    loss_on: Literal["completions", "all"] = Field(
+        "completions", description="Tokens that are learned: the completion's, or the prompt's too (N, item 42)."
+    )
+    epochs: Epochs = Field(1, description="Passes over the demonstrations.")
+    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
+    batch_size: Count = Field(64, description="Demonstrations per update.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"), description="Optimizer of the stage."
+    )
+
+
+class PreferencesConfig(Section):
+    """The stage `preferences`: completions of one prompt, and which of them is better."""
+
+    path: FilePath | None = Field(None, description="Checkpoint that is sampled from; null: model.path.")
+    num_prompts: Positive = Field(1000, description="Training prompts, the first ones.")
+    samples_per_prompt: Count = Field(4, description="Completions sampled per prompt.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
+    with_reference: bool = Field(False, description="Compare with the prompt's reference completion as well.")
+    labels: Literal["gold", "judge"] = Field(
+        "gold", description="What says which is better: the scores of [gold], or the [judge] in both orders."
+    )
+    max_per_prompt: Positive | None = Field(
+        None, description="Preferences kept per prompt, drawn by the seed; null keeps all pairs (or fours)."
+    )
+    held_out: Fraction = Field(0.1, description="Share of prompts whose preferences only measure accuracy.")
+
+
+class RewardModelConfig(Section):
+    """Training a reward model on preferences, before the run that is rewarded by it."""
+
+    path: FilePath | None = Field(
+        None, description="Checkpoint it starts from: a policy, or a reward model with its head; null: model.path."
+    )
+    preferences: FilePath | None = Field(
+        None,
+        description="Dataset with columns prompt, chosen, rejected (with candidates = 1: prompt, completion, rating), "
+        "or a file like that of the stage `preferences`; null: that stage's.",
+    )
+    candidates: Literal[1, 2, 4] = Field(
+        2,
+        description="Completions per label: pairs (Bradley-Terry), the best of four (cross-entropy), or one with its "
+        "rating (squared error), of a dataset.",
+    )
+    epochs: Epochs = Field(1, description="Passes over the preferences; more than one overfits soon.")
+    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
+    batch_size: Count = Field(32, description="Preferences per update.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=5e-5, eps=1e-5, schedule="linear"),
+        description="Optimizer of the reward model.",
+    )
+    head_init: Literal["reward", "zero"] = Field(
+        "reward", description="A fresh head's weights: N(0, 1 / sqrt(hidden_size + 1)), or 0."
+    )
+    normalise: Literal["before_and_after", "reference_bias", "none"] = Field(
+        "before_and_after",
+        description="Scores of the untrained policy's samples get mean 0 and standard deviation 1 before and after "
+        "training (before it those of the ratings); or those of reference completions mean 0 after it; or neither.",
+    )
+    normalise_samples: Annotated[int, Field(ge=2, le=MAX_INTEGER, strict=True)] = Field(
+        256, description="Completions of the untrained policy that before_and_after measures."
+    )
+    normalise_unbiased: bool = Field(False, description="Standard deviation over n - 1 instead of n samples.")
+
+
+class JudgeConfig(Section):
+    """A judge of two answers: a function, or a model behind an OpenAI-compatible endpoint."""
+
+    function: FilePath | None = Field(
+        None, description="'module:function' or 'file.py:function': (prompt, a, b) -> 'a', 'b' or 'tie'; may be async."
+    )
+    base_url: str | None = Field(None, description="Address of the endpoint, e.g. 'http://localhost:8000/v1'.")
+    model: str = Field("", description="Name of the model behind it.")
+    api_key_env: str | None = Field(None, description="Environment variable with the key; null sends none.")
+    criterion: str = Field(
+        "Say which answer serves the person who wrote the prompt better.", description="What better means."
+    )
+    deadline_s: Seconds = Field(60.0, description="Limit of one attempt, in seconds.")
+    max_concurrency: Count = Field(8, description="Comparisons asked about at once.")
+
+    @property
+    def is_given(self) -> bool:
+        return self.function is not None or self.base_url is not None
+
+
+class EvaluationConfig(Section):
+    """The stage `evaluate`: where RL began and where it ended, on held-out prompts, by gold, judge and drift."""
+
+    num_prompts: Positive = Field(200, description="Held-out prompts, at most prompts.num_eval.")
+    num_samples: Count = Field(1, description="Completions per prompt; several give pass@k.")
+    temperature: PositiveFloat | None = Field(
+        None, description="Sampling temperature (Asynchronous RLHF: 0.01); null: that of the generator."
+    )
+
+
+class EvalConfig(Section):
+    """Held-out evaluation, pinned to one policy version."""
+
+    every: NonNegative = Field(0, description="Steps between greedy evaluations during the run; 0 means only the ends.")
+    num_prompts: Positive = Field(500, description="Held-out prompts per evaluation, at most prompts.num_eval.")
+    num_slots: Positive = Field(64, description="Decode slots reserved for evaluation.")
+    measure: str | None = Field(
+        None,
+        description="Name of the reward term that says whether an answer is right: where it is 1 or more. Accuracy is "
+        "the share of right answers; without a measure there is none, and the mean reward tells how good a policy is.",
+    )

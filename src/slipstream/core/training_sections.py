@@ -1,0 +1,351 @@
+"""Sections for the training step: loss, KL penalty, optimizer, critic, trainer; and what they ask of the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.fields import (
+    Count,
+    Device,
+    Epochs,
+    FilePath,
+    Fraction,
+    Limit,
+    NonNegative,
+    NonNegativeFloat,
+    Number,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+
+if TYPE_CHECKING:
+    from slipstream.core.config import RunConfig
+
+Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "greedy_baseline", "gae", "reward"]
+GROUP_RELATIVE: tuple[Advantages, ...] = ("group_mean", "group_normalised", "leave_one_out", "greedy_baseline")
+"""Estimators that give every rollout of a group of equal rewards an advantage of 0."""
+MIN_WHITENED = 8
+"""Completions of a part that is whitened alone: the original RLHF code's least (N, item 29)."""
+
+
+class LossConfig(Section):
+    """The policy loss, its advantages, and which completions of a group are trained on."""
+
+    name: str = Field("aipo", description="Key of `algorithms.losses.LOSSES`, of kind 'policy'.")
+    params: dict[str, Annotated[float, Field(allow_inf_nan=True)] | str] = Field(
+        default_factory=dict, description="The loss's own constants, e.g. max_ratio = 4."
+    )
+    reduction: Literal["token", "sequence", "constant"] = Field(
+        "token",
+        description="Token losses divide by tokens (DAPO, P3), average sequence means (GRPO), or divide by "
+        "sequences x max_new_tokens (Dr. GRPO).",
+    )
+    advantages: Advantages = Field(
+        "group_normalised",
+        description="r - mean, (r - mean) / (std + std_eps), r - mean of the others, or r - reward of the greedy "
+        "completion (ReMax: one more is sampled), over the group; from a critic; or the reward itself.",
+    )
+    std_eps: PositiveFloat = Field(0.1, description="Added to the group's standard deviation.")
+    unbiased_std: bool = Field(False, description="Divide the group's variance by G - 1 (TRL), not by G (GRPO).")
+    whiten_advantages: Literal["no", "batch", "minibatch"] = Field(
+        "no", description="Advantages to mean 0 and variance 1, over the tokens of the batch or of each minibatch (N)."
+    )
+    whiten_parts: Count = Field(
+        1,
+        description="Whitening, that of rewards too, goes over each of so many equal parts of the batch or minibatch, "
+        "as on so many ranks (N: 8). A part needs 8 completions.",
+    )
+    whiten_unbiased: bool = Field(False, description="Whiten by the variance over n - 1 (TRL), not over n (N).")
+    several_rewards: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
+        "sum_then_normalise", description="Weigh the rewards' sum, or each reward's group-normalised value (GDPO)."
+    )
+    select: Literal["all", "best", "best_and_worst"] = Field(
+        "all",
+        description="Completions of a group that are trained on (A5); pairs need best_and_worst, best_of_n needs best.",
+    )
+    entropy_coef: NonNegativeFloat = Field(
+        0.0, description="Weight of the entropy bonus, in nats; reduced over tokens as the loss is."
+    )
+    truncated: Literal["keep", "mask", "penalty", "subtract"] = Field(
+        "keep",
+        description="Completions without their end: train as they are, mask, replace their reward by "
+        "truncation_reward, or add it (TRL).",
+    )
+    truncation_reward: Number = Field(0.0, description="Of completions without their end; -1 in most sources.")
+    skip_no_signal: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if self.several_rewards == "normalise_then_sum" and self.advantages != "group_normalised":
+            raise ConfigError(
+                "normalised rewards are summed to advantages, which leaves nothing to another estimator",
+                got=f"several_rewards = 'normalise_then_sum' with advantages = '{self.advantages}'",
+                allowed="advantages = 'group_normalised'",
+            )
+        if self.truncated == "subtract" and self.truncation_reward >= 0:
+            raise ConfigError(
+                "a truncated completion is to lose by it",
+                got=f"loss.truncated = 'subtract' with truncation_reward = {self.truncation_reward:g}",
+                allowed="truncation_reward < 0, which is added to its reward",
+            )
+        return self
+
+
+class KLConfig(Section):
+    """The penalty for leaving the reference policy, which is frozen beside the trainer or in an executor of its own."""
+
+    coef: NonNegativeFloat = Field(0.0, description="Weight of the KL divergence, per nat; 0: no reference is kept.")
+    place: Literal["reward", "loss"] = Field(
+        "reward",
+        description="Taken off the reward (PPO, RLOO: behaviour policy against reference) or added to the loss.",
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
+    )
+    reference: FilePath | None = Field(
+        None, description="Folder or hub id of the reference's checkpoint; null: policy version 0."
+    )
+    target: PositiveFloat | None = Field(
+        None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
+    )
+    horizon: PositiveFloat = Field(10_000.0, description="Completions over which coef follows the target.")
+    executor: Literal["trainer", "own"] = Field(
+        "trainer",
+        description="Where reference logprobs are computed: by the trainer when it trains on a batch, or before, one "
+        "completion after the other as it is scored, in processes of the reference's own.",
+    )
+    ranks: Count = Field(
+        1, description="Processes of an own executor: each has the whole reference; completions are dealt one by one."
+    )
+    device: Device = Field("cpu", description="What an own executor computes on: 'cpu', or 'cuda', a GPU per process.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What an own executor keeps and computes the reference in on a GPU."
+    )
+
+    @model_validator(mode="after")
+    def _check_executor(self) -> Self:
+        own = {"ranks": self.ranks, "device": self.device, "precision": self.precision}
+        changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
+        if self.executor == "trainer" and changed:
+            raise ConfigError(
+                "the trainer computes reference logprobs as it trains: on its ranks, its device, in its precision",
+                got=", ".join(f"kl.{name} = {own[name]!r}" for name in changed) + " with kl.executor = 'trainer'",
+                allowed="kl.executor = 'own'",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_penalty(self) -> Self:
+        if self.place == "loss" and self.estimator == "k1" and self.coef:
+            raise ConfigError(
+                "the gradient of k1 in the loss is zero on average: it penalises nothing",
+                got="kl.place = 'loss' with kl.estimator = 'k1'",
+                allowed="k2 or k3 in the loss, any in the reward",
+                hint="set kl.estimator = 'k3' (GRPO)",
+            )
+        if self.target is not None and not self.coef:
+            raise ConfigError("an adaptive KL coefficient needs a start", got="kl.coef = 0", hint="N starts at 0.15")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = Field(1e-4, description="Peak learning rate.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's decay rates.")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
+    adam: Literal["torch", "tensorflow"] = Field(
+        "torch",
+        description="Where epsilon is added: to the bias-corrected root (torch) or to the bare one (tensorflow), "
+        "which makes early updates by small gradients smaller, as in the original RLHF code.",
+    )
+    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of matrices (not norms or biases).")
+    max_grad_norm: Limit = Field(1.0, description="Global gradient norm is clipped to this.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up, to 0.")
+    schedule_by: Literal["update", "step"] = Field(
+        "update",
+        description="Decay with every update, or from training step to step: one rate for all its epochs (N).",
+    )
+    warmup_updates: NonNegative = Field(0, description="Linear warm-up, in optimizer updates.")
+
+
+class CriticConfig(Section):
+    """The value function of loss.advantages = 'gae': values are recomputed when a batch is trained on."""
+
+    model: Literal["own", "head"] = Field("own", description="A model of its own, or a head on the policy's states.")
+    path: FilePath | None = Field(
+        None, description="Checkpoint an own critic starts from: a reward model or a policy; null: the policy's start."
+    )
+    head_init: Literal["zero", "reward"] = Field(
+        "zero", description="Fresh heads: all 0 (N), or like a reward model's."
+    )
+    coef: PositiveFloat = Field(0.1, description="Weight of the value loss.")
+    clip: Limit = Field(0.2, description="Values move at most so far from those before the step; inf: free.")
+    gamma: Fraction = Field(1.0, description="Discount per token.")
+    lam: Fraction = Field(0.95, description="GAE's lambda: 1 is the return, 0 one step of bootstrapping.")
+    whiten_rewards: bool = Field(
+        False,
+        description="Token rewards to variance 1, their mean kept, over the batch, or over each minibatch where "
+        "loss.whiten_advantages says so (N).",
+    )
+    score_place: Literal["last", "after_last"] = Field(
+        "last", description="The score's token: the last one, or the step after it (TL;DR reproduction, TRL)."
+    )
+    vtrace: bool = Field(False, description="Correct advantages and values for staleness (IMPALA); off: plain GAE.")
+    max_rho: Limit = Field(1.0, description="V-trace's largest importance weight of an error.")
+    max_c: Limit = Field(1.0, description="V-trace's largest weight of what is traced back.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The critic's own optimizer.")
+
+
+class TrainerConfig(Section):
+    """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
+
+    ranks: Count = Field(
+        1, description="Processes of the trainer: data parallel (FSDP2) x tensor parallel, with a group of their own."
+    )
+    tensor_parallel: Count = Field(1, description="Ranks that share each layer; divides `ranks`.")
+    device: Device = Field("cpu", description="What the trainer computes on: 'cpu', or 'cuda', a GPU per rank.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What it computes in on a GPU; weights and optimizer stay float32 there, too."
+    )
+    recompute: bool = Field(
+        False,
+        description="Keep only each layer's input for the backward pass, and run the layer again there: less memory, a "
+        "third more work.",
+    )
+    reduce_once: bool = Field(
+        False,
+        description="Sum gradients over data-parallel ranks once per update, not per microbatch: less traffic, but each"
+        " rank then holds a whole gradient (of its tensor-parallel share).",
+    )
+    minibatches: Count = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
+    epochs: Epochs = Field(1, description="Passes over the batch per step (A4's T).")
+    shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")
+    microbatch_tokens: Positive = Field(
+        8192, description="Tokens of a microbatch (M7, M8); a prompt that completions share counts once."
+    )
+    logprob_temperature: PositiveFloat | None = Field(
+        None,
+        description="Temperature of every logprob in training; null: generator.temperature, that of sampling (N). "
+        "Another one is for seeing what that is good for: behaviour logprobs are then read again, as recorded ones "
+        "are of another distribution, and only max_staleness = 0 has the policy for that.",
+    )
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer and schedule.")
+    checkpoint_every: NonNegative = Field(
+        50,
+        description="Steps between checkpoints of 12 bytes per parameter: what a lost trainer, a full disk or a kill "
+        "costs at most. 0 saves at the end and on Ctrl-C only.",
+    )
+    keep_checkpoints: Positive = Field(2, description="Checkpoints kept on disk.")
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.ranks % self.tensor_parallel:
+            raise ConfigError(
+                "the trainer's ranks do not divide into tensor-parallel groups",
+                got=f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}",
+                allowed="trainer.ranks: a multiple of trainer.tensor_parallel",
+            )
+        return self
+
+
+def check_training(config: RunConfig) -> None:
+    """Raise ConfigError for a loss, advantages or a KL penalty that cannot go with the other sections."""
+    _check_batch(config)
+    _check_advantages(config)
+    _check_sum(config)
+    _check_horizon(config)
+    _check_ends(config)
+    _check_whitening(config)
+
+
+def _check_batch(config: RunConfig) -> None:
+    if config.trainer.minibatches > config.groups_per_step:
+        raise ConfigError(
+            "a minibatch must hold at least one group",
+            got=f"minibatches = {config.trainer.minibatches}, groups_per_step = {config.groups_per_step}",
+            allowed="minibatches <= groups_per_step",
+        )
+    if config.rereads_behaviour and config.staleness_bound != 0:
+        raise ConfigError(
+            "behaviour logprobs at another temperature than that of sampling are read by the policy that sampled, "
+            "which a stale batch's trainer no longer has",
+            got=f"trainer.logprob_temperature = {config.logprob_temperature:g}, generator.temperature = "
+            f"{config.generator.temperature:g}, max_staleness = {config.max_staleness}",
+            allowed="max_staleness = 0, or trainer.logprob_temperature = null",
+        )
+
+
+def _check_advantages(config: RunConfig) -> None:
+    loss = config.loss
+    compares = loss.advantages in GROUP_RELATIVE and loss.advantages != "greedy_baseline"
+    if (compares or loss.select == "best_and_worst") and config.completions_per_group < 2:
+        raise ConfigError(
+            "group advantages need at least two completions per prompt",
+            got=f"completions_per_group = {config.completions_per_group} with advantages = '{loss.advantages}'",
+            allowed=">= 2",
+            hint="one completion per prompt takes advantages = 'gae', 'greedy_baseline' or 'reward'",
+        )
+
+
+def _check_sum(config: RunConfig) -> None:
+    """Rewards that are normalised one by one are never summed, so that nothing can be added to their sum."""
+    adjusts_reward = (
+        any(term.at_least is not None for term in config.rewards.weighted)
+        or config.loss.truncated in ("penalty", "subtract")
+        or (config.kl.coef > 0 and config.kl.place == "reward")
+    )
+    if config.loss.several_rewards == "normalise_then_sum" and adjusts_reward:
+        raise ConfigError(
+            "normalised rewards have no sum that a constraint, a truncation or a KL penalty could change",
+            got="several_rewards = 'normalise_then_sum' with at_least, loss.truncated or kl in the reward",
+            allowed="several_rewards = 'sum_then_normalise'",
+        )
+
+
+def _check_horizon(config: RunConfig) -> None:
+    least = 0.2 * config.completions_per_step
+    if config.kl.target is not None and config.kl.horizon <= least:
+        raise ConfigError(
+            "one step could take the whole KL coefficient away: it falls by up to 0.2 * completions / horizon",
+            got=f"kl.horizon = {config.kl.horizon:g} with {config.completions_per_step} completions per step",
+            allowed=f"above {least:g}",
+        )
+
+
+def _check_ends(config: RunConfig) -> None:
+    generator = config.generator
+    can_end = generator.stop_at_eos or generator.stop_token_ids or config.rewards.truncate_token is not None
+    if not can_end and config.loss.truncated != "keep":
+        raise ConfigError(
+            "every completion would count as truncated: none can end",
+            got=f"generator.stop_at_eos = false with loss.truncated = '{config.loss.truncated}'",
+            allowed="loss.truncated = 'keep'",
+            hint="set rewards.truncate_token, which says where a completion of fixed length ends",
+        )
+
+
+def _check_whitening(config: RunConfig) -> None:
+    loss = config.loss
+    if loss.whiten_parts == 1:
+        return
+    if loss.whiten_advantages == "no" and not (config.has_critic and config.critic.whiten_rewards):
+        raise ConfigError(
+            "there is nothing to whiten in parts",
+            got=f"loss.whiten_parts = {loss.whiten_parts} without whitening",
+            allowed="loss.whiten_advantages = 'batch' or 'minibatch', or critic.whiten_rewards with 'gae'",
+        )
+    per_group = {"all": config.completions_per_group, "best": 1, "best_and_worst": 2}[loss.select]
+    minibatches = config.trainer.minibatches if loss.whiten_advantages == "minibatch" else 1
+    smallest = config.groups_per_step // minibatches * per_group // loss.whiten_parts
+    if smallest < MIN_WHITENED:
+        raise ConfigError(
+            "a part is too small to be whitened",
+            got=f"{smallest} completions with loss.whiten_parts = {loss.whiten_parts}",
+            allowed=f"at least {MIN_WHITENED} completions in every part (N)",
+            hint="lower whiten_parts or trainer.minibatches, or raise groups_per_step",
+        )

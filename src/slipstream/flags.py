@@ -1,0 +1,269 @@
+"""Flags of the command line: a dataclass for each command's own, and one for every field of the configuration.
+
+A flag that is not there is refused before tyro sees it, with what is near it or what it is called here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+from pydantic import BaseModel
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.other_names import counterparts, sentence_of_value, sentences
+from slipstream.core.plain import parse_float, parse_int
+from slipstream.core.recipes import check_path, field_paths, same_name
+
+_SCREEN = 22  # lines
+
+REQUIRED: Any = dataclasses.MISSING
+
+
+def flag(help: str, *, default: Any = None, is_positional: bool = False, metavar: str | None = None) -> Any:
+    """Return the dataclass field of a flag; `metavar` is the name of its value in the help, by default its type's."""
+    metadata = {"help": help, "is_positional": is_positional, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithFields:
+    """Options of a command that takes flags for the configuration's fields: `overrides` are those given, as tables."""
+
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+Options = TypeVar("Options")
+
+
+def parse(
+    options: type[Options],
+    argv: Sequence[str],
+    command: Callable[..., int],
+    *,
+    shown: Callable[[Sequence[str]], Mapping[str, Any]] | None = None,
+    only: Collection[str] | None = None,
+) -> Options:
+    """Return the `options` in `argv`; `command` has their description, and is named after the subcommand.
+
+    Of a class `WithFields`, --help prints the values of `shown(argv)`, and `only` these fields have flags. Raises
+    ConfigError for flags that are not there, SystemExit (2) for values that cannot be read, or (0) for --help.
+    """
+    of_class: Any = options
+    own = {field.name: field for field in dataclasses.fields(of_class) if field.name != "overrides"}
+    is_help = bool({"-h", "--help"} & set(argv))
+    known: set[str] = set()
+    if issubclass(options, WithFields):
+        known = set(_flag_fields(RunConfig)) if only is None else set(only)
+    if not is_help:
+        _check_flags(argv, [name for name, field in own.items() if not field.metadata["is_positional"]], known)
+    kinds = get_type_hints(options)
+    fields: list[Any] = [(name, _annotated(kinds[name], field), field) for name, field in own.items()]
+    if known:
+        flags = override_flags(RunConfig, shown(argv) if is_help and shown else {}, known if is_help else _given(argv))
+        annotated: Any = Annotated  # the types are built at run time
+        fields.append(("overrides", annotated[flags, tyro.conf.arg(name="")], dataclasses.field(default_factory=dict)))
+    wanted = dataclasses.make_dataclass(options.__name__, fields, kw_only=True)
+    with _on_one_screen():
+        prog = f"slipstream {command.__name__.removesuffix('_command')}"
+        found = tyro.cli(wanted, args=list(argv), prog=prog, description=command.__doc__, registry=_strict())
+    values = vars(found)
+    for name, value in values.items():
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path):
+                check_path(path, f"'{name}'")
+    if known:
+        values["overrides"] = as_overrides(values["overrides"])
+    return options(**values)
+
+
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "NAME"}
+
+
+def _annotated(kind: Any, field: dataclasses.Field[Any]) -> Any:
+    """Return the type of a flag with what tyro is to print for it."""
+    annotated: Any = Annotated
+    if kind is bool:
+        return annotated[kind, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help=field.metadata["help"])]
+    inner = [item for item in get_args(kind) if item is not type(None)] if field.default is None else [kind]
+    one = get_args(inner[0])[0] if get_origin(inner[0]) is tuple else inner[0]
+    is_positional, several = field.metadata["is_positional"], " ..." if one is not inner[0] else ""
+    metavar = field.metadata["metavar"] or (field.name.upper() if is_positional else _METAVARS[one]) + several
+    hint = "" if field.default is None else None
+    found = annotated[kind, tyro.conf.arg(help=field.metadata["help"], help_behavior_hint=hint, metavar=metavar)]
+    positional: Any = tyro.conf.Positional
+    return positional[found] if is_positional else found
+
+
+def override_flags(model: type[BaseModel], shown: Mapping[str, Any], only: Collection[str]) -> Any:
+    """Return a TypedDict type with an optional key for each field of `model` in `only`, from which tyro makes flags.
+
+    Only flags that were given are in the result, so an override can be told from a default. `shown` are the values that
+    the help prints. Fields of sections have dots in `only`.
+    """
+    keys: dict[str, Any] = {}
+    annotated: Any = Annotated
+    make_typed_dict: Any = TypedDict
+    for name, info in model.model_fields.items():
+        kind, value = info.annotation, shown.get(name)
+        hint = "" if value is None else f"(default: {value})"
+        if _is_section(kind):
+            inside = {field.removeprefix(f"{name}.") for field in only if field.startswith(f"{name}.")}
+            if inside:
+                section = override_flags(kind, value if isinstance(value, Mapping) else {}, inside)
+                keys[name] = annotated[section, tyro.conf.arg(help=info.description)]
+        elif name in only and _has_flag(name, kind):
+            if get_origin(kind) is dict:  # as pairs: tyro cannot leave a dict out
+                kind = types.GenericAlias(list, types.GenericAlias(tuple, get_args(kind)))
+            keys[name] = annotated[kind, tyro.conf.arg(help=info.description, help_behavior_hint=hint)]
+    return make_typed_dict(model.__name__, keys, total=False)
+
+
+def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
+    """Return what tyro parsed as nested tables: pairs become tables again, sections without a flag vanish."""
+    tables: dict[str, Any] = {}
+    for name, value in parsed.items():
+        kind = model.model_fields[name].annotation
+        if _is_section(kind):
+            if section := as_overrides(value, kind):
+                tables[name] = section
+        else:
+            tables[name] = dict(value) if get_origin(kind) is dict else value
+    return tables
+
+
+def _flag_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all fields that have a flag."""
+    for name, info in model.model_fields.items():
+        if _is_section(info.annotation):
+            yield from _flag_fields(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        elif _has_flag(name, info.annotation):
+            yield prefix + name
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _has_flag(name: str, kind: Any) -> bool:
+    """Whether a field has a flag: every command takes the recipe's name as its argument, lists of tables are TOML."""
+    return name != "recipe" and not any(_is_section(item) for item in get_args(kind))
+
+
+def _field_of(flag: str) -> str:
+    """Return the name that the flag '--generator.num-slots=8' stands for."""
+    return flag.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
+def _positive(field: str) -> str:
+    """Return 'prompts.chat' for 'prompts.no_chat', the flag that turns it off."""
+    return re.sub(r"(^|\.)no_", r"\1", field)
+
+
+def _given(argv: Sequence[str]) -> set[str]:
+    """Return the fields that `argv` has flags for: a parser of all of them takes a quarter of a second to make."""
+    return {_positive(_field_of(word)) for word in argv if word.startswith("--")}
+
+
+def _check_flags(argv: Sequence[str], own: Collection[str], known: Collection[str]) -> None:
+    """Raise ConfigError for flags that are not there, and for another trainer's values of ours.
+
+    `own` are the flags of the command itself, `known` the fields of the configuration that it takes.
+    """
+    foreign: dict[str, str] = {}
+    unknown: list[str] = []
+    for word, following in pairwise([*argv, ""]):
+        flag, is_joined, joined = word.partition("=")
+        field = _field_of(word)
+        if not word.startswith("--") or field in own:
+            continue
+        if field in known:
+            if (said := sentence_of_value(field, joined if is_joined else following, as_flags=True)) is not None:
+                raise ConfigError(f"unknown value of '{flag}'", got=joined if is_joined else following, hint=said)
+        elif _positive(field) not in known:
+            if known and counterparts(field):
+                foreign[flag] = field
+            else:
+                unknown.append(flag)
+    if foreign:
+        raise ConfigError(
+            "unknown flag " + ", ".join(f"'{flag}'" for flag in foreign),
+            allowed=_MORE.removeprefix(", "),
+            hint=sentences(foreign.values(), as_flags=True),
+        )
+    if unknown:
+        raise _unknown_flag(unknown[0], own, known)
+
+
+_MORE = ", fields of the configuration; --help lists them"
+
+
+def _unknown_flag(flag: str, own: Collection[str], known: Collection[str]) -> ConfigError:
+    field = _field_of(flag)
+    inside = [name for name in known if name.startswith(f"{field}.")]
+    same = same_name(field)
+    if inside:
+        hint: str | None = f"'{field}' is a section: its fields have flags"
+    elif known and field in field_paths():
+        hint = f"'{field}' has no flag here: write a recipe, or `overrides` in Python"
+    elif same in known:
+        hint = f"did you mean '{_flag(same)}'?"
+    else:
+        hint = did_you_mean(flag, map(_flag, [*own, *known]))
+    return ConfigError(
+        f"unknown flag '{flag}'",
+        allowed=", ".join(map(_flag, sorted(inside or own))) + ("" if inside or not known else _MORE),
+        hint=hint,
+    )
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+@contextmanager
+def _on_one_screen() -> Iterator[None]:
+    """Shorten in the middle what tyro says of bad values: it quotes arguments whole, and lists sections."""
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            yield
+    finally:
+        lines = told.getvalue().splitlines()
+        if len(lines) > _SCREEN:
+            lines[_SCREEN - 4 : -3] = ["│ ..."]
+        if lines and sys.stderr is not None:
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+
+
+def _strict() -> ConstructorRegistry:
+    """Return what flags are read by: numbers in ASCII digits alone."""
+    registry = ConstructorRegistry()
+
+    def rule_of(kind: type, parse: Callable[[str], Any]) -> None:
+        @registry.primitive_rule
+        def rule(found: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+            if found.type is not kind:
+                return None
+            return PrimitiveConstructorSpec(
+                nargs=1,
+                metavar=kind.__name__.upper(),
+                instance_from_str=lambda words: parse(words[0]),
+                is_instance=lambda value: isinstance(value, kind),
+                str_from_instance=lambda value: [str(value)],
+            )
+
+    rule_of(int, parse_int)
+    rule_of(float, parse_float)
+    return registry

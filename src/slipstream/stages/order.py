@@ -1,0 +1,92 @@
+"""What stages ask of each other: their order, whose checkpoint stands for 'stage:sft', what labels preferences."""
+
+from __future__ import annotations
+
+from slipstream.core.config import STAGE_PREFIX, STAGES, RunConfig, Stage, stage_of
+from slipstream.core.errors import ConfigError
+
+
+def check_order(config: RunConfig) -> None:
+    """Raise ConfigError for stages that lack what they need of earlier ones, or name a checkpoint that none makes."""
+    stages = config.stages
+    if not stages or stages != [stage for stage in STAGES if stage in stages]:
+        raise ConfigError("stages have one order", got=stages, allowed=f"some of {', '.join(STAGES)}")
+    _check_paths(config)
+    if "reward_model" in stages and "preferences" not in stages and config.reward_model.preferences is None:
+        raise ConfigError(
+            "a reward model needs preferences",
+            got=f"stages = {stages}",
+            allowed="the stage 'preferences' before it, or reward_model.preferences",
+        )
+    if "preferences" in stages:
+        _check_labels(config)
+    if "evaluate" in stages and "rl" not in stages:
+        raise ConfigError("the stage evaluate measures what rl has changed", got=f"stages = {stages}")
+    asked, held_out = config.evaluation.num_prompts, config.prompts.num_eval
+    if "evaluate" in stages and asked > held_out:
+        raise ConfigError(
+            "the stage evaluate asks for more prompts than are held out",
+            got=f"evaluation.num_prompts = {asked}, prompts.num_eval = {held_out}",
+            allowed="evaluation.num_prompts <= prompts.num_eval",
+        )
+
+
+def _check_paths(config: RunConfig) -> None:
+    """Each field that names a checkpoint, with the stage that reads it and the stages that may make it."""
+    named: list[tuple[str, str | None, Stage, tuple[str, ...]]] = [
+        ("model.path", config.model.path, "preferences", ("sft",)),
+        ("preferences.path", config.preferences.path, "preferences", ("sft",)),
+        ("reward_model.path", config.reward_model.path, "reward_model", ("sft",)),
+        ("kl.reference", config.kl.reference, "rl", ("sft",)),
+        ("critic.path", config.critic.path, "rl", ("sft", "reward_model")),
+        *(("rewards.models.path", term.path, "rl", ("reward_model",)) for term in config.rewards.models),
+        *(("gold.models.path", term.path, "rl", ()) for term in config.gold.models),
+    ]
+    for field, path, user, makers in named:
+        stage = stage_of(path)
+        if stage is None:
+            continue
+        if stage not in makers:
+            allowed = " or ".join(f"'{STAGE_PREFIX}{maker}'" for maker in makers)
+            raise ConfigError(f"no stage makes what {field} needs", got=path, allowed=allowed or "a folder")
+        if stage not in config.stages:
+            raise ConfigError(
+                f"{field} names a stage that this run does not go through",
+                got=f"{path} with stages = {config.stages}",
+                hint=f"add '{stage}' to stages before '{user}', or give the folder of its checkpoint",
+            )
+
+
+def _check_labels(config: RunConfig) -> None:
+    preferences, candidates = config.preferences, config.reward_model.candidates
+    if candidates == 1:
+        raise ConfigError(
+            "the stage preferences compares completions and rates none",
+            got="reward_model.candidates = 1",
+            allowed="2 or 4, or reward_model.preferences with ratings and no stage preferences",
+        )
+    if preferences.labels == "judge" and not config.judge.is_given:
+        raise ConfigError(
+            "preferences.labels = 'judge' needs a judge",
+            got="no judge.function and no judge.base_url",
+            allowed="one of them",
+        )
+    if preferences.labels == "judge" and candidates != 2:
+        raise ConfigError(
+            "a judge compares two completions",
+            got=f"reward_model.candidates = {candidates}",
+            allowed="2, or preferences.labels = 'gold'",
+        )
+    if preferences.labels == "gold" and any(stage_of(term.path) for term in config.gold_rewards.models):
+        raise ConfigError(
+            "preferences would be labelled by the reward model that is trained on them",
+            got="no [gold], and rewards.models of a stage",
+            allowed="gold.terms or gold.models",
+        )
+    sampled = preferences.samples_per_prompt + preferences.with_reference
+    if sampled < candidates:
+        raise ConfigError(
+            "too few completions of a prompt to compare",
+            got=f"{sampled} with reward_model.candidates = {candidates}",
+            hint="raise preferences.samples_per_prompt",
+        )
