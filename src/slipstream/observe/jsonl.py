@@ -97,16 +97,19 @@ def cut_torn_tail(path: Path) -> int:
     return size - keep
 
 
-def read_jsonl(path: Path, type: type[T]) -> Iterator[T]:
+def read_jsonl(path: Path, type: type[T], *, offset: int = 0) -> Iterator[T]:
     """The whole lines of `path` decoded as `type`, in order; nothing for a missing file.
 
-    A torn last line (no newline) is left out. An undecodable line before it raises SlipstreamError: that is not a
-    killed writer but a damaged file.
+    `offset`: only those that begin behind this byte; a negative one counts from the end. A torn last line (no newline)
+    is left out. An undecodable line before it raises SlipstreamError: that is not a killed writer but a damaged file.
     """
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(type)
     with _opened(path) as file:
+        if offset := max(0, offset + path.stat().st_size if offset < 0 else offset):
+            file.seek(offset)
+            file.readline()  # the rest of a line that began before
         number = 1
         try:
             for line in read_lines(file):
@@ -115,8 +118,9 @@ def read_jsonl(path: Path, type: type[T]) -> Iterator[T]:
                 yield decoder.decode(line)
                 number += 1
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
+            where = f"line {number}{f' behind byte {offset:,}' if offset else ''}"
             raise SlipstreamError(
-                f"{path.name} is damaged", got=f"line {number}: {clip(error)}", hint=f"inspect {path}"
+                f"{path.name} is damaged", got=f"{where}: {clip(error)}", hint=f"inspect {path}"
             ) from error
 
 

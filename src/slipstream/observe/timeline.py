@@ -439,10 +439,10 @@ def times_ns(record: Record) -> tuple[int, int]:
     return (record.start_ns, record.end_ns) if isinstance(record, Slice) else (record.time_ns, record.time_ns)
 
 
-def read_timeline(path: Path) -> Iterator[Record]:
-    """The records of one process's file, a torn last line left out."""
+def read_timeline(path: Path, *, offset: int = 0) -> Iterator[Record]:
+    """The records of one process's file, a torn last line left out; `offset` as in `read_jsonl`."""
     kinds: Any = Record
-    yield from read_jsonl(path, kinds)
+    yield from read_jsonl(path, kinds, offset=offset)
 
 
 def account_file(path: Path, start_s: float, end_s: float, *, is_over: bool = False) -> dict[str, float]:
