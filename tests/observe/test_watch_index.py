@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_loop import RAW_START_S, VERDICT, Loop
 
+from slipstream.core.run_log import PHASES, Decision, decode_decision, loop_at, read_rollouts
+from slipstream.core.types import StepDone
 from slipstream.observe.accounting import read_accounting
-from slipstream.observe.recorder import read_rollouts
 from slipstream.observe.timeline import Slice, read_timeline
 from slipstream.observe.tokens import TokenRecorder, read_tokens
 from slipstream.observe.watch import events as events_module
@@ -27,7 +28,6 @@ from slipstream.observe.watch.answers import ANSWERS, BadRequest
 from slipstream.observe.watch.buckets import Buckets, Curve
 from slipstream.observe.watch.events import EventIndex
 from slipstream.observe.watch.index import RunIndex
-from slipstream.observe.watch.loop import PHASES, Decision, Done, decode_decision, loop_at
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
 from slipstream.observe.watch.tail import Tail
 from slipstream.observe.watch.timelines import TimelineIndex
@@ -64,8 +64,7 @@ def answer(index: RunIndex, name: str, **query: Any) -> dict[str, Any]:
 def all_decisions(path: Path) -> list[tuple[Decision, float]]:
     """With the run's time of each, where there is one attempt."""
     found = [decode_decision(line) for line in path.read_bytes().splitlines()]
-    known = [decision for decision in found if decision is not None]
-    return [(decision, decision.time_s - known[0].time_s) for decision in known]
+    return [(decision, decision.time_s - found[0].time_s) for decision in found]
 
 
 # One file
@@ -193,7 +192,9 @@ def test_a_passage_is_the_fold_of_all_events(run_dir: Path, monkeypatch: pytest.
         for swap in found.swaps:
             versions[swap.replica] = swap.version
         assert {r: v for r, v in versions.items() if v >= 0} == loop_at(lines, end_s).versions
-        steps = [(at_s, d.event.version) for d, at_s in lines if isinstance(d.event, Done) and start_s < at_s <= end_s]
+        steps = [
+            (at_s, d.event.version) for d, at_s in lines if isinstance(d.event, StepDone) and start_s < at_s <= end_s
+        ]
         assert found.steps == steps
         assert found.end_s == end_s
 

@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 
 from slipstream.core.errors import ConfigError
-from slipstream.observe.recorder import read_rollouts
+from slipstream.core.run_log import read_rollouts
 
 P99_DEVIATIONS = 2.3263478740408408
 """Of the normal distribution: one in a hundred is above."""

@@ -14,10 +14,9 @@ import msgspec
 from slipstream.core.disk import replace_file
 from slipstream.core.files import load_json
 from slipstream.core.recipes import defaults, stage_dir
+from slipstream.core.run_log import num_missing, read_metrics
 from slipstream.observe.evaluation import evaluation_rows
 from slipstream.observe.hardware import Hardware
-from slipstream.observe.metrics import read_metrics
-from slipstream.observe.recorder import num_missing
 from slipstream.observe.report.charts import (
     BLUE,
     GREEN,
