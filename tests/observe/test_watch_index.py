@@ -27,11 +27,10 @@ from slipstream.observe.watch import timelines as timelines_module
 from slipstream.observe.watch.answers import ANSWERS, BadRequest
 from slipstream.observe.watch.buckets import Buckets, Curve
 from slipstream.observe.watch.events import EventIndex
-from slipstream.observe.watch.index import RunIndex
+from slipstream.observe.watch.index import RunIndex, Verdict
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
 from slipstream.observe.watch.tail import Tail
 from slipstream.observe.watch.timelines import TimelineIndex
-from slipstream.observe.watch.verdict import Verdict
 
 
 @pytest.fixture(scope="module")
@@ -614,7 +613,7 @@ def test_while_a_run_goes_on_the_verdict_is_accountings(
     found = read_accounting(folder)
     balance = msgspec.structs.replace(found.balance, verdict="The trainer starves.")
     monkeypatch.setattr(
-        "slipstream.observe.watch.verdict.read_accounting", lambda _: msgspec.structs.replace(found, balance=balance)
+        "slipstream.observe.watch.index.read_accounting", lambda _: msgspec.structs.replace(found, balance=balance)
     )
     assert not verdict.update(index, now_s=102.0), "not more than now and then"
     assert verdict.update(index, now_s=1000.0)

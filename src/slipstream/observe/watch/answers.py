@@ -17,10 +17,9 @@ from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_mis
 from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
 from slipstream.observe.watch.events import Passage, Stretch
-from slipstream.observe.watch.index import RunIndex
+from slipstream.observe.watch.index import RunIndex, Verdict
 from slipstream.observe.watch.rollouts import GroupRow
 from slipstream.observe.watch.timelines import bars
-from slipstream.observe.watch.verdict import Verdict
 
 MAX_GROUPS = 600  # drawn at once: of more, every second, fourth ...
 MAX_MOVES = 6000
