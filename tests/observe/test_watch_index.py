@@ -543,14 +543,19 @@ def test_texts_and_lists_in_answers_are_bounded(folder: Path) -> None:
 
 def test_axes_of_curves_follow_the_rule_of_the_report(tmp_path: Path) -> None:
     lines = [
-        {"step": i, "completion_tokens_mean": 5.74 + i / 100, "loss": 5.0 + i / 9, "wait_of_mine": -0.5}
+        {"step": i, "completion_tokens_mean": 5.74 + i / 100, "loss": 5.0 + i / 9, "wait_of_mine": -0.5, "reward": 0.0}
         for i in range(10)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    names = "completion_tokens_mean,loss,wait_of_mine"
+    names = "completion_tokens_mean,loss,wait_of_mine,reward"
     found = answer(caught_up(RunIndex(tmp_path)), "curves", names=names)["curves"]
     axes = {name: curve["axis"] for name, curve in found.items()}
-    assert axes == {"completion_tokens_mean": [0.0, 5.83], "loss": [4.0, 7.0], "wait_of_mine": [-0.625, -0.375]}
+    assert axes == {
+        "completion_tokens_mean": [0.0, 5.83],
+        "loss": [4.0, 7.0],
+        "wait_of_mine": [-0.625, -0.375],
+        "reward": [0.0, 0.0],  # the page widens it, where it is the only line of its chart
+    }
 
 
 def test_curves_lie_at_their_steps(made: Loop, run_dir: Path) -> None:

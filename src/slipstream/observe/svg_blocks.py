@@ -108,8 +108,9 @@ def heat_map(
         for shade, run in groupby(((_shade(column.counts, row), column) for column in columns), key=itemgetter(0)):
             own = [column for _, column in run]
             start, end = across.at(own[0].start), across.at(own[-1].end)
-            place = {"x": percent(start), "y": top, "width": percent(end - start), "height": pitch}
-            parts += [element("rect", "heat", fill_opacity=f"{shade / SHADES:g}", **place)] if shade else []
+            width, opacity = percent(end - start), f"{shade / SHADES:g}"
+            cell = element("rect", "heat", x=percent(start), y=top, width=width, height=pitch, fill_opacity=opacity)
+            parts += [cell] if shade else []
     for row, name in (lines_above or {}).items():
         parts.append(element("line", "limit", x1=0, x2="100%", y1=tops[row], y2=tops[row]))
         parts.append(word("tick end", "100%", round(tops[row] - 4, 1), name, dx=-4))

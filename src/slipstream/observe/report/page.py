@@ -215,7 +215,7 @@ def _step_columns(run: RunData, counts: Callable[[Mapping[str, Any]], Mapping[st
     """A column from each step to the next, with what is counted in its line."""
     steps = run.history.clocks["step"]
     ends = [*steps[1:], *(step + 1.0 for step in steps[-1:])]
-    return [Column(*ends_of, counts(line)) for *ends_of, line in zip(steps, ends, run.history.steps, strict=True)]
+    return [Column(a, b, counts(line)) for a, b, line in zip(steps, ends, run.history.steps, strict=True)]
 
 
 def _staleness(run: RunData) -> str:

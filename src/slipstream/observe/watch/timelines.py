@@ -87,28 +87,29 @@ class TimelineIndex(LineIndex[Record]):
         found = gone(self.lives, start_ns, end_ns)
         return [(s, max(a, start_ns), min(b, end_ns)) for s, a, b in found if max(a, start_ns) < min(b, end_ns)]
 
-    def outline(self, start_ns: int, end_ns: int, count: int) -> list[tuple[int, int, str, float]]:
-        """At most about `count` pieces of the window: (start, end, the state most of it was in, for which share)."""
+    def outline(self, start_ns: int, end_ns: int, count: int) -> Iterator[Bar]:
+        """At most about `count` pieces of the window, each in the state that took most of it."""
         if self.origin_ns is None:
-            return []
+            return
         width = self.totals.width
         columns = {name: self.totals.of(name) for name in self.totals.names}
         first = max(0, int((start_ns - self.origin_ns) * 1e-9 / width))
         last = min(int(self.totals.end / width), int((end_ns - self.origin_ns) * 1e-9 / width))
         stride = max(1, -(-(last + 1 - first) // count))
-        pieces = []
         for index in range(first, last + 1, stride):
             seconds = {name: float(column[index : index + stride].sum()) for name, column in columns.items()}
             state = max(seconds, key=lambda name: seconds[name])
             if seconds[state] > 0:
                 begin = self.origin_ns + round(index * width * 1e9)
-                pieces.append((begin, begin + round(stride * width * 1e9), state, seconds[state] / (stride * width)))
-        return pieces
+                share = seconds[state] / (stride * width)
+                yield begin, begin + round(stride * width * 1e9), state, share, {}, {}
 
 
-def bars(
-    slices: list[Slice], start_ns: int, end_ns: int, count: int
-) -> Iterator[tuple[int, int, str, float, dict[str, Any], dict[str, float]]]:
+Bar = tuple[int, int, str, float, dict[str, Any], dict[str, float]]
+"""Start, end (ns), the state, its share of that time, arguments, and the shares of other states."""
+
+
+def bars(slices: list[Slice], start_ns: int, end_ns: int, count: int) -> Iterator[Bar]:
     """Slices as they are where they are few, else the state that most of each of `count` parts of the window was in."""
     if len(slices) <= count:
         for one in slices:
@@ -122,20 +123,18 @@ def bars(
     for one in slices:
         begin, end = max(one.start_ns, start_ns), min(one.end_ns, end_ns)
         for index in range((begin - start_ns) // width, (end - start_ns - 1) // width + 1):
-            left, right = start_ns + index * width, start_ns + (index + 1) * width
-            inside = min(end, right) - max(begin, left)
+            left = start_ns + index * width
             part = parts.setdefault(index, {})
-            part[one.state] = part.get(one.state, 0) + inside
-    last: tuple[int, int, str, float] | None = None
+            part[one.state] = part.get(one.state, 0) + min(end, left + width) - max(begin, left)
+    last: Bar | None = None
     for index, part in sorted(parts.items()):
         state = max(part, key=lambda name: part[name])
-        share = min(1.0, part[state] / width)
-        left, right = start_ns + index * width, start_ns + (index + 1) * width
+        share, left = min(1.0, part[state] / width), start_ns + index * width
         if last is not None and last[2] == state and last[1] == left and abs(last[3] - share) < 0.2:
-            last = (last[0], right, state, last[3])
+            last = (last[0], left + width, *last[2:])
             continue
         if last is not None:
-            yield (*last, {}, {})
-        last = (left, right, state, share)
+            yield last
+        last = (left, left + width, state, share, {}, {})
     if last is not None:
-        yield (*last, {}, {})
+        yield last
