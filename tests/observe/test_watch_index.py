@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_loop import RAW_START_S, VERDICT, Loop
+from written import CONFIG, SNAPSHOT, event
 
 from slipstream.core.run_log import PHASES, Decision, decode_decision, loop_at, read_rollouts
 from slipstream.core.types import StepDone
@@ -280,7 +281,7 @@ def resumed(made: Loop, run_dir: Path, *, reboot: bool) -> tuple[Path, float]:
     raw_s = 300.0 if reboot else RAW_START_S + 500.0
     again = Loop(seed=9, steps=made.steps).run()
     shift_s = raw_s - RAW_START_S
-    snapshot = {"next_ordinal": 40, "steps_done": version, "readmit": [38, 39], "dropped": []}
+    snapshot = {**SNAPSHOT, "next_ordinal": 40, "steps_done": version, "readmit": [38, 39]}
     lines = [dict(line, time_s=line["time_s"] + shift_s) for line in again.lines if line["time_s"] < RAW_START_S + 5]
     lines[0] = lines[0] | {"event": lines[0]["event"] | {"snapshot": snapshot}}
     lines = [line for line in lines if line["event"]["type"] in ("ScheduleBegan", "Swapped")]
@@ -506,13 +507,12 @@ def test_steps_and_times(made: Loop, run_dir: Path) -> None:
 
 def test_of_very_many_groups_a_part_is_drawn_and_all_are_counted(tmp_path: Path) -> None:
     """2000 groups in the air, whose 8000 completions finish."""
-    began = {"type": "ScheduleBegan", "policy": "x", "snapshot": None, "config": {
-        "groups_per_step": 700, "completions_per_group": 4, "max_staleness": 2, "steps": 3}}  # fmt: skip
+    began = event("ScheduleBegan", config={**CONFIG, "groups_per_step": 700, "completions_per_group": 4})
     starts = [{"type": "StartGroup", "ordinal": o, "replica": 0} for o in range(2000)]
     lines: list[dict[str, Any]] = [{"seq": 0, "time_s": 0.0, "event": began, "commands": starts}]
     for ordinal in range(2000):
-        event = {"type": "CompletionFinished", "ordinal": ordinal, "sample": 0, "replica": 0}
-        lines += [{"seq": 0, "time_s": 1 + ordinal / 1000, "event": event, "commands": []}] * 4
+        finished = event("CompletionFinished", ordinal=ordinal)
+        lines += [{"seq": 0, "time_s": 1 + ordinal / 1000, "event": finished, "commands": []}] * 4
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     index = caught_up(RunIndex(tmp_path))
     found = answer(index, "loop", **{"from": 0.5, "to": 3.0})
