@@ -25,8 +25,7 @@ import msgspec
 import numpy as np
 
 from slipstream.observe.watch.answers import ANSWERS
-from slipstream.observe.watch.index import RunIndex
-from slipstream.observe.watch.verdict import Verdict
+from slipstream.observe.watch.index import RunIndex, Verdict
 
 P, G = 64, 16  # groups per step, completions per group
 STEP_S = 4.0

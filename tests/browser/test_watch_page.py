@@ -123,6 +123,7 @@ def test_a_finished_run_is_there_and_its_dots_lie_where_its_groups_are(visit: Vi
     assert text(page, "#verdict") == f"The whole run: {VERDICT}"
     assert "chain sum" not in text(page, "#facts")
     assert "4 prompts × 4 completions" in text(page, "#facts")
+    assert text(page, "#headline div:nth-child(1) dt") == "steps done"  # a count: the last step is number 19
     assert text(page, "#headline div:nth-child(1) .note") == "of 20"
     assert page.locator(".lane").count() == 5
     assert page.locator(".chart").count() == 6
@@ -500,6 +501,21 @@ def test_what_axes_say_lies_beside_their_curves_and_no_word_is_broken(
     assert len(found) == 12
     assert [label for label, is_beside in found if not is_beside] == []
     assert page.evaluate(BROKEN_WORDS) == []
+
+
+def test_an_axis_ends_where_all_of_its_lines_do(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rewards that are never above 0, beside held-out ones that are all 0: none of them is near 1."""
+    made = Loop(seed=1, steps=20).run()
+    for _, line in made.metrics:
+        if "eval_accuracy" in line:
+            line["eval_reward"] = 0.0 * line.pop("eval_accuracy")
+        else:
+            line["reward"] = -0.2 * (1 + line["step"] % 2)
+    with Watch(made.write(tmp_path_factory.mktemp("runs") / "made")) as other:
+        page = visit(other.url)
+        settled(page, "document.querySelector('.chart .y-axis span')?.textContent")
+        high, low = page.locator(".chart .y-axis").first.locator("span").all_text_contents()
+        assert (float(low), float(high)) == (-0.4, 0.0)
 
 
 CONTRAST = """() => {

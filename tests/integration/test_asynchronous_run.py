@@ -17,8 +17,7 @@ from slipstream.core.run_log import read_metrics, read_rollouts
 from slipstream.observe.summary import check, read_summary
 from slipstream.observe.tokens import read_tokens
 from slipstream.observe.watch.answers import ANSWERS
-from slipstream.observe.watch.index import RunIndex
-from slipstream.observe.watch.verdict import Verdict
+from slipstream.observe.watch.index import RunIndex, Verdict
 from slipstream.plan.what_if import what_if
 
 LONGER = {"max_new_tokens": 40, "num_slots": 16}  # completions long enough for a swap to fall into

@@ -25,7 +25,7 @@ from slipstream.core.recipes import resolve
 from slipstream.observe import display, noise
 from slipstream.observe.health import RULES, WATCHED_STEPS, Alarm, Health, unfit
 from slipstream.observe.report import overview, write_report
-from slipstream.observe.report.run import Run, read_run
+from slipstream.observe.report.data import RunData, read_run
 from slipstream.observe.summary import Evaluation, Evaluations, Throughput, write_summary
 
 OLD_S = 3600.0
@@ -67,6 +67,7 @@ def made(
     steps: int = 60,
     reward: Reward = wobbling,
     held_out: Mapping[int, float] | None = None,
+    sampled: Mapping[int, float] | None = None,
     num_prompts: int = 500,
     score: str = "eval_accuracy",
     status: str = "done",
@@ -79,7 +80,7 @@ def made(
     timeline: bool = False,
     decisions: bool = False,
     has_dial: bool = False,
-) -> Run:
+) -> RunData:
     """A run of which everything but this is as it should be. `held_out`: version -> accuracy, of those measured."""
     make_run_dir(run_dir, steps=steps)
     (run_dir / "config.toml").write_text(f"steps = {steps}\n{config}")
@@ -88,7 +89,7 @@ def made(
     lines = [one | {"reward": reward(one["step"])} | dict(line or {}) for one in lines if "reward" in one]
     lines += [{"step": v, "version": v, "wall_s": 0.62 * v, score: value} for v, value in held_out.items()]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    scores = {v: Evaluation(value, None, num_prompts) for v, value in held_out.items()}
+    scores = {v: Evaluation(value, (sampled or {}).get(v), num_prompts) for v, value in held_out.items()}
     summary = make_summary(
         status=status, steps=steps, eval=Evaluations(before=scores.get(0), after=scores.get(steps)), balance=None
     )
@@ -130,6 +131,14 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "few prompts": ({"held_out": {0: 0.4, 60: 0.7}, "num_prompts": 10}, "which may be chance", SAID),
         "no prompts": ({"held_out": {0: 0.0, 60: 1.0}, "num_prompts": 0}, "which may be chance", SAID),
         "no change": ({"held_out": {0: 0.0, 60: 0.0}}, "chance", NOT_SAID),
+        "no change, in words": ({"held_out": {0: 0.0, 60: 0.0}}, "accuracy stayed at 0.0% (500 prompts, greedy)", SAID),
+        "no change but of the sampled ones": (
+            {"held_out": {0: 0.0, 60: 0.0}, "sampled": {0: 0.02, 60: 0.3}},
+            "in 60 steps. Sampled at temperature 1, it went from 2.0% to 30.0%.",
+            SAID,
+        ),
+        "both better": ({"held_out": BEFORE_AND_AFTER, "sampled": {0: 0.02, 60: 0.3}}, "Sampled", NOT_SAID),
+        "one step, held out": ({"held_out": {0: 0.1, 1: 0.9}, "steps": 1}, "greedy) in 1 step.", SAID),
         "eval off": ({"reward": learning}, "The reward went from 0.", SAID),
         "eval off, noise": ({"reward": wobbling}, " went from ", NOT_SAID),
         "eval off, constant": ({"reward": flat}, "The reward was 0.500 (mean of 60 steps).", SAID),
@@ -267,7 +276,7 @@ def test_a_run_whose_step_takes_long_has_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
 ) -> None:
     """Nor has one that was interrupted and resumed since: another process holds its folder."""
-    monkeypatch.setattr("slipstream.observe.report.run.is_held", lambda _: is_held)
+    monkeypatch.setattr("slipstream.observe.report.data.is_held", lambda _: is_held)
     made(tmp_path, status="interrupted", checkpoint=True)
     run = read_run(tmp_path)
     assert overview.status_of(run) == ("running" if is_held else "interrupted")

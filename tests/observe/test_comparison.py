@@ -285,11 +285,11 @@ def test_bars_are_seconds_of_a_step_one_run_under_the_other(make: Make, tmp_path
         for text in card(root, "What a step is spent on").iter("text")
         if text.get("class") == "name"
     ]
-    a, b = "steps 20 0.609 s", "steps 10 0.598 s"
+    a, b = "a 0.609 s", "b 0.598 s"
     assert names == [f"generator-0 · {a}", f"generator-0 · {b}", f"trainer · {a}", f"trainer · {b}"]
     told = [rect[0].text for rect in card(root, "What a step is spent on").iter("rect") if len(rect)]
-    assert "trainer · steps 20: forward-backward 0.4 s, 66%" in told
-    assert "trainer · steps 10: forward-backward 0.4 s, 67%" in told
+    assert "trainer · a: forward-backward 0.4 s, 66%" in told
+    assert "trainer · b: forward-backward 0.4 s, 67%" in told
 
 
 def test_differing_fields_are_told_and_equal_ones_are_not(make: Make, tmp_path: Path) -> None:
@@ -342,6 +342,35 @@ def test_runs_are_called_by_what_sets_them_apart(make: Make, tmp_path: Path) -> 
     assert list(labels_of(page_of({}, {}))) == ["quickstart…0101-120000", "quickstart…0101-120001"], "nothing differs"
 
 
+def test_runs_whose_folders_somebody_has_named_are_called_so(make: Make, tmp_path: Path) -> None:
+    a = make("baseline", config="max_staleness = 2\n")
+    b = make("synchronous", config="max_staleness = 0\n")
+    page = write_comparison([a, b], out=tmp_path / "page.html")
+    assert labels_of(page) == {"baseline": "max_staleness 2", "synchronous": "max_staleness 0"}
+    assert rows(card(body(page), "Outcomes"))[""] == ["baseline", "synchronous"]
+    given = make("quickstart-20260101-120000", config="max_staleness = 4\n")
+    assert list(labels_of(write_comparison([a, given], out=tmp_path / "page.html"))) == [
+        "max_staleness 2",
+        "max_staleness 4",
+    ], "one of them has the name of its time"
+
+
+def test_fields_that_a_checkpoint_excludes_are_no_differences(make: Make, tmp_path: Path) -> None:
+    a, b = make("a"), make("b")
+    for run_dir, size in ((a, 128), (b, 512)):
+        model = f'[model]\npath = "org/{run_dir.name}"\nintermediate_size = {size}\n'
+        (run_dir / "config.toml").write_text(f'recipe = "r"\n{model}')
+    found = rows(card(body(write_comparison([a, b], out=tmp_path / "page.html")), "Configuration"))
+    assert found["model.path"][:2] == ["org/a", "org/b"]
+    assert "model.intermediate_size" not in found
+    (b / "config.toml").write_text('recipe = "r"\n[model]\nintermediate_size = 512\n')
+    found = rows(card(body(write_comparison([a, b], out=tmp_path / "page.html")), "Configuration"))
+    assert found["model.intermediate_size"][:2] == ["-", "512"]
+    changed = rows(next(card(body(slipstream.report(a)), "Configuration").iter("table")))
+    assert "model.path" in changed
+    assert "model.intermediate_size" not in changed, "nor is it one from the default"
+
+
 def test_win_rates_lie_over_kl_where_both_were_measured(make: Make, tmp_path: Path) -> None:
     a, b, c = make("a"), make("b"), make("c")
     add_evaluation(a, (0.0, 0.2), (5.0, 0.6))
@@ -392,7 +421,7 @@ def test_a_run_that_goes_on_and_one_without_steps_are_compared_too(make: Make, t
     (b / "summary.json").unlink()
     (b / "metrics.jsonl").write_bytes(b'{"torn')
     text = "".join(body(write_comparison([a, b], out=tmp_path / "page.html")).itertext())
-    assert "steps 3: running, 0 steps so far." in text
+    assert "b: running, 0 steps so far." in text
 
 
 def test_bad_input_is_told_and_ends_with_2(

@@ -33,9 +33,9 @@ from slipstream.observe.health import Alarm
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.report import write_report
-from slipstream.observe.report.setup import differing
-from slipstream.observe.report.times import by_side
-from slipstream.observe.report.window import READ_AHEAD, read_row, read_window
+from slipstream.observe.report.data import READ_AHEAD, by_side, flat
+from slipstream.observe.report.page import differing
+from slipstream.observe.report.timing import read_row, read_window
 from slipstream.observe.summary import write_summary
 from slipstream.observe.timeline import Slice
 
@@ -557,11 +557,13 @@ def test_terms_of_a_reward_the_kl_and_the_critic_have_pictures_where_there_are_a
 
 
 def test_only_fields_that_differ_come_first() -> None:
-    found = differing({"recipe": "quickstart", "seed": 0, "steps": 7, "generator": {"num_slots": 64}, "new": {"x": 1}})
+    found = differing(
+        flat({"recipe": "quickstart", "seed": 0, "steps": 7, "generator": {"num_slots": 64}, "new": {"x": 1}})
+    )
     assert found["steps"][0] == 7
     assert not {"seed", "generator.num_slots"} & found.keys()
     assert found["new.x"] == (1, None)  # of another version of the schema
-    assert differing({"trainer": {"optimizer": {"betas": [0.9, 0.95]}}}).keys() <= {"trainer.optimizer.betas"}
+    assert differing(flat({"trainer": {"optimizer": {"betas": [0.9, 0.95]}}})).keys() <= {"trainer.optimizer.betas"}
 
 
 def test_what_the_evaluation_found_has_a_part_of_its_own(run_dir: Path) -> None:
@@ -638,7 +640,7 @@ def test_of_a_long_run_the_times_are_those_that_its_processes_reported(
                 "time/generator/decode": 0.6,
             }
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("slipstream.observe.report.times.EXACT_BYTES", 0)
+    monkeypatch.setattr("slipstream.observe.report.data.EXACT_BYTES", 0)
     root = body(write_report(run_dir))
     bars = [rect[0].text for rect in card(root, "While it trained").iter("rect") if len(rect)]
     assert bars == [

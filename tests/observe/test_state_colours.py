@@ -32,8 +32,7 @@ from slipstream.observe.svg import Axis
 from slipstream.observe.svg_blocks import Bar, Column, Row, areas, gantt, state_bars, state_legend
 from slipstream.observe.timeline import Timeline, timeline_path
 from slipstream.observe.watch.answers import run_answer
-from slipstream.observe.watch.index import RunIndex
-from slipstream.observe.watch.verdict import Verdict
+from slipstream.observe.watch.index import RunIndex, Verdict
 
 WAITS = [state for state in STATES if kind(state) == "wait"]
 WORK = [state for state in STATES if kind(state) == "work"]

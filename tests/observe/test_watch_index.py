@@ -28,11 +28,10 @@ from slipstream.observe.watch import timelines as timelines_module
 from slipstream.observe.watch.answers import ANSWERS, BadRequest
 from slipstream.observe.watch.buckets import Buckets, Curve
 from slipstream.observe.watch.events import EventIndex
-from slipstream.observe.watch.index import RunIndex
+from slipstream.observe.watch.index import RunIndex, Verdict
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
 from slipstream.observe.watch.tail import Tail
 from slipstream.observe.watch.timelines import TimelineIndex
-from slipstream.observe.watch.verdict import Verdict
 
 
 @pytest.fixture(scope="module")
@@ -544,14 +543,19 @@ def test_texts_and_lists_in_answers_are_bounded(folder: Path) -> None:
 
 def test_axes_of_curves_follow_the_rule_of_the_report(tmp_path: Path) -> None:
     lines = [
-        {"step": i, "completion_tokens_mean": 5.74 + i / 100, "loss": 5.0 + i / 9, "wait_of_mine": -0.5}
+        {"step": i, "completion_tokens_mean": 5.74 + i / 100, "loss": 5.0 + i / 9, "wait_of_mine": -0.5, "reward": 0.0}
         for i in range(10)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    names = "completion_tokens_mean,loss,wait_of_mine"
+    names = "completion_tokens_mean,loss,wait_of_mine,reward"
     found = answer(caught_up(RunIndex(tmp_path)), "curves", names=names)["curves"]
     axes = {name: curve["axis"] for name, curve in found.items()}
-    assert axes == {"completion_tokens_mean": [0.0, 5.83], "loss": [4.0, 7.0], "wait_of_mine": [-0.625, -0.375]}
+    assert axes == {
+        "completion_tokens_mean": [0.0, 5.83],
+        "loss": [4.0, 7.0],
+        "wait_of_mine": [-0.625, -0.375],
+        "reward": [0.0, 0.0],  # the page widens it, where it is the only line of its chart
+    }
 
 
 def test_curves_lie_at_their_steps(made: Loop, run_dir: Path) -> None:
@@ -614,7 +618,7 @@ def test_while_a_run_goes_on_the_verdict_is_accountings(
     found = read_accounting(folder)
     balance = msgspec.structs.replace(found.balance, verdict="The trainer starves.")
     monkeypatch.setattr(
-        "slipstream.observe.watch.verdict.read_accounting", lambda _: msgspec.structs.replace(found, balance=balance)
+        "slipstream.observe.watch.index.read_accounting", lambda _: msgspec.structs.replace(found, balance=balance)
     )
     assert not verdict.update(index, now_s=102.0), "not more than now and then"
     assert verdict.update(index, now_s=1000.0)

@@ -100,16 +100,19 @@ def cut_torn_tail(path: Path) -> int:
 Decode = Callable[[bytes], T]
 
 
-def read_jsonl(path: Path, type: type[T], decode: Decode[T] | None = None) -> Iterator[T]:
+def read_jsonl(path: Path, type: type[T], decode: Decode[T] | None = None, *, offset: int = 0) -> Iterator[T]:
     """Yield the whole lines of `path` as `type`, in order; nothing for a missing file. `decode`: else as plain JSON.
 
-    A torn last line (no newline) is left out. An undecodable line before it raises SlipstreamError: that is not a
-    killed writer but a damaged file.
+    `offset`: only those that begin behind this byte; a negative one counts from the end. A torn last line (no newline)
+    is left out. An undecodable line before it raises SlipstreamError: that is not a killed writer but a damaged file.
     """
     if not path.exists():
         return
     decode = msgspec.json.Decoder(type).decode if decode is None else decode
     with _opened(path) as file:
+        if offset := max(0, offset + path.stat().st_size if offset < 0 else offset):
+            file.seek(offset)
+            file.readline()  # the rest of a line that began before
         number = 1
         try:
             for line in read_lines(file):
@@ -118,8 +121,9 @@ def read_jsonl(path: Path, type: type[T], decode: Decode[T] | None = None) -> It
                 yield decode(line)
                 number += 1
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
+            where = f"line {number}{f' behind byte {offset:,}' if offset else ''}"
             raise SlipstreamError(
-                f"{path.name} is damaged", got=f"line {number}: {clip(error)}", hint=f"inspect {path}"
+                f"{path.name} is damaged", got=f"{where}: {clip(error)}", hint=f"inspect {path}"
             ) from error
 
 

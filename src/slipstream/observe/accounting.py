@@ -32,7 +32,7 @@ from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_decisions
 from slipstream.observe.balance import COMPUTING, Balance, Dial, Dials, Interference, Loop, Side, judge
 from slipstream.observe.interference import Work
-from slipstream.observe.states import idle_share, seconds_of, side_of
+from slipstream.observe.states import idle_share, seconds_of, side_of, totals_of
 from slipstream.observe.timeline import (
     TRAINED,
     Instant,
@@ -138,17 +138,19 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
     _give_to_hosts(processes)
     waste = list(wasted(read_decisions(run_dir / "events.jsonl"), replicas))
     by_step = _by_step(waste, bounds_ns)
-    loop = {name: _sum(seconds) for name, seconds in windows.items()} if steps else {}
+    loop = {name: totals_of(seconds) for name, seconds in windows.items()} if steps else {}
+    bounds_s = [(bound_ns - start_ns) * 1e-9 for bound_ns in bounds_ns]
+    interference = work.interference() if steps else Interference()
     return RunAccounting(
         start_s=start_s,
         wall_s=end_s - start_s,
-        loop=((bounds_ns[0] - start_ns) * 1e-9, (bounds_ns[-1] - start_ns) * 1e-9) if steps else None,
+        loop=(bounds_s[0], bounds_s[-1]) if steps else None,
         processes=processes,
         steps=[
             StepAccounting(
                 step=step,
-                start_s=(bounds_ns[i] - start_ns) * 1e-9,
-                end_s=(bounds_ns[i + 1] - start_ns) * 1e-9,
+                start_s=bounds_s[i],
+                end_s=bounds_s[i + 1],
                 states={name: seconds[i] for name, seconds in windows.items()},
                 wasted_tokens=by_step[i],
             )
@@ -156,12 +158,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
         ],
         idle={name: side.idle for name, side in _sides(loop, processes).items()},
         balance=_balance(
-            loop,
-            processes,
-            _config(run_dir),
-            num_steps=len(steps),
-            interference=work.interference() if steps else Interference(),
-            waste=waste,
+            loop, processes, _config(run_dir), num_steps=len(steps), interference=interference, waste=waste
         ),
     )
 
@@ -207,7 +204,13 @@ def _process(name: str, records: Sequence[Record], states: dict[str, float]) -> 
     starts = [record for record in records if isinstance(record, ProcessStart)]
     ends = [record for record in records if isinstance(record, ProcessEnd)]
     newest = starts[-1] if starts else ProcessStart(name, 0, 0)
-    found = ProcessAccounting(
+    used: dict[str, float] = {}
+    if ends and (end := ends[-1]).time_ns >= newest.time_ns:
+        used["busy_s"] = seconds_of("work", account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9))
+        if not newest.within:
+            columns = {"cpu_s": end.cpu_ns, "main_cpu_s": end.main_ns, "background_s": end.background_ns}
+            used |= {column: ns * 1e-9 for column, ns in columns.items()}
+    return ProcessAccounting(
         name=name,
         side=side_of(name),
         states=states,
@@ -215,16 +218,7 @@ def _process(name: str, records: Sequence[Record], states: dict[str, float]) -> 
         most_threads=max(newest.threads, newest.threads_alone),
         device=newest.device,
         within=newest.within,
-    )
-    if not ends or ends[-1].time_ns < newest.time_ns:
-        return found
-    end = ends[-1]
-    life = account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9)
-    found = msgspec.structs.replace(found, busy_s=seconds_of("work", life))
-    if newest.within:
-        return found
-    return msgspec.structs.replace(
-        found, cpu_s=end.cpu_ns * 1e-9, main_cpu_s=end.main_ns * 1e-9, background_s=end.background_ns * 1e-9
+        **used,
     )
 
 
@@ -270,14 +264,6 @@ def _by_step(waste: Sequence[Wasted], bounds_ns: Sequence[int]) -> list[dict[str
     return [dict(counts) for counts in found]
 
 
-def _sum(windows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = defaultdict(float)
-    for seconds in windows:
-        for state, value in seconds.items():
-            total[state] += value
-    return dict(total)
-
-
 def _sides(loop: Mapping[str, Mapping[str, float]], processes: Mapping[str, ProcessAccounting]) -> dict[str, Side]:
     names: dict[str, list[str]] = defaultdict(list)
     for name in loop:
@@ -315,13 +301,13 @@ def _balance(
         ),
         allows=lambda dial: config is not None and _is_valid(config, dial),
     )
-    tokens = Counter(dict.fromkeys(WASTE, 0))
+    tokens = dict.fromkeys(WASTE, 0)
     for one in waste:
         tokens[one.cause] += one.tokens
     return Balance(
         idle={name: idle_share(seconds) for name, seconds in loop.items()},
         interference=interference,
-        wasted_tokens=dict(tokens),
+        wasted_tokens=tokens,
         starves=verdict.starves,
         bottleneck=verdict.bottleneck,
         verdict=verdict.sentence,
@@ -346,15 +332,12 @@ def _is_valid(config: RunConfig, dial: Dial) -> bool:
 def _dials(config: RunConfig | None, *, has_workers: bool) -> Dials | None:
     if config is None:
         return None
+    same = ("max_staleness", "takes_turns", "publish_every", "reorder_window", "completions_per_group")
     is_ours = config.schedule.policy == "oldest_first"
     return Dials(
-        max_staleness=config.max_staleness,
-        takes_turns=config.takes_turns,
-        publish_every=config.publish_every,
-        reorder_window=config.reorder_window,
+        **{name: getattr(config, name) for name in same},
         widest_window=(config.max_staleness - config.publish_every + 1) * config.groups_per_step + 1 if is_ours else 1,
         epochs=config.trainer.epochs,
-        completions_per_group=config.completions_per_group,
         select=config.loss.select,
         kv_on_update=config.generator.kv_on_update,
         eval_every=config.eval.every,

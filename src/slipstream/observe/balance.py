@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.observe.states import idle_share, in_words, seconds_of
+from slipstream.observe.states import idle_share, in_words, seconds_of, totals_of
 
 SMALL = 0.1
 """Of a side's time: waiting less than this is what two processes need to hand things to each other."""
@@ -49,11 +49,7 @@ class Side:
     @property
     def seconds(self) -> dict[str, float]:
         """By state, of all of them together."""
-        states: dict[str, float] = {}
-        for seconds in self.processes.values():
-            for state, value in seconds.items():
-                states[state] = states.get(state, 0.0) + value
-        return states
+        return totals_of(self.processes.values())
 
     @property
     def idle(self) -> float:
@@ -211,24 +207,16 @@ def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[St
 
 def _opening(trainer: Side, generator: Side, bottleneck: Bottleneck, dials: Dials | None) -> str:
     idle, rival = f"{trainer.idle:.0%} of the time", f"{generator.idle:.0%}"
-    match bottleneck:
-        case "rewards":
-            wait = f"{trainer.share('wait_rewards'):.0%}"
-            return (
-                f"Scoring is the bottleneck: the trainer waits for rewards {wait} of the time, generators idle {rival}"
-            )
-        case "none":
-            return f"Balanced: the trainer idles {idle}, generators {rival}"
-        case "turns":
-            why = "" if dials is None else f" at max_staleness = {dials.max_staleness}"
-            return f"Trainer and generators take turns{why}: the trainer idles {idle}, generators {rival}"
-        case "stragglers":
-            wait = f"{trainer.share('wait_straggler'):.0%}"
-            return f"Stragglers hold the trainer up: {wait} of the time a batch lies ready behind one old group"
-        case "generation":
-            return f"Generation is the bottleneck: the trainer idles {idle}, generators {rival}"
-        case "training":
-            return f"Training is the bottleneck: generators idle {rival}, the trainer {idle}"
+    unscored, late = (f"{trainer.share(f'wait_{what}'):.0%} of the time" for what in ("rewards", "straggler"))
+    bound = "" if dials is None else f" at max_staleness = {dials.max_staleness}"
+    return {
+        "rewards": f"Scoring is the bottleneck: the trainer waits for rewards {unscored}, generators idle {rival}",
+        "none": f"Balanced: the trainer idles {idle}, generators {rival}",
+        "turns": f"Trainer and generators take turns{bound}: the trainer idles {idle}, generators {rival}",
+        "stragglers": f"Stragglers hold the trainer up: {late} a batch lies ready behind one old group",
+        "generation": f"Generation is the bottleneck: the trainer idles {idle}, generators {rival}",
+        "training": f"Training is the bottleneck: generators idle {rival}, the trainer {idle}",
+    }[bottleneck]
 
 
 def _split(loop: Loop) -> Split | None:
@@ -281,8 +269,6 @@ def _split_in_words(split: Split) -> str:
 
 def _dial(loop: Loop, dials: Dials, trainer: Side, generator: Side, bottleneck: Bottleneck) -> Dial | None:
     match bottleneck:
-        case "none":
-            return None
         case "turns":
             return _more_overlap(dials)
         case "rewards":
@@ -293,25 +279,22 @@ def _dial(loop: Loop, dials: Dials, trainer: Side, generator: Side, bottleneck: 
             return _less_beside(dials, generator) or _more_updates(dials, trainer)
         case "training":
             return _more_samples(dials, generator)
+        case _:
+            return None
+
+
+def _change(field: str, now: float | str, suggested: float | str, effect: str, *, was: str | None = None) -> Dial:
+    """`field` = `suggested` with its effect in words; `was` stands behind the value, by default the present one."""
+    told = f" (now {now})" if was is None else was
+    return Dial(field=field, now=now, suggested=suggested, effect=f"{field} = {suggested}{told} {effect}")
 
 
 def _more_overlap(dials: Dials) -> Dial:
     """Versions that are skipped count in the bound: publishing more often costs no staleness."""
     if dials.publish_every > 1:
-        return Dial(
-            field="publish_every",
-            now=dials.publish_every,
-            suggested=1,
-            effect=f"publish_every = 1 (now {dials.publish_every}) would let them overlap more at the same bound",
-        )
-    suggested = dials.max_staleness + 1
-    more = " more" if dials.max_staleness else ""
-    return Dial(
-        field="max_staleness",
-        now=dials.max_staleness,
-        suggested=suggested,
-        effect=f"max_staleness = {suggested} would let them overlap{more}",
-    )
+        return _change("publish_every", dials.publish_every, 1, "would let them overlap more at the same bound")
+    now, more = dials.max_staleness, " more" if dials.max_staleness else ""
+    return _change("max_staleness", now, now + 1, f"would let them overlap{more}", was="")
 
 
 def _less_beside(dials: Dials, generator: Side) -> Dial | None:
@@ -327,7 +310,7 @@ def _less_beside(dials: Dials, generator: Side) -> Dial | None:
         return None
     less = "halve" if state == "evaluate" else "spare"
     effect = f"would {less} the {generator.share(state):.0%} of their time that generators spend in {in_words(state)}"
-    return Dial(field=field, now=now, suggested=suggested, effect=f"{field} = {suggested} (now {now}) {effect}")
+    return _change(field, now, suggested, effect)
 
 
 def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial | None:
@@ -339,57 +322,34 @@ def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial | None:
     if now < 1:
         return None
     suggested = min(max(now + 1, math.ceil(now * factor)), MOST_CHANGE * now)
-    return Dial(
-        field=f"rewards.{name}",
-        now=now,
-        suggested=suggested,
-        effect=f"rewards.{name} = {suggested} (now {now}) or faster scoring would shorten that wait",
-    )
+    return _change(f"rewards.{name}", now, suggested, "or faster scoring would shorten that wait")
 
 
 def _more_room(dials: Dials) -> Dial:
-    if dials.reorder_window < dials.widest_window:
-        return Dial(
-            field="reorder_window",
-            now=dials.reorder_window,
-            suggested=dials.widest_window,
-            effect=f"reorder_window = {dials.widest_window} (now {dials.reorder_window}) would let younger groups pass "
-            f"as far as max_staleness = {dials.max_staleness} allows",
-        )
-    suggested = dials.max_staleness + 1
-    return Dial(
-        field="max_staleness",
-        now=dials.max_staleness,
-        suggested=suggested,
-        effect=f"max_staleness = {suggested}, and with it reorder_window, would let more of them pass",
-    )
+    now, widest = dials.max_staleness, dials.widest_window
+    if dials.reorder_window < widest:
+        effect = f"would let younger groups pass as far as max_staleness = {now} allows"
+        return _change("reorder_window", dials.reorder_window, widest, effect)
+    return _change("max_staleness", now, now + 1, "would let more of them pass", was=", and with it reorder_window,")
 
 
 def _more_updates(dials: Dials, trainer: Side) -> Dial | None:
     """T (A4): as many epochs as fit into the time that the trainer waits."""
-    updates = trainer.share("forward_backward", "optimizer")
-    fitting = 1 + trainer.idle / updates if updates > 0 else 1.0
-    suggested = int(dials.epochs * min(fitting, MOST_CHANGE))
-    if suggested <= dials.epochs:
+    updates, now = trainer.share("forward_backward", "optimizer"), dials.epochs
+    suggested = int(now * min(1 + trainer.idle / updates if updates > 0 else 1.0, MOST_CHANGE))
+    if suggested <= now:
         return None
-    return Dial(
-        field="trainer.epochs",
-        now=dials.epochs,
-        suggested=suggested,
-        effect=f"trainer.epochs = {suggested} (T, updates per sample; now {dials.epochs}) would use the idle trainer",
-    )
+    was = f" (T, updates per sample; now {now})"
+    return _change("trainer.epochs", now, suggested, "would use the idle trainer", was=was)
 
 
 def _more_samples(dials: Dials, generator: Side) -> Dial | None:
     """K (A5): as many completions as generators could sample without waiting; the best and the worst are trained."""
-    suggested = int(dials.completions_per_group * min(1 / max(1 - generator.idle, 0.05), MOST_CHANGE))
-    if suggested <= dials.completions_per_group:
+    now = dials.completions_per_group
+    suggested = int(now * min(1 / max(1 - generator.idle, 0.05), MOST_CHANGE))
+    if suggested <= now:
         return None
     selecting = " with loss.select = 'best_and_worst'" if dials.select == "all" else ""
-    return Dial(
-        field="completions_per_group",
-        now=dials.completions_per_group,
-        suggested=suggested,
-        effect=f"completions_per_group = {suggested} (K; now {dials.completions_per_group}){selecting} would use idle "
-        "generators",
+    return _change(
+        "completions_per_group", now, suggested, "would use idle generators", was=f" (K; now {now}){selecting}"
     )

@@ -11,6 +11,7 @@ configuration has chosen none rings (`unfit`).
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +25,8 @@ from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.plain import shortened
 from slipstream.core.run_log import read_metrics
-from slipstream.observe.trends import (
-    History,
-    Statistic,
-    above_baseline,
-    clipped_tokens,
-    entropy_left,
-    equal_rewards,
-    level,
-    longer_with_reward,
-    lowest,
-    mean,
-    spikes,
-    times_baseline,
-    total,
-    waiting,
-)
+from slipstream.observe import trends
+from slipstream.observe.trends import History, Statistic
 
 ALARMS_FILE = "alarms.jsonl"
 _FAILURE_CHARS = 300  # of an exception's text, in an alarm
@@ -100,191 +87,17 @@ class Rule:
         return value > threshold / self.clears if self.is_low else value < threshold * self.clears
 
 
-RULES: dict[AlarmName, Rule] = {
-    "logprob_mismatch": Rule(
-        statistic=level("logprob_diff_mean/lag_0", 10),
-        threshold=0.05,
-        watches="mean |policy - behaviour logprob| of completions sampled wholly under the version that is trained, "
-        "median of 10 steps that have some",
-        meaning="Generator and trainer disagree about the same weights: they do not compute the same model",
-        advice="compare precision, temperature and attention of both sides; corrections of the ratio (loss 'aipo') "
-        "hide this and do not cure it",
-        reason="float32 on both sides gives 0.002, bfloat16 with float32 heads 0.03 to 0.04",
-    ),
-    "logprob_mismatch_growing": Rule(
-        statistic=times_baseline("logprob_diff_mean/lag_0", 10, floor=0.002),
-        threshold=3.0,
-        watches="the same, over its median in the first 10 steps that had some (at least 0.002 nats)",
-        meaning="Generator and trainer drift apart while they should hold the same weights",
-        advice="look for a cache that outlives its weights, a layer that is not synchronised, or a precision that the "
-        "weights have outgrown; a run that goes on usually collapses",
-        reason="a healthy mismatch is a property of the two engines and stays; below 0.006 nats it is rounding",
-    ),
-    "ess_collapse": Rule(
-        statistic=level("ess", 5),
-        threshold=0.5,
-        is_low=True,
-        watches="effective sample size of the importance ratios, mean(r)^2 / mean(r^2), median of 5 steps",
-        meaning="A few tokens carry most of the update: the completions are no longer what this policy would say",
-        advice="lower max_staleness, the learning rate or trainer.epochs, or truncate ratios lower",
-        reason="1 on fresh completions, above 0.95 in the shipped recipes at staleness 2; half means half is wasted",
-    ),
-    "ratio_clipped": Rule(
-        statistic=clipped_tokens(10),
-        threshold=0.25,
-        watches="share of trained tokens whose ratio the loss clips or truncates, median of 10 steps; not of losses "
-        "whose ratios are those of whole completions, which clip most of them by design",
-        meaning="The loss stops or weakens the gradient of very many tokens: updates are too large for its clip",
-        advice="lower the learning rate, trainer.epochs or max_staleness",
-        reason="PPO's published runs clip 0.005 to 0.02 of the tokens, the quickstart at most 0.07",
-    ),
-    "policy_drift": Rule(
-        statistic=level("kl_k2", 5),
-        threshold=0.1,
-        watches="KL of behaviour policy and policy in nats per token (k2, PPO's approxkl), median of 5 steps",
-        meaning="The policy runs away from the completions it is trained on",
-        advice="lower the learning rate, trainer.epochs or max_staleness",
-        reason="0.002 in PPO's published runs; implementations that stop early do so from 0.01 to 0.05 on",
-    ),
-    "kl_runaway": Rule(
-        statistic=level("kl_reference", 5),
-        threshold=0.5,
-        watches="KL to the reference in nats per token, median of 5 steps, where there is a reference",
-        meaning="The policy has left its reference far behind: whatever the reward cannot see is no longer held",
-        advice="raise kl.coef or set kl.target; read rollouts.jsonl for text that only the reward likes",
-        reason="preference-tuned models over-optimise from about 25 nats per completion of 50 tokens on",
-    ),
-    "length_hacking": Rule(
-        statistic=longer_with_reward(40),
-        threshold=1.5,
-        watches="mean length of the last 10 of 40 steps over that of the first 10, if the reward rose with the length "
-        "(rank correlation at least 0.7)",
-        meaning="Reward rises together with length, and strongly: longer answers may be paid for being longer",
-        advice="read rollouts.jsonl; give length a price, or measure the reward against the length",
-        reason="half as long again within 40 steps is a change of behaviour, not noise",
-        severity="notice",
-    ),
-    "truncation_growing": Rule(
-        statistic=above_baseline("truncated_frac", 10),
-        threshold=0.2,
-        watches="share of completions without an end, median of 10 steps, less that of the first 10",
-        meaning="More and more completions run into the length limit, and are scored or masked without their end",
-        advice="raise generator.max_new_tokens, set loss.truncated, or look for repetition in rollouts.jsonl",
-        reason="every fifth completion more",
-    ),
-    "entropy_collapse": Rule(
-        statistic=entropy_left(10),
-        threshold=0.1,
-        is_low=True,
-        watches="entropy over that of the first 10 steps, medians of 10; only while rewards differ within a batch and "
-        "do not rise",
-        meaning="The policy hardly tries anything new, and does not get better either",
-        advice="raise loss.entropy_coef, generator.temperature or the upper clip; lower the learning rate",
-        reason="a task that is solved needs no entropy, hence the condition",
-    ),
-    "grad_norm_spikes": Rule(
-        statistic=spikes("grad_norm", 20, factor=5.0),
-        threshold=2.0,
-        watches="how many of the last 20 steps had a gradient norm beyond 5 times the median of the 20 before them, "
-        "and beyond 10 of their deviations",
-        meaning="Again and again one step's gradient is far larger than the others; clipping keeps its size, not its "
-        "direction",
-        advice="look at these steps in rollouts.jsonl and at ratio_max: PPO's clip does not bound a token that became "
-        "likelier with a negative advantage, dual_clip (loss 'ppo') and max_ratio (loss 'aipo') do; lower the "
-        "learning rate",
-        reason="one alone happens: 31 times the median in one of three quickstarts, by one token of ratio 22",
-        severity="notice",
-        clears=0.5,
-        persist=1,
-    ),
-    "no_signal": Rule(
-        statistic=equal_rewards(10),
-        threshold=0.9,
-        watches="share of scored groups whose rewards are all equal, median of 10 steps; not where most have failed",
-        meaning="Nearly all sampling is wasted: all completions of a group get the same reward, which teaches nothing",
-        advice="harder or easier prompts, more completions per group, or stop: the task may be learned",
-        reason="the quickstart ends at two thirds; at nine tenths a step costs ten times its completions",
-        clears=0.95,
-    ),
-    "failed_rewards": Rule(
-        statistic=level("failed_completions", 1),
-        threshold=16.0,
-        watches="completions that failed so far: a reward raised, was too slow, gave no number; rings at the 16th, "
-        "also before the first step is done",
-        meaning="Completions could not be scored, and count with rewards.failure_reward",
-        advice="see `failure` in rollouts.jsonl; mend the reward, or raise rewards.timeout_s or rewards.memory_mb",
-        reason="16 are no accident; where they are few of very many, they change little",
-        persist=1,
-    ),
-    "poisoned": Rule(
-        statistic=total("poisoned", 20),
-        threshold=1.0,
-        watches="completions that cannot be (no number for a logprob, unknown tokens, versions from the future), sum "
-        "of 20 steps",
-        meaning="A generator or a channel delivers what cannot be; it is not trained on",
-        advice="see `failure` in rollouts.jsonl for what, which version and which replica; one may be a bit flip, many "
-        "are a bug of the engine",
-        reason="there is no healthy number of them",
-        persist=1,
-    ),
-    "starving_trainer": Rule(
-        statistic=waiting("trainer", "wait_generation", 10),
-        threshold=0.8,
-        watches="share of the trainer's time spent waiting for generation, mean of 10 reports",
-        meaning="Generation is the bottleneck: the trainer idles most of its time",
-        advice="where generators are busy meanwhile, more of them or more generator.num_slots; where they wait, too, a "
-        "larger max_staleness",
-        reason="four fifths of a process paid for nothing",
-        severity="notice",
-        clears=0.9,
-    ),
-    "starving_generator": Rule(
-        statistic=waiting("generator-", "wait_trainer", 10),
-        threshold=0.8,
-        watches="share of the generators' time spent waiting for the trainer, mean of 10 reports and all replicas",
-        meaning="Training is the bottleneck: generators idle most of their time",
-        advice="where the trainer is busy meanwhile, fewer generators or more trainer ranks; where it waits, too, a "
-        "larger max_staleness",
-        reason="as above",
-        severity="notice",
-        clears=0.9,
-    ),
-    "slow_rewards": Rule(
-        statistic=waiting("trainer", "wait_rewards", 10),
-        threshold=0.5,
-        watches="share of the trainer's time spent waiting for scores, mean of 10 reports",
-        meaning="Scoring is the bottleneck: completions lie finished and unscored",
-        advice="more rewards.num_workers, a shorter rewards.timeout_s, a faster verifier",
-        reason="scoring overlaps with sampling, and should cost no time of its own",
-    ),
-    "straggler": Rule(
-        statistic=waiting("trainer", "wait_straggler", 10),
-        threshold=0.3,
-        watches="share of the trainer's time in which a batch lay finished behind one older group, mean of 10 reports",
-        meaning="The trainer waits for single slow completions while others are done: nothing is dropped, all wait",
-        advice="a larger max_staleness or reorder_window, a lower generator.max_new_tokens; of several replicas, see "
-        "timeline.json for one slower than the others: one ten times as slow is worse than none",
-        reason="a third of the time; 0.003 in the quickstart",
-        clears=0.7,
-    ),
-    "version_lag": Rule(
-        statistic=lowest("version_lag_excess", 5),
-        threshold=1.0,
-        watches="steps by which the replica that lags most is behind max_staleness + 1, the least of 5 steps",
-        meaning="A generator holds weights so old that it is given no work, and gets no newer ones",
-        advice="see its log and docs/weight_sync.md: its link or its staging may be stuck",
-        reason="a replica that swaps within a step of the bound is merely late",
-    ),
-    "publish_skipped": Rule(
-        statistic=mean("publish_skipped_frac", 20),
-        threshold=0.5,
-        watches="share of versions that found no free slot, mean of 20 steps",
-        meaning="Generators are still reading the last version when the next one is made, so versions are left out",
-        advice="raise publish_every, or see docs/weight_sync.md for what transfers cost",
-        reason="left out is every second version",
-        severity="notice",
-    ),
-}
+def _read_rules() -> dict[AlarmName, Rule]:
+    tables = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
+    found: dict[AlarmName, Rule] = {}
+    for name, table in tables.items():
+        statistic, *arguments = table.pop("statistic")
+        found[name] = Rule(statistic=getattr(trends, statistic)(*arguments), **table)  # type: ignore[index]
+    return found
+
+
+RULES = _read_rules()
+"""The alarms, of `alarms.toml`."""
 
 
 def unfit(config: RunConfig) -> frozenset[AlarmName]:

@@ -14,7 +14,7 @@ process is ready before it is needed (`is_ready`): faster work of others would c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -150,6 +150,15 @@ def seconds_of(kind_of_state: Kind, seconds: Mapping[str, float]) -> float:
     return sum(value for state, value in seconds.items() if kind(state) == kind_of_state)
 
 
+def totals_of(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums of several numbers by name: seconds by state, counts by row."""
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
 def idle_share(seconds: Mapping[str, float]) -> float:
     """Share of waiting in the time that the process was there; 0 for one that never was."""
     there_s = sum(seconds.values()) - seconds_of("gone", seconds)
@@ -163,9 +172,8 @@ def waited_for(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """
     sides: dict[str, dict[str, float]] = {}
     for process, states in seconds.items():
-        own = sides.setdefault(side_of(process.partition(" (")[0]), {})
-        for state, value in states.items():
-            own[state] = own.get(state, 0.0) + value
+        side = side_of(process.partition(" (")[0])
+        sides[side] = totals_of([sides.get(side, {}), states])
     found: dict[str, float] = {}
     for states in sides.values():
         there_s = sum(states.values()) - seconds_of("gone", states)

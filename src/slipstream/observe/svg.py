@@ -2,14 +2,14 @@
 
 Plots are fluid: across they are drawn in percent of whatever width the page gives them, down in pixels, so text has one
 size on a phone and on a wide screen. Where there is something to read off, an invisible strip carries the numbers as a
-native tooltip. All text is escaped here. Lines and points are drawn in this file, blocks in `svg_blocks.py`.
+native tooltip. All text is escaped here. This file has scales, lines and points; `svg_blocks.py` has blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate, pairwise
 
@@ -18,14 +18,12 @@ FEW_DOTS = 8  # of a line; more are small, or there would be nothing but dots
 MAX_STRIPS = 80  # of tooltips across a plot
 NUM_HUES = 7  # hues are the colours .c0 to .c6 of the style sheet; from the eighth on they come again, dashed
 ACROSS = 1000.0  # units of a plot's width within its lines
+MIN_SPAN = 0.5  # of its largest value: what an axis that does not begin at 0 spans at least
+MIN_RATIO = 4.0  # of the ends of a logarithmic axis
 
 Point = tuple[float, float]
 _UNITS = ((1e9, 1e8, "G"), (1e6, 1e5, "M"), (1e3, 1e3, "k"))  # with the least gap between ticks told in them
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-MIN_SPAN = 0.5
-MIN_RATIO = 4.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Scale:
 
 
 def axis_ends(low: float, high: float, *, is_amount: bool = False) -> tuple[float, float]:
-    """Where an axis of values from `low` to `high` begins and ends at least: the rule of every chart, of all pages.
+    """Return where an axis of values from `low` to `high` begins and ends at least: the rule of every chart.
 
     An amount (a share, a count, a length, a time) begins at 0, and so does what comes down to MIN_SPAN of its largest
     value. What stays away from 0 is shown around its middle on an axis that spans MIN_SPAN of the largest value, so
@@ -139,18 +137,20 @@ def scale_of(values: Iterable[float], axis: Axis, *, most: int, is_fitted: bool 
         marks = [tick for tick in log_ticks(low, high) if low <= tick <= high]
         return Scale(low, high, tuple(marks), is_log=True, is_share=axis.is_share)
     low, high = min(found), max(found)
+    if is_fitted and high > low:
+        slack = 1e-9 * (high - low)
+        marks = [tick for tick in ticks(low, high, most) if low - slack <= tick <= high + slack]
+        if all(value == round(value) for value in found):  # steps, ages, tokens: there is nothing between them
+            marks = [tick for tick in marks if abs(tick - round(tick)) < 1e-9]
+        return Scale(low, high, tuple(marks), is_share=axis.is_share)
     if not is_fitted:
         low, high = axis_ends(low, high, is_amount=axis.is_share)
     slack = 0.01 * (high - low)  # what is as little beyond a tick does not ask for another one
-    marks = ticks(low + slack, high - slack, most) if not is_fitted else ticks(low, high, most)
-    if is_fitted and high > low:
-        slack = 1e-9 * (high - low)
-        marks = [tick for tick in marks if low - slack <= tick <= high + slack]
-        if all(value == round(value) for value in found):  # steps, ages, tokens: there is nothing between them
-            marks = [tick for tick in marks if abs(tick - round(tick)) < 1e-9]
-    else:
-        low, high = marks[0], marks[-1]
-    return Scale(low, high, tuple(marks), is_share=axis.is_share)
+    marks = ticks(low + slack, high - slack, most)
+    return Scale(marks[0], marks[-1], tuple(marks), is_share=axis.is_share)
+
+
+# Charts of lines and points
 
 
 def line_chart(
@@ -166,39 +166,27 @@ def line_chart(
     missing: str = "Nothing was measured.",
 ) -> str:
     """Lines over a common x axis. `limits` are named values, as horizontal lines; `missing` says why there is none."""
-    series = [_on_axis(one, y) for one in series]
+    if y.is_log:  # a logarithm has no place for 0 and less
+        series = [replace(one, points=[point for point in one.points if point[1] > 0.0]) for one in series]
     series = [one for one in series if one.points]
     if not series:
         return empty(missing)
     limits = limits or {}
     strokes = [_strokes(one) for one in series]
-    heights = [v for one in strokes for part in (one.line, one.faint, one.envelope) for _, v in part]
     across = scale_of((point[0] for one in series for point in one.points), x, most=5, is_fitted=True)
-    up = scale_of([*heights, *limits.values()], y, most=5)
-
-    def place(point: Point) -> Point:
-        return across.at(point[0]), height * (1.0 - up.at(point[1]))
-
+    up = scale_of([v for parts in strokes for part in parts for _, v in part] + [*limits.values()], y, most=5)
+    place = _places(across, up, height)
     lines, dots = [], []
-    for one, stroke in zip(series, strokes, strict=True):
-        if stroke.envelope:
-            lines.append(f'<polygon class="envelope {one.kind}" points="{path(map(place, stroke.envelope))}"/>')
-        if stroke.faint:
-            lines.append(f'<polyline class="faint {one.kind}" points="{path(map(place, stroke.faint))}"/>')
-        lines.append(f'<polyline class="line {one.kind}" points="{path(map(place, stroke.line))}"/>')
-        if one.has_dots or len(stroke.line) == 1:
-            look = 'class="dot' if len(stroke.line) <= FEW_DOTS else 'class="dot small'
-            radius = 3.5 if len(stroke.line) <= FEW_DOTS else 2.2
-            dots += [
-                f'<circle {look} {one.kind}" cx="{percent(px)}" cy="{py:.1f}" r="{radius}"/>'
-                for px, py in map(place, stroke.line)
-            ]
-    levels = [height * (1.0 - up.at(value)) for value in limits.values()]
-    lines += [f'<polyline class="limit" points="{path([(0.0, level), (1.0, level)])}"/>' for level in levels]
+    for one, (line, faint, envelope) in zip(series, strokes, strict=True):
+        shapes = {"envelope": envelope, "faint": faint, "line": line}
+        lines += [curve(kind, one.kind, map(place, points)) for kind, points in shapes.items() if points]
+        if one.has_dots or len(line) == 1:
+            kind, radius = ("dot", 3.5) if len(line) <= FEW_DOTS else ("dot small", 2.2)
+            dots += [_dot(f"{kind} {one.kind}", place(point), radius) for point in line]
+    lines += _limit_lines(limits, up, height)
     parts = [
-        *(band_rect(band, across, height) for band in bands),
-        grid(up, height),
-        x_axis(across, x.label, height),
+        *(_band_rect(band, across, height) for band in bands),
+        *axes(across, up, x.label, height),
         inner(lines, height),
         *dots,
         *_line_strips(series, across, x.label, height),
@@ -214,33 +202,96 @@ def scatter(
     limits = limits or {}
     across = scale_of([v for s in spots for v in (s.x - s.x_error, s.x + s.x_error)], x, most=5)
     up = scale_of([v for s in spots for v in (s.y - s.y_error, s.y + s.y_error)] + list(limits.values()), y, most=5)
-
-    def down(value: float) -> float:
-        return height * (1.0 - up.at(value))
-
-    lines, dots = [], []
-    for level in map(down, limits.values()):
-        lines.append(f'<polyline class="limit" points="{path([(0.0, level), (1.0, level)])}"/>')
+    place = _places(across, up, height)
+    lines, dots = _limit_lines(limits, up, height), []
     for hue in dict.fromkeys(spot.hue for spot in spots):
-        own = [spot for spot in spots if spot.hue == hue]
-        joined = path((across.at(spot.x), down(spot.y)) for spot in own)
-        lines.append(f'<polyline class="faint c{hue % NUM_HUES}" points="{joined}"/>')
-    for spot in spots:
-        kind, px, py = f"c{spot.hue % NUM_HUES}", across.at(spot.x), down(spot.y)
-        bars = [
-            [(across.at(spot.x - spot.x_error), py), (across.at(spot.x + spot.x_error), py)],
-            [(px, down(spot.y - spot.y_error)), (px, down(spot.y + spot.y_error))],
-        ]
-        lines += [f'<polyline class="error {kind}" points="{path(ends)}"/>' for ends in bars]
-        tip = f"{spot.name}\n{x.label} {number(spot.x)} ± {number(spot.x_error)}"
-        tip += f"\n{y.label} {number(spot.y)} ± {number(spot.y_error)}"
-        dots.append(
-            f'<circle class="{"hollow" if spot.is_hollow else "dot"} {kind}" cx="{percent(px)}" cy="{py:.1f}" r="5">'
-            f"<title>{escape(tip)}</title></circle>"
+        lines.append(curve("faint", f"c{hue % NUM_HUES}", (place((s.x, s.y)) for s in spots if s.hue == hue)))
+    for s in spots:
+        kind = f"c{s.hue % NUM_HUES}"
+        sideways, upright = (
+            [(s.x - s.x_error, s.y), (s.x + s.x_error, s.y)],
+            [(s.x, s.y - s.y_error), (s.x, s.y + s.y_error)],
         )
+        lines += [curve("error", kind, map(place, ends)) for ends in (sideways, upright)]
+        tip = f"{s.name}\n{x.label} {number(s.x)} ± {number(s.x_error)}\n{y.label} {number(s.y)} ± {number(s.y_error)}"
+        dots.append(_dot(f"{'hollow' if s.is_hollow else 'dot'} {kind}", place((s.x, s.y)), 5, tip))
     about = "; ".join(f"{s.name}: {x.label} {number(s.x)}, {y.label} {number(s.y)}" for s in spots)
-    parts = [grid(up, height), x_axis(across, x.label, height), inner(lines, height), *dots]
+    parts = [*axes(across, up, x.label, height), inner(lines, height), *dots]
     return plot(parts, title=title, about=about, height=height, label=y.label)
+
+
+def _places(across: Scale, up: Scale, height: float) -> Callable[[Point], Point]:
+    return lambda point: (across.at(point[0]), height * (1.0 - up.at(point[1])))
+
+
+def _dot(kind: str, place: Point, radius: float, tip: str = "") -> str:
+    return element("circle", kind, tip, cx=percent(place[0]), cy=place[1], r=radius)
+
+
+def _limit_lines(limits: Mapping[str, float], up: Scale, height: float) -> list[str]:
+    levels = [height * (1.0 - up.at(value)) for value in limits.values()]
+    return [curve("limit", "", [(0.0, level), (1.0, level)]) for level in levels]
+
+
+def _band_rect(band: Band, across: Scale, height: float) -> str:
+    start, end = across.at(band.start), across.at(band.end)
+    return element("rect", "band", band.text, x=percent(start), width=percent(max(end - start, 0.004)), height=height)
+
+
+def _strokes(series: Series) -> tuple[list[Point], list[Point], list[Point]]:
+    """What is drawn of a series, as its line, the points behind it and the band around it.
+
+    That is every point where there are few, else means, and the band that they were taken from.
+    """
+    points, window = list(series.points), series.smooth | 1
+    line = thin(smoothed(points, window) if window > 1 else points)
+    if len(points) <= MAX_POINTS:
+        return line, points if window > 1 else [], []
+    parts = list(zip(runs(points, MAX_POINTS), (x for x, _ in line), strict=True))
+    tops, bottoms = ([(x, end(y for _, y in part)) for part, x in parts] for end in (max, min))
+    return line, [], tops + bottoms[::-1]
+
+
+def _line_strips(series: Sequence[Series], across: Scale, label: str, height: float) -> list[str]:
+    """Tooltips with the mean of each series between two borders, which lie between points where these are few."""
+    places = sorted({across.at(x) for one in series for x, _ in one.points})
+    if len(places) > MAX_STRIPS:
+        borders = [i / MAX_STRIPS for i in range(MAX_STRIPS + 1)]
+    else:
+        borders = [0.0, *((a + b) / 2 for a, b in pairwise(places)), 1.0]
+    told: list[list[str]] = [[] for _ in borders[1:]]
+    where: list[list[float]] = [[] for _ in borders[1:]]
+    for one in series:
+        inside: list[list[Point]] = [[] for _ in borders[1:]]
+        index = 0
+        for x, y in one.points:
+            while index < len(borders) - 2 and across.at(x) > borders[index + 1]:
+                index += 1
+            inside[index].append((x, y))
+        for i, own in enumerate(inside):
+            if own:
+                told[i].append(f"{one.name}: {number(sum(y for _, y in own) / len(own))}")
+                where[i] += [own[0][0], own[-1][0]]
+    return [
+        strip(borders[i], borders[i + 1], height, "\n".join([f"{label}: {_stretch(where[i])}", *lines]))
+        for i, lines in enumerate(told)
+        if lines
+    ]
+
+
+def _stretch(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
+def _about(series: Sequence[Series], x: Axis) -> str:
+    """For who cannot see it: where each line begins and ends."""
+
+    def told(one: Series) -> str:
+        ends = (f"{number(y)} at {x.label} {number(at)}" for at, y in (one.points[0], one.points[-1]))
+        return f"{one.name}: {', '.join(ends)}"
+
+    return ". ".join(map(told, series))
 
 
 # The pieces that plots are made of
@@ -258,12 +309,34 @@ def plot(
     has_axes: bool = True,
 ) -> str:
     """The drawing area. It is as wide as the page leaves it less `left` and `right` pixels, where labels stick out."""
-    name = f'<text class="axis" x="-{left}" y="-13">{escape(label)}</text>' if label else ""
+    name = word("axis", f"-{left}", -13, label) if label else ""
     kind = "plot" if has_axes else "plot bare"
     return (
         f'<svg class="{kind}" role="img" height="{height:g}" style="--left:{left}px;--right:{right}px">'
         f"<title>{escape(title)}</title><desc>{escape(about)}</desc>{name}{''.join(parts)}</svg>"
     )
+
+
+def element(name: str, kind: str = "", tip: str = "", **attributes: float | str) -> str:
+    """A shape of class `kind`, with a native tooltip where there is a `tip`; lengths in pixels have one decimal."""
+    given = ({"class": kind} if kind else {}) | attributes
+    told = "".join(
+        f' {key.replace("_", "-")}="{f"{value:.1f}" if isinstance(value, float) else escape(str(value))}"'
+        for key, value in given.items()
+    )
+    return f"<{name}{told}><title>{escape(tip)}</title></{name}>" if tip else f"<{name}{told}/>"
+
+
+def word(kind: str, x: str, y: float, text: str, *, dx: int = 0) -> str:
+    """Text at a place."""
+    shift = f' dx="{dx}"' if dx else ""
+    return f'<text class="{kind}" x="{x}"{shift} y="{y:g}">{escape(text)}</text>'
+
+
+def curve(kind: str, colour: str, places: Iterable[Point]) -> str:
+    """A line of `inner` through `places`; an envelope is filled."""
+    name = "polygon" if kind == "envelope" else "polyline"
+    return element(name, f"{kind} {colour}".strip(), points=path(places))
 
 
 def inner(lines: Sequence[str], height: float) -> str:
@@ -272,6 +345,22 @@ def inner(lines: Sequence[str], height: float) -> str:
         f'<svg class="lines" viewBox="0 0 {ACROSS:g} {height:g}" width="100%" height="{height:g}" '
         f'preserveAspectRatio="none">{"".join(lines)}</svg>'
     )
+
+
+def axes(across: Scale, up: Scale, label: str, height: float) -> list[str]:
+    """Both axes, with grid lines at the values of the upright one, which stand on its left."""
+    rows = [(up.name(tick), height * (1.0 - up.at(tick))) for tick in up.ticks]
+    grid = [element("line", "grid", x1=0, x2="100%", y1=y, y2=y) + word("tick end", "-7", y + 4, n) for n, y in rows]
+    return [*grid, x_axis(across, label, height)]
+
+
+def x_axis(across: Scale, label: str, height: float) -> str:
+    marks = [(across.name(tick), percent(across.at(tick))) for tick in across.ticks]
+    ticks_ = (
+        element("line", "grid", x1=x, x2=x, y1=height, y2=height + 4) + word("tick mid", x, height + 17, name)
+        for name, x in marks
+    )
+    return "".join(ticks_) + word("axis end", "100%", height + 33, label)
 
 
 def path(places: Iterable[Point]) -> str:
@@ -283,39 +372,9 @@ def percent(place: float) -> str:
     return f"{100 * place:.4g}%"
 
 
-def grid(up: Scale, height: float) -> str:
-    """Horizontal lines at the ticks, with their values on the left."""
-    return "".join(
-        f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text class="tick end" x="-7" y="{y + 4:.1f}">{escape(up.name(tick))}</text>'
-        for tick, y in ((tick, height * (1.0 - up.at(tick))) for tick in up.ticks)
-    )
-
-
-def x_axis(across: Scale, label: str, height: float) -> str:
-    marks = "".join(
-        f'<line class="grid" x1="{place}" x2="{place}" y1="{height:g}" y2="{height + 4:g}"/>'
-        f'<text class="tick mid" x="{place}" y="{height + 17:g}">{escape(across.name(tick))}</text>'
-        for tick, place in ((tick, percent(across.at(tick))) for tick in across.ticks)
-    )
-    return f'{marks}<text class="axis end" x="100%" y="{height + 33:g}">{escape(label)}</text>'
-
-
-def band_rect(band: Band, across: Scale, height: float) -> str:
-    start, end = across.at(band.start), across.at(band.end)
-    width = percent(max(end - start, 0.004))
-    return (
-        f'<rect class="band" x="{percent(start)}" width="{width}" height="{height:g}">'
-        f"<title>{escape(band.text)}</title></rect>"
-    )
-
-
 def strip(start: float, end: float, height: float, tip: str) -> str:
     """An invisible stretch of a plot, places 0 to 1, that says `tip` when it is pointed at."""
-    return (
-        f'<rect class="strip" x="{percent(start)}" width="{percent(end - start)}" height="{height:g}">'
-        f"<title>{escape(tip)}</title></rect>"
-    )
+    return element("rect", "strip", tip, x=percent(start), width=percent(end - start), height=height)
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> str:
@@ -405,78 +464,11 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def plural(count: int, word: str) -> str:
+    """1 and "step" as "1 step", 20 as "20 steps"."""
+    return f"{number(count)} {word}{'' if count == 1 else 's'}"
+
+
 def shortened(name: str, most: int) -> str:
     """`name` without its middle where it has more than `most` letters."""
     return name if len(name) <= most else f"{name[: most - most // 2 - 1]}…{name[len(name) - most // 2 :]}"
-
-
-# Lines
-
-
-@dataclass(frozen=True)
-class _Strokes:
-    line: list[Point]
-    faint: list[Point]
-    envelope: list[Point]
-
-
-def _strokes(series: Series) -> _Strokes:
-    """What is drawn of a series: every point where there are few, else means and the band they were taken from."""
-    points = list(series.points)
-    window = series.smooth | 1
-    line = thin(smoothed(points, window) if window > 1 else points)
-    if len(points) <= MAX_POINTS:
-        return _Strokes(line, points if window > 1 else [], [])
-    parts = runs(points, MAX_POINTS)
-    tops = [(x, max(y for _, y in part)) for part, (x, _) in zip(parts, line, strict=True)]
-    bottoms = [(x, min(y for _, y in part)) for part, (x, _) in zip(parts, line, strict=True)]
-    return _Strokes(line, [], tops + bottoms[::-1])
-
-
-def _on_axis(series: Series, y: Axis) -> Series:
-    """A logarithm has no place for 0 and less."""
-    if not y.is_log:
-        return series
-    kept = [(x, v) for x, v in series.points if v > 0.0]
-    return Series(series.name, kept, series.hue, series.smooth, series.has_dots, series.is_dashed)
-
-
-def _line_strips(series: Sequence[Series], across: Scale, label: str, height: float) -> list[str]:
-    """Tooltips with the mean of each series between two borders, which lie between points where these are few."""
-    places = sorted({across.at(x) for one in series for x, _ in one.points})
-    if len(places) > MAX_STRIPS:
-        borders = [i / MAX_STRIPS for i in range(MAX_STRIPS + 1)]
-    else:
-        borders = [0.0, *((a + b) / 2 for a, b in pairwise(places)), 1.0]
-    told: list[list[str]] = [[] for _ in borders[1:]]
-    where: list[list[float]] = [[] for _ in borders[1:]]
-    for one in series:
-        inside: list[list[Point]] = [[] for _ in borders[1:]]
-        index = 0
-        for x, y in one.points:
-            while index < len(borders) - 2 and across.at(x) > borders[index + 1]:
-                index += 1
-            inside[index].append((x, y))
-        for i, own in enumerate(inside):
-            if own:
-                told[i].append(f"{one.name}: {number(sum(y for _, y in own) / len(own))}")
-                where[i] += [own[0][0], own[-1][0]]
-    return [
-        strip(borders[i], borders[i + 1], height, "\n".join([f"{label}: {_stretch(where[i])}", *lines]))
-        for i, lines in enumerate(told)
-        if lines
-    ]
-
-
-def _stretch(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return number(low) if low == high else f"{number(low)} to {number(high)}"
-
-
-def _about(series: Sequence[Series], x: Axis) -> str:
-    """For who cannot see it: where each line begins and ends."""
-    return ". ".join(
-        f"{one.name}: {number(one.points[0][1])} at {x.label} {number(one.points[0][0])}, "
-        f"{number(one.points[-1][1])} at {x.label} {number(one.points[-1][0])}"
-        for one in series
-    )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby, islice
 from operator import itemgetter
 
-from slipstream.observe.states import colour, in_words, kind, shares
+from slipstream.observe.states import colour, in_words, kind, shares, totals_of
 from slipstream.observe.svg import (
     MAX_STRIPS,
     Axis,
     Scale,
+    axes,
+    element,
     empty,
-    grid,
     inner,
     legend,
     number,
@@ -25,6 +26,7 @@ from slipstream.observe.svg import (
     scale_of,
     shortened,
     strip,
+    word,
     x_axis,
 )
 
@@ -90,7 +92,7 @@ def heat_map(
     On the right, each row's share of everything. `lines_above` draws a named line over a row.
     """
     columns = merged(columns, MAX_COLUMNS)
-    totals = _totals(columns)
+    totals = totals_of(column.counts for column in columns)
     everything = sum(totals.values())
     if everything <= 0.0:
         return empty(missing)
@@ -98,38 +100,24 @@ def heat_map(
     height = pitch * len(rows)
     across = scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
     tops = {row: height - pitch * (i + 1) for i, row in enumerate(rows)}
-    parts = []
+    whole = {row: percent_name(totals.get(row, 0.0) / everything) for row in rows}
+    parts = [word("axis", "100%", -13, "all", dx=7)]
     for row, top in tops.items():
-        name = f'<text class="tick end" x="-7" y="{top + pitch / 2 + 4:.1f}">{escape(row)}</text>'
-        share = totals.get(row, 0.0) / everything
-        parts.append(
-            f'{name}<text class="tick" x="100%" dx="7" y="{top + pitch / 2 + 4:.1f}">{percent_name(share)}</text>'
-        )
-        shades = [(_shade(column.counts, row), column) for column in columns]
-        for shade, run in groupby(shades, key=itemgetter(0)):
+        middle = round(top + pitch / 2 + 4, 1)
+        parts += [word("tick end", "-7", middle, row), word("tick", "100%", middle, whole[row], dx=7)]
+        for shade, run in groupby(((_shade(column.counts, row), column) for column in columns), key=itemgetter(0)):
             own = [column for _, column in run]
             start, end = across.at(own[0].start), across.at(own[-1].end)
-            if shade:
-                parts.append(
-                    f'<rect class="heat" x="{percent(start)}" y="{top:.1f}" width="{percent(end - start)}" '
-                    f'height="{pitch:.1f}" fill-opacity="{shade / SHADES:g}"/>'
-                )
+            width, opacity = percent(end - start), f"{shade / SHADES:g}"
+            cell = element("rect", "heat", x=percent(start), y=top, width=width, height=pitch, fill_opacity=opacity)
+            parts += [cell] if shade else []
     for row, name in (lines_above or {}).items():
-        parts.append(
-            f'<line class="limit" x1="0" x2="100%" y1="{tops[row]:.1f}" y2="{tops[row]:.1f}"/>'
-            f'<text class="tick end" x="100%" dx="-4" y="{tops[row] - 4:.1f}">{escape(name)}</text>'
-        )
-    for column in columns:
-        whole = sum(column.counts.values())
-        if whole > 0.0:
-            told = [
-                f"{row}: {percent_name(column.counts[row] / whole)}" for row in reversed(rows) if column.counts.get(row)
-            ]
-            parts.append(strip(*_places(column, across), height, "\n".join([_where(column, x.label), *told])))
-    parts += [f'<rect class="frame" width="100%" height="{height:g}"/>', x_axis(across, x.label, height)]
-    about = "Of everything: " + ", ".join(f"{row} {percent_name(totals.get(row, 0.0) / everything)}" for row in rows)
-    head = '<text class="axis" x="100%" dx="7" y="-13">all</text>'
-    return shade_key() + plot([head, *parts], title=title, about=about, height=height, label=label, left=left, right=48)
+        parts.append(element("line", "limit", x1=0, x2="100%", y1=tops[row], y2=tops[row]))
+        parts.append(word("tick end", "100%", round(tops[row] - 4, 1), name, dx=-4))
+    parts += [*_column_strips(columns, rows, across, x.label, height, str)]
+    parts += [element("rect", "frame", width="100%", height=height), x_axis(across, x.label, height)]
+    about = "Of everything: " + ", ".join(f"{row} {share}" for row, share in whole.items())
+    return shade_key() + plot(parts, title=title, about=about, height=height, label=label, left=left, right=48)
 
 
 def areas(
@@ -143,7 +131,8 @@ def areas(
 ) -> str:
     """How a process's time is divided among states, column by column; `order` from the bottom up."""
     columns = [c for c in merged(columns, MAX_COLUMNS) if sum(c.counts.values()) > 0.0]
-    states = [state for state in order if any(column.counts.get(state, 0.0) > 0.0 for column in columns)]
+    totals = totals_of(column.counts for column in columns)
+    states = [state for state in order if totals.get(state, 0.0) > 0.0]
     if not states:
         return empty(missing)
     across = scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
@@ -151,28 +140,38 @@ def areas(
     tops = [0.0] * len(columns)
     shapes = []
     for state in states:
-        upper, lower = [], []
-        for i, column in enumerate(columns):
-            start, end = across.at(column.start), across.at(column.end)
-            bottom, tops[i] = tops[i], tops[i] + column.counts.get(state, 0.0) / sum(column.counts.values())
-            upper += [(start, height * (1 - tops[i])), (end, height * (1 - tops[i]))]
-            lower += [(start, height * (1 - bottom)), (end, height * (1 - bottom))]
+        bottoms = tops
+        tops = [top + c.counts.get(state, 0.0) / sum(c.counts.values()) for top, c in zip(tops, columns, strict=True)]
+        upper, lower = (
+            [(across.at(at), height * (1 - y)) for c, y in zip(columns, edge, strict=True) for at in (c.start, c.end)]
+            for edge in (tops, bottoms)
+        )
         outline = path(upper + lower[::-1])
-        pale = ' class="pale"' if _is_pale(state) else ""
-        shapes.append(f'<polygon points="{outline}" fill="{colour(state)}"{pale}/>')
+        shapes.append(element("polygon", points=outline, fill=colour(state), **_paleness(state)))
         if kind(state) == "wait":
-            shapes.append(f'<polygon class="hatch" points="{outline}"/>')
-    parts = [inner(shapes, height), grid(up, height), x_axis(across, x.label, height)]
-    for column in columns:
-        whole = sum(column.counts.values())
-        told = [
-            f"{in_words(s)}: {percent_name(column.counts[s] / whole)}" for s in reversed(states) if column.counts.get(s)
-        ]
-        parts.append(strip(*_places(column, across), height, "\n".join([_where(column, x.label), *told])))
-    totals = _totals(columns)
+            shapes.append(element("polygon", "hatch", points=outline))
+    parts = [inner(shapes, height), *axes(across, up, x.label, height)]
+    parts += _column_strips(columns, states, across, x.label, height, in_words)
     everything = sum(totals.values())
     about = ", ".join(f"{in_words(state)} {percent_name(totals[state] / everything)}" for state in states)
     return plot(parts, title=title, about=about, height=height, label="share of its time")
+
+
+def _column_strips(
+    columns: Sequence[Column],
+    rows: Sequence[str],
+    across: Scale,
+    label: str,
+    height: float,
+    words: Callable[[str], str],
+) -> Iterator[str]:
+    """Tooltips with the shares of each column, from the top row down."""
+    for column in columns:
+        whole, counts = sum(column.counts.values()), column.counts
+        if whole > 0.0:
+            told = [f"{words(row)}: {percent_name(counts[row] / whole)}" for row in reversed(rows) if counts.get(row)]
+            where = f"{label} {number(column.start)} to {number(column.end)}"
+            yield strip(across.at(column.start), across.at(column.end), height, "\n".join([where, *told]))
 
 
 def state_bars(
@@ -187,42 +186,33 @@ def state_bars(
     as its seconds, which are then told, and all in one order. `notes` stand beside the names of processes. The legend
     leaves out what is less than LEGEND_SHARE of every bar."""
     pitch, bar = 50, 24
-    longest_s = max((sum(seconds.values()) for seconds in rows.values()), default=0.0)
+    rows = {name: seconds for name, seconds in rows.items() if shares(seconds)}
+    if not rows:
+        return empty(missing)
+    longest_s = max(sum(seconds.values()) for seconds in rows.values())
+    order = work_first(rows.values())
     parts, told = [], []
     seen: dict[str, None] = {}
-    place = {state: i for i, state in enumerate(work_first(rows.values()))}
-    y = 0
-    for name, seconds in rows.items():
-        found = shares(seconds)
-        if not found:
-            continue
+    for y, (name, seconds) in zip(range(0, pitch * len(rows), pitch), rows.items(), strict=True):
+        total_s, found = sum(seconds.values()), shares(seconds)
+        told_s = f" {number(total_s)} s" if is_scaled else ""
+        told.append(f"{name}{told_s}: " + ", ".join(f"{in_words(s)} {percent_name(share)}" for s, share in found[:4]))
+        soft = told_s + (f"  {notes[name]}" if notes and name in notes else "")
+        parts.append(_row_name(y, name, f'<tspan class="soft">{escape(soft)}</tspan>'))
         if is_scaled:
-            found.sort(key=lambda item: place[item[0]])
-        length = sum(seconds.values()) / longest_s if is_scaled else 1.0
-        total = f" {number(sum(seconds.values()))} s" if is_scaled else ""
-        note = f"  {notes[name]}" if notes and name in notes else ""
-        shown = escape(shortened(name, MAX_NAME))
-        soft = f'<tspan class="soft">{total}{escape(note)}</tspan>'
-        parts.append(f'<text class="name" x="0" y="{y + 13}">{shown}{soft}</text>')
-        at = 0.0
+            found.sort(key=lambda item: order.index(item[0]))
+        at, length = 0.0, total_s / longest_s if is_scaled else 1.0
         for state, share in found:
             if share >= LEGEND_SHARE:
                 seen[state] = None
             width = share * length
             tip = f"{name}: {in_words(state)} {number(seconds[state])} s, {percent_name(share)}"
-            parts.append(block(at, y + 19, width, bar, state, tip))
             texts = (f"{in_words(state)} {share:.0%}", f"{share:.0%}")
-            fitting = (words for words in texts if has_room(words, width * NARROW))
-            parts += [on_bar(at + width / 2, y + 19 + bar / 2 + 4, words, state) for words in islice(fitting, 1)]
+            parts += [block(at, y + 19, width, bar, state, tip), *_on_bar(at, width, y + 19, bar, state, texts, NARROW)]
             at += width
-        y += pitch
-        told.append(
-            f"{name}{total}: " + ", ".join(f"{in_words(state)} {percent_name(share)}" for state, share in found[:4])
-        )
-    if not parts:
-        return empty(missing)
-    about = "; ".join(told)
-    return state_legend(seen) + plot(parts, title=title, about=about, height=y, left=0, right=0, has_axes=False)
+    height = pitch * len(rows)
+    drawn = plot(parts, title=title, about="; ".join(told), height=height, left=0, right=0, has_axes=False)
+    return state_legend(seen) + drawn
 
 
 def gantt(
@@ -239,18 +229,14 @@ def gantt(
     if not rows or end_s <= start_s:
         return empty(missing)
     pitch, bar = 56, 22
-    height = pitch * len(rows)
-    length_s = end_s - start_s
+    height, length_s = pitch * len(rows), end_s - start_s
     unit, divisor = ("milliseconds", 1e-3) if length_s < 1.0 else ("seconds", 1.0)
     across = scale_of([0.0, length_s / divisor], Axis(""), most=8, is_fitted=True)
-    parts = [
-        f'<line class="grid" x1="{percent(across.at(t))}" x2="{percent(across.at(t))}" y1="0" y2="{height}"/>'
-        for t in across.ticks
-    ]
+    places = [percent(across.at(tick)) for tick in across.ticks]
+    parts = [element("line", "grid", x1=place, x2=place, y1=0, y2=height) for place in places]
     seen: dict[str, None] = {}
-    for i, row in enumerate(rows):
-        y = i * pitch
-        parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(shortened(row.name, MAX_NAME))}</text>')
+    for y, row in zip(range(0, height, pitch), rows, strict=True):
+        parts.append(_row_name(y, row.name))
         shown = cells(row.bars, start_s, end_s)
         widest = {one.text: one for one in sorted(shown, key=lambda one: one.end_s - one.start_s)}
         for one in shown:
@@ -258,24 +244,19 @@ def gantt(
             at, width = (one.start_s - start_s) / length_s, (one.end_s - one.start_s) / length_s
             parts.append(block(at, y + 18, width, bar, one.state, one.tip))
             if one.text and one is widest[one.text]:
-                fitting = (words for words in (one.text, one.text.split()[-1]) if has_room(words, width * GANTT_WIDTH))
-                parts += [
-                    on_bar(at + width / 2, y + 18 + bar / 2 + 4, words, one.state) for words in islice(fitting, 1)
-                ]
+                texts = (one.text, one.text.split()[-1])
+                parts += _on_bar(at, width, y + 18, bar, one.state, texts, GANTT_WIDTH)
         for seconds, text in row.marks:
-            place = percent((seconds - start_s) / length_s)
+            triangle = element("path", "", text, d="M-4 8 h8 l-4 -7 z")
             parts.append(
-                f'<svg class="mark" x="{place}" y="{y + 41}"><path d="M-4 8 h8 l-4 -7 z">'
-                f"<title>{escape(text)}</title></path></svg>"
+                f'<svg class="mark" x="{percent((seconds - start_s) / length_s)}" y="{y + 41}">{triangle}</svg>'
             )
     parts.append(x_axis(across, f"{unit} since {origin}" if origin else unit, height))
     marker = [("an event, such as a swap of weights", "triangle", "")] if any(row.marks for row in rows) else []
     about = f"{len(rows)} processes over {number(length_s)} seconds: " + ", ".join(row.name for row in rows)
     drawn = plot(parts, title=title, about=about, height=height, left=14, right=14)
-    return (
-        state_legend(seen, marker)
-        + f'<div class="gantt" role="region" aria-label="{escape(title)}" tabindex="0">{drawn}</div>'
-    )
+    box = f'<div class="gantt" role="region" aria-label="{escape(title)}" tabindex="0">{drawn}</div>'
+    return state_legend(seen, marker) + box
 
 
 # The pieces
@@ -283,10 +264,7 @@ def gantt(
 
 def work_first(parts: Iterable[Mapping[str, float]]) -> list[str]:
     """All states of several processes or columns: work before waiting, the largest of each first."""
-    totals: dict[str, float] = {}
-    for seconds in parts:
-        for state, value in seconds.items():
-            totals[state] = totals.get(state, 0.0) + value
+    totals = totals_of(parts)
     return sorted(totals, key=lambda state: (kind(state) != "work", -totals[state]))
 
 
@@ -294,7 +272,7 @@ def merged(columns: Sequence[Column], most: int) -> list[Column]:
     """At most `most` columns: the sums of equal runs of neighbours."""
     size = max(1, -(-len(columns) // most))
     parts = [columns[i : i + size] for i in range(0, len(columns), size)]
-    return [Column(part[0].start, part[-1].end, _totals(part)) for part in parts]
+    return [Column(part[0].start, part[-1].end, totals_of(column.counts for column in part)) for part in parts]
 
 
 def cells(bars: Sequence[Bar], start_s: float, end_s: float) -> list[Bar]:
@@ -329,7 +307,7 @@ def ranked(rows: Sequence[tuple[str, float, str]], *, hue: int) -> str:
     most = max((value for _, value, _ in rows), default=0.0)
     items = "".join(
         f'<li><span>{escape(name)}</span><b>{escape(words)}</b><svg class="bar" height="8" aria-hidden="true">'
-        f'<rect class="fill c{hue}" width="{percent(value / most)}" height="8"/></svg></li>'
+        f"{element('rect', f'fill c{hue}', width=percent(value / most), height=8)}</svg></li>"
         for name, value, words in rows
         if most > 0.0
     )
@@ -338,19 +316,27 @@ def ranked(rows: Sequence[tuple[str, float, str]], *, hue: int) -> str:
 
 def block(place: float, y: float, width: float, height: float, state: str, tip: str) -> str:
     """A stretch of time in `state`. Waiting is hatched as well as coloured: not everybody sees the colours."""
-    where = f'x="{percent(place)}" y="{y:g}" width="{percent(width)}" height="{height:g}"'
-    pale = ' class="pale"' if _is_pale(state) else ""
-    hatch = f'<rect class="hatch" {where}/>' if kind(state) == "wait" and width > HATCHED else ""
-    return f'<rect {where} fill="{colour(state)}"{pale}><title>{escape(tip)}</title></rect>{hatch}'
+    where = {"x": percent(place), "y": f"{y:g}", "width": percent(width), "height": f"{height:g}"}
+    is_hatched = kind(state) == "wait" and width > HATCHED
+    hatch = element("rect", "hatch", **where) if is_hatched else ""
+    return element("rect", tip=tip, fill=colour(state), **where, **_paleness(state)) + hatch
 
 
-def has_room(words: str, pixels: float) -> bool:
-    return len(words) * LETTER + 6.0 <= pixels
+def _row_name(y: int, name: str, more: str = "") -> str:
+    return f'<text class="name" x="0" y="{y + 13}">{escape(shortened(name, MAX_NAME))}{more}</text>'
 
 
-def on_bar(place: float, y: float, text: str, state: str) -> str:
+def _on_bar(
+    place: float, width: float, y: float, height: float, state: str, texts: Iterable[str], pixels: float
+) -> list[str]:
+    """The first of `texts` for which a bar has room, where whole bars are `pixels` wide; none where it has for none."""
     kind = "on-pale" if _is_pale(state) else "on-dark" if _luminance(colour(state)) < 0.21 else "on-light"
-    return f'<text class="{kind}" x="{percent(place)}" y="{y:g}">{escape(text)}</text>'
+    fitting = (text for text in texts if len(text) * LETTER + 6.0 <= width * pixels)
+    return [word(kind, percent(place + width / 2), y + height / 2 + 4, text) for text in islice(fitting, 1)]
+
+
+def _paleness(state: str) -> dict[str, str]:
+    return {"class": "pale"} if _is_pale(state) else {}
 
 
 def _is_pale(state: str) -> bool:
@@ -391,22 +377,6 @@ def _shade(counts: Mapping[str, float], row: str) -> int:
     whole = sum(counts.values())
     share = counts.get(row, 0.0) / whole if whole > 0.0 else 0.0
     return round(SHADES * _alpha(share)) if share > 0.0 else 0
-
-
-def _totals(columns: Sequence[Column]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for column in columns:
-        for row, count in column.counts.items():
-            totals[row] = totals.get(row, 0.0) + count
-    return totals
-
-
-def _places(column: Column, across: Scale) -> tuple[float, float]:
-    return across.at(column.start), across.at(column.end)
-
-
-def _where(column: Column, label: str) -> str:
-    return f"{label} {number(column.start)} to {number(column.end)}"
 
 
 def _luminance(shade: str) -> float:

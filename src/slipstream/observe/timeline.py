@@ -400,38 +400,41 @@ def presence(records: Sequence[Record], start_ns: int, end_ns: int, *, is_over: 
     record of one that was killed to the first of its successor it is `lost`; without a successor it is if the run
     `is_over`, else what comes after its last record is nobody's yet.
     """
+    lives: list[Life] = []
+    for record in records:
+        Life.extend(lives, record)
     slices = [record for record in records if isinstance(record, Slice)]
-    lives = _lives(records)
-    if not lives:
-        return slices
-    gone = [(ABSENT, start_ns, lives[0].first_ns)]
-    for life, successor in zip(lives, [*lives[1:], None], strict=True):
-        if life.has_ended:
-            gone.append((ABSENT, life.last_ns, end_ns if successor is None else successor.first_ns))
-        elif successor is not None or is_over:
-            gone.append((LOST, life.last_ns, end_ns if successor is None else successor.first_ns))
-    return slices + [Slice(state, first, last) for state, first, last in gone if first < last]
+    return slices + [Slice(*one) for one in gone(lives, start_ns, end_ns, is_over=is_over) if one[1] < one[2]]
 
 
 @dataclass
-class _Life:
+class Life:
     """One process that wrote a file, of those that were started one after the other under its name."""
 
     first_ns: int
     last_ns: int
     has_ended: bool = False
 
-
-def _lives(records: Iterable[Record]) -> list[_Life]:
-    lives: list[_Life] = []
-    for record in records:
+    @staticmethod
+    def extend(lives: list[Life], record: Record) -> None:
+        """Add the next record of a file to the last of its `lives`, or begin another one with it."""
         first_ns, last_ns = times_ns(record)
         if isinstance(record, ProcessStart) or not lives:
-            lives.append(_Life(first_ns, last_ns))
+            lives.append(Life(first_ns, last_ns))
         life = lives[-1]
         life.first_ns, life.last_ns = min(life.first_ns, first_ns), max(life.last_ns, last_ns)
         life.has_ended |= isinstance(record, ProcessEnd)
-    return lives
+
+
+def gone(lives: Sequence[Life], start_ns: int, end_ns: int, *, is_over: bool = False) -> Iterator[tuple[str, int, int]]:
+    """(state, start, end) before, between and after `lives`, as `presence` says; some may be empty, or end before."""
+    if not lives:
+        return
+    yield ABSENT, start_ns, lives[0].first_ns
+    for life, successor in zip(lives, [*lives[1:], None], strict=True):
+        if life.has_ended or successor is not None or is_over:
+            state = ABSENT if life.has_ended else LOST
+            yield state, life.last_ns, end_ns if successor is None else successor.first_ns
 
 
 def times_ns(record: Record) -> tuple[int, int]:
@@ -439,10 +442,10 @@ def times_ns(record: Record) -> tuple[int, int]:
     return (record.start_ns, record.end_ns) if isinstance(record, Slice) else (record.time_ns, record.time_ns)
 
 
-def read_timeline(path: Path) -> Iterator[Record]:
-    """The records of one process's file, a torn last line left out."""
+def read_timeline(path: Path, *, offset: int = 0) -> Iterator[Record]:
+    """The records of one process's file, a torn last line left out; `offset` as in `read_jsonl`."""
     kinds: Any = Record
-    yield from read_jsonl(path, kinds)
+    yield from read_jsonl(path, kinds, offset=offset)
 
 
 def account_file(path: Path, start_s: float, end_s: float, *, is_over: bool = False) -> dict[str, float]:

@@ -51,24 +51,29 @@ class History:
 Statistic = Callable[[History], float | None]
 
 
-def level(name: str, count: int) -> Statistic:
-    """The median of the last `count` values: half of them must be high for it to be."""
+def _of_last(name: str, count: int, of: Callable[[Sequence[float]], float]) -> Statistic:
+    """`of` the last `count` values of a metric."""
 
     def statistic(history: History) -> float | None:
         values = history.last(name, count)
-        return None if values is None else median(values)
+        return None if values is None else of(values)
 
     return statistic
+
+
+def level(name: str, count: int) -> Statistic:
+    """The median of the last `count` values: half of them must be high for it to be."""
+    return _of_last(name, count, median)
 
 
 def mean(name: str, count: int) -> Statistic:
     """The mean of the last `count` values, for shares of few things, whose median is often 0."""
+    return _of_last(name, count, fmean)
 
-    def statistic(history: History) -> float | None:
-        values = history.last(name, count)
-        return None if values is None else fmean(values)
 
-    return statistic
+def lowest(name: str, count: int) -> Statistic:
+    """The smallest of the last `count` values: high only if all of them are."""
+    return _of_last(name, count, min)
 
 
 def total(name: str, count: int) -> Statistic:
@@ -81,17 +86,7 @@ def total(name: str, count: int) -> Statistic:
     return statistic
 
 
-def lowest(name: str, count: int) -> Statistic:
-    """The smallest of the last `count` values: high only if all of them are."""
-
-    def statistic(history: History) -> float | None:
-        values = history.last(name, count)
-        return None if values is None else min(values)
-
-    return statistic
-
-
-def times_baseline(name: str, count: int, *, floor: float) -> Statistic:
+def times_baseline(name: str, count: int, floor: float) -> Statistic:
     """The median of the last `count` values over that of the run's first ones, or over `floor` if that is larger."""
 
     def statistic(history: History) -> float | None:
@@ -144,7 +139,7 @@ def waiting(process: str, state: str, count: int) -> Statistic:
     return statistic
 
 
-def spikes(name: str, count: int, *, factor: float) -> Statistic:
+def spikes(name: str, count: int, factor: float) -> Statistic:
     """How many of the last `count` values stick out of the `count` before each: beyond `factor` times their median, and
     beyond what their spread explains."""
 

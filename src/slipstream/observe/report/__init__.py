@@ -1,8 +1,8 @@
 """The report: one self-contained page about a run, or about several beside each other, from the files they left.
 
 Nothing in it is fetched or executed: plots are inline SVG, there is no script, and every piece of text that came from
-a model or a data set is escaped. `run.py` reads, the parts of the page draw with `observe/svg.py`, `page.py` and
-`comparison.py` put them together.
+a model or a data set is escaped. `data.py` reads the files, `charts.py` has what both pages draw with `observe/svg.py`,
+`page.py` is the page of one run and `comparison.py` that of several.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.observe.report.comparison import write_comparison
+from slipstream.observe.report.data import check_run
 from slipstream.observe.report.page import write_report
-from slipstream.observe.report.run import check_run
 
 __all__ = ["report", "write_comparison", "write_report"]
 

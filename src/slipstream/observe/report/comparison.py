@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -9,19 +10,27 @@ from pathlib import Path
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
-from slipstream.observe.report.gains import Evaluated, gains_of_several
+from slipstream.observe.report.charts import (
+    Evaluated,
+    against_kl,
+    chart_card,
+    gained,
+    overlaid,
+    overlays,
+    spots_of,
+    three_clocks,
+)
+from slipstream.observe.report.data import Clock, RunData, as_saved, meaning, read_run, shown
 from slipstream.observe.report.html import card, cards, document, field, items, part, table, text
-from slipstream.observe.report.learning import numbers, three_clocks
 from slipstream.observe.report.outcomes import BOLD, are_alike, faster, outcome_table
 from slipstream.observe.report.overview import status_of
-from slipstream.observe.report.run import Clock, Run, read_run
-from slipstream.observe.report.setup import as_saved, flat, meaning, shown
-from slipstream.observe.svg import Axis, Series, empty, line_chart, shortened, smoothed
+from slipstream.observe.svg import Axis, Series, empty, plural, shortened
 from slipstream.observe.svg_blocks import state_bars
 
 MAX_RUNS = 14  # as many as lines can be told apart: seven colours, each whole and dashed
 MAX_NAME = 22  # letters: what has room over a bar on a phone, beside the process and the seconds
 COMPARISON_FILE = "comparison.html"
+GIVEN_NAME = re.compile(r".+-\d{8}-\d{6}")  # of a folder, where nobody has chosen one: RECIPE-TIME
 NOT_COMPARED = ("recipe",)  # fields that say nothing about how a run went
 SAYS_MOST = ("recipe", "loss.name", "model.path", "max_staleness")
 SAYS_LEAST = ("steps", "seed")
@@ -29,23 +38,15 @@ MAX_FIELDS = 3  # of a label
 MAX_TRIED = 40  # fields
 MAX_VALUE = 40  # letters of a field's value, in one
 MIN_FIELD = 4  # letters of a field that says what it is of: "lr" does not
-MENU = {
-    "overview": "In short",
-    "learning": "Learning",
-    "off-policy": "Off-policy",
-    "time": "Time",
-    "evaluation": "Evaluation",
-    "setup": "Setup",
-}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A run among others: what it is called here, its folder as far as it differs, and its colour."""
+    """A run among others: what it is called here, what stands beside its name, and its colour."""
 
-    run: Run
+    run: RunData
     name: str
-    folder: str
+    beside: str
     hue: int
 
 
@@ -60,9 +61,11 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> Pa
     if not 2 <= len(places) <= MAX_RUNS:
         raise ConfigError("runs to compare", got=f"{len(places)} of them", allowed=f"2 to {MAX_RUNS}")
     runs = [read_run(run_dir) for run_dir in run_dirs]
-    folders = [short_names(places)[place] for place in places]
-    names = labels(runs) or folders
-    compared = [Compared(*one, i) for i, one in enumerate(zip(runs, names, folders, strict=True))]
+    folders = list(short_names(places).values())
+    names, beside = labels(runs) or folders, folders
+    if not any(GIVEN_NAME.fullmatch(place.name) for place in places):  # somebody has called them so
+        names, beside = folders, names
+    compared = [Compared(*one, i) for i, one in enumerate(zip(runs, names, beside, strict=True))]
     path = Path(COMPARISON_FILE) if out is None else out
     replace_file(path, comparison_page(compared).encode())
     return path
@@ -78,7 +81,7 @@ def short_names(places: Sequence[Path]) -> dict[Path, str]:
     return cut if len(set(cut.values())) == len(places) else names
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[RunData]) -> list[str]:
     """What sets each run apart in its configuration, in as few fields as tell all of them apart; none if too many must.
 
     A field that says most by itself comes first (SAYS_MOST), one that says least last. Text stands for itself.
@@ -110,17 +113,16 @@ def _label(name: str, value: object) -> str:
 
 def comparison_page(runs: Sequence[Compared]) -> str:
     parts = {
-        "overview": _overview(runs),
-        "learning": _learning(runs),
-        "evaluation": _evaluation(runs),
-        "off-policy": _off_policy(runs),
-        "time": _time(runs),
-        "setup": _setup(runs),
+        "In short": _overview(runs),
+        "Learning": _learning(runs),
+        "Evaluation": _evaluation(runs),
+        "Off-policy": _off_policy(runs),
+        "Time": _time(runs),
+        "Setup": _setup(runs),
     }
-    menu = {anchor: MENU[anchor] for anchor, content in parts.items() if content}
     recipes = list(dict.fromkeys(one.run.recipe for one in runs))
     heading = f"<h1>{len(runs)} runs beside each other</h1><p>{text(' · '.join(recipes))}</p>"
-    return document(title=" | ".join(one.name for one in runs), heading=heading, menu=menu, body=parts.values())
+    return document(title=" | ".join(one.name for one in runs), heading=heading, parts=parts)
 
 
 # In short
@@ -134,7 +136,7 @@ def _overview(runs: Sequence[Compared]) -> str:
         told.append(f"Resumed: {', '.join(resumed)}. Curves over time leave out what was abandoned.")
     for one in runs:
         if (status := status_of(one.run)) != "done":
-            told.append(f"{one.name}: {status}, {len(one.run.history.steps)} steps so far.")
+            told.append(f"{one.name}: {status}, {plural(len(one.run.history.steps), 'step')} so far.")
     lead = "Every run has one colour on this page."
     summary = card("What happened", "", items(told, kind="plain"), size="wide") if told else ""
     outcomes = card("Outcomes", BOLD, outcome_table({one.name: one.run for one in runs}), size="wide")
@@ -145,7 +147,7 @@ def _names(runs: Sequence[Compared]) -> str:
     """The runs with their colours and what sets each apart."""
     chips = "".join(
         f'<li><i class="key stroke {Series(one.name, [], one.hue).kind}"></i><b>{text(one.name)}</b> '
-        f"<span>{field(one.folder if one.folder != one.name else '')}</span></li>"
+        f"<span>{field(one.beside if one.beside != one.name else '')}</span></li>"
         for one in runs
     )
     return f'<ul class="runs">{chips}</ul>'
@@ -159,110 +161,51 @@ def _learning(runs: Sequence[Compared]) -> str:
         _clocks(runs, "Held-out accuracy", "eval_accuracy", "accuracy, greedy"),
         _clocks(runs, "Held-out reward", "eval_reward", "mean reward, greedy"),
         _clocks(runs, "Reward", "reward", "reward of the batch"),
-        cards(
-            _overlay(
-                runs,
-                "Length of completions",
-                "completion_tokens_mean",
-                Axis("tokens", low=0.0),
-                "Means of the batches.",
-            ),
-            _overlay(
-                runs,
-                "Entropy",
-                "entropy",
-                Axis("nats per token", low=0.0),
-                "How undecided the policy is about the next token.",
-            ),
-            _overlay(
-                runs,
-                "KL to the reference",
-                "kl_reference_sum",
-                Axis("nats per completion", low=0.0),
-                "How far training has moved from the frozen reference.",
-            ),
-        ),
+        cards(*overlays(_lines(runs), "learning")),
     ]
     lead = "The first picture of a row tells what a step teaches, the last one what an hour does."
     return part("learning", "Who learns faster?", lead, pictures)
 
 
+def _lines(runs: Sequence[Compared]) -> list[tuple[str, int, RunData]]:
+    return [(one.name, one.hue, one.run) for one in runs]
+
+
 def _clocks(runs: Sequence[Compared], title: str, name: str, label: str) -> str:
     """One metric of all runs against steps, tokens and time."""
     note = "The same lines by steps, by tokens trained on and by time since RL began, warm start excluded."
-    window = max(one.run.history.window() for one in runs)
+    window = max(one.run.history.window for one in runs)
     if window > 1 and not name.startswith("eval_"):
         note += f" Means of up to {window} neighbouring steps."
 
     def series_of(clock: Clock) -> list[Series]:
-        return [_series(one, name, clock) for one in runs]
+        return [overlaid(one.run, name, clock, one.name, one.hue) for one in runs]
 
     return three_clocks(title, note, [one.run for one in runs], series_of, Axis(label, low=0.0), height=220)
 
 
-def _series(one: Compared, name: str, clock: Clock) -> Series:
-    history = one.run.history
-    if name.startswith("eval_"):
-        return Series(one.name, history.evaluated(name, clock), one.hue, has_dots=True)
-    return Series(one.name, smoothed(history.points(name, clock), history.window()), one.hue)
-
-
-def _overlay(runs: Sequence[Compared], title: str, name: str, y: Axis, note: str) -> str:
-    series = [_series(one, name, "step") for one in runs if one.run.history.has(name)]
-    if not series:
+def _evaluation(runs: Sequence[Compared]) -> str:
+    """Nothing where no run has both a win rate and a KL."""
+    evaluated = [Evaluated(one.name, one.hue, one.run.evaluation) for one in runs if one.run.evaluation is not None]
+    if not (spots := spots_of(evaluated)):
         return ""
-    chart = line_chart(series, title=title, x=Axis("step"), y=y, missing="None of the runs measured it.")
-    return card(title, note, chart, details=numbers(series, "step"), folds=True)
+    rows = [[text(s.name), f"{s.x:.2f} ± {s.x_error:.2f}", f"{s.y:.1%} ± {s.y_error:.1%}"] for s in spots]
+    found = table(["", "KL", "gold win rate"], rows, kind="numbers")
+    measured = card("The same in numbers", "Means ± standard errors.", found, folds=True)
+    return gained([against_kl(evaluated), measured])
 
 
 def _off_policy(runs: Sequence[Compared]) -> str:
-    ages = [
-        Series(
-            one.name,
-            [(float(lag), count / sum(one.run.staleness.values())) for lag, count in one.run.staleness.items()],
-            one.hue,
-            has_dots=True,
-        )
-        for one in runs
-        if one.run.staleness
-    ]
-    chart = line_chart(
-        ages,
-        title="Age of trained tokens",
-        x=Axis("age in steps", low=0.0),
-        y=Axis("share of tokens", low=0.0, is_share=True),
-    )
+    ages = []
+    for one in runs:
+        total = sum(one.run.staleness.values())
+        points = [(float(lag), count / total) for lag, count in one.run.staleness.items()]
+        ages.append(Series(one.name, points, one.hue, has_dots=True))
+    title, share = "Age of the trained tokens", Axis("share of tokens", low=0.0, is_share=True)
     note = "How many training steps old a token was when it was trained on; a synchronous run has all at 0."
-    pictures = cards(
-        card("Age of the trained tokens", note, chart, details=numbers(ages, "age")) if ages else "",
-        _overlay(
-            runs,
-            "Age, step by step",
-            "staleness_mean",
-            Axis("steps, mean of the batch", low=0.0),
-            "Flat is a pipeline in balance.",
-        ),
-        _overlay(
-            runs,
-            "Drift within a batch",
-            "kl_k3",
-            Axis("KL(sampler ‖ trained), nats per token", low=0.0),
-            "How far the trained policy is from the one that sampled.",
-        ),
-        _overlay(
-            runs,
-            "Effective sample size",
-            "ess",
-            Axis("share of the batch", high=1.0, is_share=True),
-            "How much of a batch still counts after the correction.",
-        ),
-    )
-    return part(
-        "off-policy",
-        "Whose data was older?",
-        "What was sampled while others were trained comes from older versions of the policy.",
-        [pictures],
-    )
+    first = chart_card(title, note, ages, share, x=Axis("age in steps", low=0.0), folds=False)
+    lead = "What was sampled while others were trained comes from older versions of the policy."
+    return part("off-policy", "Whose data was older?", lead, [cards(first, *overlays(_lines(runs), "off-policy"))])
 
 
 def _time(runs: Sequence[Compared]) -> str:
@@ -285,22 +228,9 @@ def _time(runs: Sequence[Compared]) -> str:
     pictures = [
         card("What a step is spent on", note, chart, size="wide"),
         card("What holds each of them up", "", items(told, kind="plain"), size="wide", folds=True) if told else "",
-        cards(
-            _overlay(
-                runs,
-                "Time of a step",
-                "step_s",
-                Axis("seconds", low=0.0),
-                "From the end of one step to the end of the next.",
-            ),
-            _overlay(runs, "Trained on", "trained_tokens_per_s", Axis("tokens per second", low=0.0), "By the trainer."),
-        ),
+        cards(*overlays(_lines(runs), "time")),
     ]
     return part("time", "Whose time went where?", "Means over the steps of each run's last attempt.", pictures)
-
-
-def _evaluation(runs: Sequence[Compared]) -> str:
-    return gains_of_several([Evaluated(o.name, o.hue, o.run.evaluation) for o in runs if o.run.evaluation is not None])
 
 
 def _setup(runs: Sequence[Compared]) -> str:
@@ -319,9 +249,9 @@ def _setup(runs: Sequence[Compared]) -> str:
     )
 
 
-def differing_fields(runs: Sequence[Run], *, apart_from: Collection[str] = NOT_COMPARED) -> dict[str, list[object]]:
-    """Field -> its value in each run, where these differ."""
-    tables = [flat(run.config) for run in runs]
+def differing_fields(runs: Sequence[RunData], *, apart_from: Collection[str] = NOT_COMPARED) -> dict[str, list[object]]:
+    """Field -> its value in each run, where these differ; None where a run does not use it."""
+    tables = [run.fields for run in runs]
     names = dict.fromkeys(name for fields in tables for name in fields if name not in apart_from)
     found = {name: [as_saved(fields.get(name)) for fields in tables] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

@@ -21,17 +21,19 @@ DEFS = f'<svg class="defs" aria-hidden="true" width="0" height="0"><defs>{HATCH}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def document(*, title: str, heading: str, menu: Mapping[str, str], body: Iterable[str]) -> str:
-    """A whole page. `heading` and `body` are HTML; `menu` names the parts of the page by their anchors."""
+def document(*, title: str, heading: str, parts: Mapping[str, str]) -> str:
+    """A whole page. `heading` is HTML; so are its `parts`, by their names in the menu: those with something in them."""
+    parts = {name: content for name, content in parts.items() if content}
+    anchors = {name: content.split('"')[1] for name, content in parts.items()}  # `<section id="...`
     style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
-    links = "".join(f'<a href="#{anchor}">{text(name)}</a>' for anchor, name in menu.items())
+    links = "".join(f'<a href="#{anchor}">{text(name)}</a>' for name, anchor in anchors.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{text(title)} - Slipstream</title><style>{style}</style></head>"
         f'<body>{DEFS}<header>{heading}</header><nav aria-label="Parts of this page">{links}</nav>'
-        f"<main>{''.join(body)}</main></body></html>\n"
+        f"<main>{''.join(parts.values())}</main></body></html>\n"
     )
 
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 from slipstream.observe.display import duration
 from slipstream.observe.noise import ERRORS, LEAST_TREND, Estimate, mean_of
+from slipstream.observe.report.data import RunData
 from slipstream.observe.report.html import table, text
-from slipstream.observe.report.run import Run
 from slipstream.observe.svg import Point, number, smoothed
 from slipstream.observe.svg_blocks import percent_name
 
@@ -26,12 +26,12 @@ class Outcome:
     """
 
     name: str
-    measure: Callable[[Run], Estimate | float | None]
+    measure: Callable[[RunData], Estimate | float | None]
     words: Callable[[float], str]
     best: Callable[[Sequence[float]], float] | None = None
 
 
-def outcome_table(runs: Mapping[str, Run]) -> str:
+def outcome_table(runs: Mapping[str, RunData]) -> str:
     several = list(runs.values())
     has_one_batch = (
         len({(run.config.get("groups_per_step"), run.config.get("completions_per_group")) for run in several}) == 1
@@ -64,7 +64,7 @@ def outcome_table(runs: Mapping[str, Run]) -> str:
     return table(["", *runs], rows, kind="outcomes")
 
 
-def are_alike(runs: Sequence[Run]) -> bool:
+def are_alike(runs: Sequence[RunData]) -> bool:
     """Whether their rewards and held-out scores mean the same."""
     return all(run.rewarded == runs[0].rewarded for run in runs)
 
@@ -88,7 +88,7 @@ class Racer:
         return next((seconds for seconds, value in self.points if value >= reward), math.inf)
 
 
-def faster(runs: Mapping[str, Run]) -> list[str]:
+def faster(runs: Mapping[str, RunData]) -> list[str]:
     """Which run was first at a reward that all reached, in a sentence; none where that cannot be told.
 
     The reward is two standard errors below the best that the weakest of them had. A run is there between the times at
@@ -112,9 +112,9 @@ def faster(runs: Mapping[str, Run]) -> list[str]:
     return [f"RL until a smoothed reward of {target:.3f}, which all reached: {first} {span(first_s)}{others}."]
 
 
-def _racer(run: Run) -> Racer | None:
+def _racer(run: RunData) -> Racer | None:
     """None for a run whose times, or whose noise, are not known."""
-    raw, window = run.history.points("reward", "time"), run.history.window()
+    raw, window = run.history.points("reward", "time"), run.history.window
     if len(raw) < LEAST_TREND or run.num_attempts > 1:
         return None
     points = smoothed(raw, window)
@@ -126,7 +126,7 @@ def span(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
 
 
-def _row(line: Outcome, runs: Sequence[Run]) -> list[str]:
+def _row(line: Outcome, runs: Sequence[RunData]) -> list[str]:
     found = [line.measure(run) for run in runs]
     measured = [one if isinstance(one, Estimate) or one is None else Estimate(one) for one in found]
     if not any(measured):
@@ -151,21 +151,20 @@ def _best(line: Outcome, known: Sequence[Estimate]) -> Estimate | None:
     return best if all(one is best or best.differs(one) for one in known) else None
 
 
-def _num_held_out(run: Run) -> float | None:
-    after = None if run.summary is None else run.summary.eval.after
-    return None if after is None else float(after.num_prompts)
+def _num_held_out(run: RunData) -> float | None:
+    return None if run.evaluations.after is None else float(run.num_held_out)
 
 
-def _rate(run: Run, which: Literal["generated", "trained"]) -> Estimate | None:
+def _rate(run: RunData, which: Literal["generated", "trained"]) -> Estimate | None:
     """Its error is that of the mean of the steps' rates."""
     if run.summary is None or not run.history.steps:
         return None
     speed = run.summary.throughput
     value = speed.generated_tokens_per_s if which == "generated" else speed.trained_tokens_per_s
-    by_step = mean_of([value for _, value in run.history.points(f"{which}_tokens_per_s")])
+    by_step = mean_of(run.history.values(f"{which}_tokens_per_s"))
     return None if value is None else Estimate(value, None if by_step is None else by_step.error)
 
 
-def _mean_ess(run: Run) -> float | None:
-    values = [value for _, value in run.history.points("ess")]
+def _mean_ess(run: RunData) -> float | None:
+    values = run.history.values("ess")
     return fmean(values) if values else None

@@ -16,10 +16,10 @@ from slipstream.observe.display import duration
 from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.health import WATCHED_STEPS, AlarmSpan
 from slipstream.observe.noise import LEAST_TREND, mean_of, rises, share
+from slipstream.observe.report.data import RunData
 from slipstream.observe.report.html import card, cards, items, part, table, text
-from slipstream.observe.report.run import Run
-from slipstream.observe.summary import violations
-from slipstream.observe.svg import number
+from slipstream.observe.summary import Evaluations, violations
+from slipstream.observe.svg import number, plural
 from slipstream.observe.svg_blocks import percent_name
 from slipstream.observe.waste import WASTE
 
@@ -28,32 +28,32 @@ MAX_ADVICE = 6
 HELD_OUT = {"eval_accuracy": "Held-out accuracy", "eval_reward": "The held-out mean reward"}
 
 
-def heading(run: Run) -> str:
+def heading(run: RunData) -> str:
     summary, status = run.summary, status_of(run)
     facts = [run.name]
     if summary is not None:
         facts += [
-            f"{summary.steps} steps in {_time(run)}",
+            f"{plural(summary.steps, 'step')} in {_time(run)}",
             f"seed {summary.seed}",
             *([f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []),
             f"Slipstream {summary.versions.slipstream}",
             f"torch {summary.versions.torch}",
         ]
     else:
-        facts.append(f"{len(run.history.steps)} steps so far")
+        facts.append(f"{plural(len(run.history.steps), 'step')} so far")
     return (
         f'<h1>{text(run.recipe)} <span class="status {status.split()[0]}">{text(status)}</span></h1>'
         f"<p>{text(' · '.join(facts))}</p>"
     )
 
 
-def _time(run: Run) -> str:
+def _time(run: RunData) -> str:
     """Of all attempts, abandoned steps included."""
     told = "an unknown time" if run.wall_s is None else duration(run.wall_s)
     return told if run.num_attempts == 1 else f"{told}, {run.num_attempts} attempts"
 
 
-def status_of(run: Run) -> str:
+def status_of(run: RunData) -> str:
     """done, failed, interrupted; running or not finished where there is no summary."""
     if run.is_held:
         return "running"
@@ -62,29 +62,25 @@ def status_of(run: Run) -> str:
     return "running" if run.written_s < RECENT_S else "not finished"
 
 
-def overview(run: Run) -> str:
-    pictures = [
-        _contradictions(run),
-        f'<div class="tiles">{"".join(_tile(value, name) for value, name in tiles(run))}</div>',
-        cards(_sentences(run), _next(run)),
-        _alarms(run.alarms),
-    ]
+def overview(run: RunData) -> str:
+    shown = (f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for value, name in tiles(run))
+    told = {"What happened": sentences(run), "What to look at next": advice(run)}
+    lists = cards(*(card(title, "", items(lines, kind="plain")) for title, lines in told.items()))
+    pictures = [_contradictions(run), f'<div class="tiles">{"".join(shown)}</div>', lists, _alarms(run.alarms)]
     return part("overview", "In short", opening(run), pictures)
 
 
-def opening(run: Run) -> str:
+def opening(run: RunData) -> str:
     """What this page is."""
-    status = status_of(run)
-    if status == "running":
-        return f"The run goes on; its newest line was {duration(run.written_s)} old when this page was made."
-    if status == "not finished":
-        return "The run did not end by itself, or was killed; this page shows what its files hold."
-    if status == "failed":
-        return "The run failed; this page shows how far it came."
-    return "Point at any picture for its numbers."
+    words = {
+        "running": f"The run goes on; its newest line was {duration(run.written_s)} old when this page was made.",
+        "not finished": "The run did not end by itself, or was killed; this page shows what its files hold.",
+        "failed": "The run failed; this page shows how far it came.",
+    }
+    return words.get(status_of(run), "Point at any picture for its numbers.")
 
 
-def tiles(run: Run) -> list[tuple[str, str]]:
+def tiles(run: RunData) -> list[tuple[str, str]]:
     """(a number, what it is) of those to see first."""
     summary, history = run.summary, run.history
     found: list[tuple[str, str]] = []
@@ -95,16 +91,15 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     elif after.reward is not None:
         found.append((f"{mean(before.reward)} → {mean(after.reward)}", "held-out mean reward, greedy"))
     elif history.steps:
-        rewards = [value for _, value in history.points("reward")]
-        found.append(
-            (f"{number(rewards[0])} → {number(rewards[-1])}" if rewards else "?", "reward, first and last step")
-        )
+        rewards = history.values("reward")
+        ends = f"{number(rewards[0])} → {number(rewards[-1])}" if rewards else "?"
+        found.append((ends, "reward, first and last step"))
     if run.evaluation is not None and "win_rate" in run.evaluation["after"]["gold"]:
         rates = [run.evaluation[moment]["gold"]["win_rate"]["mean"] for moment in MOMENTS]
         change = " → ".join("?" if rate is None else f"{rate:.1%}" for rate in rates).replace("% →", " →")
         found.append((change, "gold win rate against references"))
     if history.steps:
-        found.append((f"{number(median(value for _, value in history.points('step_s')))} s", "a step, median"))
+        found.append((f"{number(median(history.values('step_s')))} s", "a step, median"))
     if summary is not None:
         trained, sampled = summary.throughput.trained_tokens_per_s, summary.throughput.generated_tokens_per_s
         if history.steps and trained is not None and sampled is not None:
@@ -128,12 +123,12 @@ def mean(reward: float | None) -> str:
     return "?" if reward is None else number(reward)
 
 
-def sentences(run: Run) -> list[str]:
+def sentences(run: RunData) -> list[str]:
     """What happened, in plain words and numbers."""
     return [told for sentence in SENTENCES if (told := sentence(run))]
 
 
-def advice(run: Run) -> list[str]:
+def advice(run: RunData) -> list[str]:
     """What to look at or try next, the most urgent first."""
     return [told for sentence in ADVICE if (told := sentence(run))][:MAX_ADVICE]
 
@@ -141,15 +136,15 @@ def advice(run: Run) -> list[str]:
 # What happened
 
 
-def learned(run: Run) -> str:
+def learned(run: RunData) -> str:
     """Held-out scores before and after, and whether they differ by more than the noise of so many prompts."""
-    summary = run.summary
     before, after = run.held_out
-    if summary is not None and summary.eval.after is not None and (told := _held_out(before, after)):
-        count = summary.eval.after.num_prompts
+    if run.summary is not None and run.evaluations.after is not None and (told := _held_out(before, after)):
+        count = run.num_held_out
         chance = may_be_chance(before.accuracy, after.accuracy, count)  # of a mean reward the error is not known
-        return f"{told} ({count} prompts, greedy) in {summary.steps} steps{chance}."
-    return _rewarded([value for _, value in run.history.points("reward")])
+        steps = plural(run.summary.steps, "step")
+        return f"{told} ({plural(count, 'prompt')}, greedy) in {steps}{chance}.{_sampled(run.evaluations)}"
+    return _rewarded(run.history.values("reward"))
 
 
 def may_be_chance(before: float | None, after: float | None, num_prompts: int) -> str:
@@ -163,7 +158,7 @@ def _rewarded(rewards: list[float]) -> str:
     """Of a run without held-out prompts: how its reward began and ended; the mean where these differ by noise alone."""
     if not rewards:
         return "No step was trained."
-    steps = f"{len(rewards)} step{'s' if len(rewards) > 1 else ''}"
+    steps = plural(len(rewards), "step")
     if len(rewards) >= 2 * LEAST_TREND:
         length = max(LEAST_TREND // 2, len(rewards) // 10)
         first, last = mean_of(rewards[:length]), mean_of(rewards[-length:])
@@ -175,25 +170,42 @@ def _rewarded(rewards: list[float]) -> str:
 
 def _held_out(before: Measured, after: Measured) -> str:
     """How the held-out numbers changed: accuracy, mean reward, its parts where it has several, of those there are."""
-
-    def change(first: float | None, last: float, words: Callable[[float], str]) -> str:
-        return f"to {words(last)}" if first is None else f"from {words(first)} to {words(last)}"
-
     told = []
     if after.accuracy is not None:
-        told.append(f"held-out accuracy went {change(before.accuracy, after.accuracy, percent)}")
+        told.append(_change("held-out accuracy", before.accuracy, after.accuracy, percent))
     if after.reward is not None:
-        name = "the mean reward" if told else "the held-out mean reward went"
-        told.append(f"{name} {change(before.reward, after.reward, mean)}")
+        name = "the mean reward" if told else "the held-out mean reward"
+        told.append(_change(name, before.reward, after.reward, mean, is_first=not told))
     if len(after.reward_parts) > 1:
-        told += [
-            f"{name} {change(before.reward_parts.get(name), last, mean)}" for name, last in after.reward_parts.items()
-        ]
+        parts = ((name, before.reward_parts.get(name), last) for name, last in after.reward_parts.items())
+        told += [_change(*part, mean, is_first=not told) for part in parts]
     sentence = ", ".join(told)
     return sentence[:1].upper() + sentence[1:]
 
 
-def aged(run: Run) -> str:
+def _change(
+    name: str, first: float | None, last: float, words: Callable[[float], str], *, is_first: bool = True
+) -> str:
+    """A clause about a number before and after; only the first of several has a verb where it changed."""
+    if first is not None and words(first) == words(last):
+        return f"{name} stayed at {words(last)}"
+    ends = f"to {words(last)}" if first is None else f"from {words(first)} to {words(last)}"
+    return f"{name} went {ends}" if is_first else f"{name} {ends}"
+
+
+def _sampled(found: Evaluations) -> str:
+    """A sentence where greedy answers are as right as they were and sampled ones are not."""
+    if found.before is None or found.after is None:
+        return ""
+    (before, after), is_same = (found.before, found.after), found.before.accuracy == found.after.accuracy
+    first, last = before.sampled_accuracy, after.sampled_accuracy
+    if not is_same or first is None or last is None or percent(first) == percent(last):
+        return ""
+    chance = may_be_chance(first, last, after.num_prompts)
+    return f" Sampled at temperature 1, it went from {percent(first)} to {percent(last)}{chance}."
+
+
+def aged(run: RunData) -> str:
     oldest = run.max_staleness
     if oldest is None:
         return ""
@@ -204,15 +216,15 @@ def aged(run: Run) -> str:
     return f"A trained token was {run.mean_staleness:.2f} steps old on average and {oldest} at most{bound}."
 
 
-def starved(run: Run) -> str:
+def starved(run: RunData) -> str:
     return run.times.verdict
 
 
-def wasted(run: Run) -> str:
+def wasted(run: RunData) -> str:
     """What of sampling no step trained. What was left when a run ended early goes on with it, and of a short run it is
     large: neither is waste."""
     waste = {cause: tokens for cause, tokens in run.wasted.items() if cause != "left"}
-    trained = sum(run.history.clocks["tokens"][-1:])
+    trained = run.tokens_trained
     if not waste or not trained or len(run.history.steps) < LEAST_STEPS:
         return ""
     total, worst = sum(waste.values()), max(waste, key=lambda cause: waste[cause])
@@ -222,7 +234,7 @@ def wasted(run: Run) -> str:
     return f"Wasted: {percent_name(total / trained)} as many tokens as were trained on, {most} {WASTE[worst]}."
 
 
-def rang(run: Run) -> str:
+def rang(run: RunData) -> str:
     """That none rang says something where all could have."""
     if names := sorted({alarm.name for alarm in run.alarms}):
         return f"Alarms that rang: {', '.join(names)}."
@@ -233,7 +245,7 @@ def rang(run: Run) -> str:
 # What to look at next
 
 
-def go_on(run: Run) -> str:
+def go_on(run: RunData) -> str:
     """Only with a checkpoint to go on from, and not where the same numbers would end it again."""
     has_checkpoint = any(re.fullmatch(r"step_\d+", path.name) for path in (run.path / "checkpoints").glob("step_*"))
     is_refused = any(run.path.glob("refused_step_*.json"))
@@ -243,18 +255,18 @@ def go_on(run: Run) -> str:
     return f"Go on from the last checkpoint: slipstream run --resume {run.path}"
 
 
-def alarming(run: Run) -> str:
+def alarming(run: RunData) -> str:
     """The warning that began last, of those that were on at the end."""
     on = [alarm for alarm in run.alarms if alarm.severity == "warning" and alarm.ended is None]
     return f"{on[-1].name.replace('_', ' ')}: {on[-1].text}" if on else ""
 
 
-def use_idle(run: Run) -> str:
+def use_idle(run: RunData) -> str:
     balance = run.times.balance
     return "" if balance is None or balance.dial is None else f"Use what is idle: {balance.dial.effect}."
 
 
-def go_further(run: Run) -> str:
+def go_further(run: RunData) -> str:
     """Whether what was learned still grew at the end, of a run that is done.
 
     By the last two held-out scores, where there are three, and they differ by more than the noise of so many prompts;
@@ -264,50 +276,37 @@ def go_further(run: Run) -> str:
     """
     if status_of(run) != "done" or run.summary is None:
         return ""
-    count = 0 if run.summary.eval.after is None else run.summary.eval.after.num_prompts
     for name, what in HELD_OUT.items():
-        held_out = [share(value, count) for _, value in run.history.evaluated(name)]
+        held_out = [share(value, run.num_held_out) for value in run.history.values(name)]
         if len(held_out) > 2:
             before, after = held_out[-2:]
             if after.value < before.value:
                 return ""
             if after.differs(before):
                 return f"{what} still rose at the end: more steps may help."
-    is_rising = rises([value for _, value in run.history.points("reward")])
+    is_rising = rises(run.history.values("reward"))
     return "The reward still rose at the end: more steps may help." if is_rising else ""
 
 
-def open_timeline(run: Run) -> str:
+def open_timeline(run: RunData) -> str:
     if not (run.path / "timeline.json").exists():
         return ""
     return "Open timeline.json in ui.perfetto.dev to see who waits for whom, with arrows for groups and weights."
 
 
-def watch(run: Run) -> str:
+def watch(run: RunData) -> str:
     return f"Go through it in the browser, rollouts token by token: slipstream watch {run.path}"
 
 
-def put_beside(run: Run) -> str:
+def put_beside(run: RunData) -> str:
     return f"Put it beside another run: slipstream report {run.path} OTHER"
 
 
-SENTENCES: tuple[Callable[[Run], str], ...] = (learned, aged, starved, wasted, rang)
-ADVICE: tuple[Callable[[Run], str], ...] = (go_on, alarming, use_idle, go_further, open_timeline, watch, put_beside)
+SENTENCES: tuple[Callable[[RunData], str], ...] = (learned, aged, starved, wasted, rang)
+ADVICE: tuple[Callable[[RunData], str], ...] = (go_on, alarming, use_idle, go_further, open_timeline, watch, put_beside)
 
 
-def _sentences(run: Run) -> str:
-    return card("What happened", "", items(sentences(run), kind="plain"))
-
-
-def _next(run: Run) -> str:
-    return card("What to look at next", "", items(advice(run), kind="plain"))
-
-
-def _tile(value: str, name: str) -> str:
-    return f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>'
-
-
-def _contradictions(run: Run) -> str:
+def _contradictions(run: RunData) -> str:
     found = violations(run.summary) if run.summary else []
     note = "Its files break an identity that always holds. Please report it as a bug."
     return card("This run contradicts itself", note, items(found), size="wide bad") if found else ""

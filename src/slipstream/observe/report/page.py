@@ -1,33 +1,71 @@
-"""`report.html`: one page about one run."""
+"""`report.html`: one page about one run, part by part. Its sentences are in `overview.py`, its times in `timing.py`."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from slipstream.core.disk import replace_file
+from slipstream.core.files import load_json
+from slipstream.core.recipes import defaults, stage_dir
+from slipstream.core.run_log import num_missing, read_metrics
+from slipstream.observe.evaluation import evaluation_rows
 from slipstream.observe.hardware import Hardware
-from slipstream.observe.report.gains import gains
-from slipstream.observe.report.html import document
-from slipstream.observe.report.learning import learning
-from slipstream.observe.report.off_policy import off_policy
+from slipstream.observe.report.charts import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    Evaluated,
+    against_kl,
+    alarm_bands,
+    chart_card,
+    charts,
+    column_numbers,
+    gained,
+    numbers,
+    three_clocks,
+)
+from slipstream.observe.report.data import (
+    STALENESS,
+    Clock,
+    Length,
+    RunData,
+    as_saved,
+    flat,
+    is_number,
+    meaning,
+    read_run,
+    shown,
+)
+from slipstream.observe.report.html import card, cards, document, facts, field, folded, model_text, part, table, text
 from slipstream.observe.report.overview import heading, overview
-from slipstream.observe.report.run import Run, read_run
-from slipstream.observe.report.setup import setup
-from slipstream.observe.report.stages import stages
-from slipstream.observe.report.timing import timing
-from slipstream.observe.report.window import Window, read_window
-from slipstream.observe.report.words import words
+from slipstream.observe.report.timing import Window, read_window, timing
+from slipstream.observe.samples import Sample
+from slipstream.observe.svg import MAX_POINTS, Axis, Series, empty, line_chart, number
+from slipstream.observe.svg_blocks import MAX_COLUMNS, Column, heat_map, percent_name
 
 REPORT_FILE = "report.html"
-MENU = {
-    "overview": "In short",
-    "before": "Before RL",
-    "learning": "Learning",
-    "evaluation": "Evaluation",
-    "off-policy": "Off-policy",
-    "time": "Time",
-    "text": "Text",
-    "setup": "Setup",
+TERMS = "reward_parts/"
+RATIOS = "ratio_share/"
+GAP = "logprob_diff_mean/lag_"
+MAX_LAGS = 5  # lines of the gap by age
+MAX_BINS = 12
+FILES = {
+    "summary.json": "what it came to; a stable interface for scripts",
+    "metrics.jsonl": "one line per step: every curve of this page",
+    "rollouts.jsonl": "what the model said, for which reward, sampled by which versions",
+    "timeline.json": "who waited for whom; opens in ui.perfetto.dev and chrome://tracing",
+    "alarms.jsonl": "what looked wrong, step by step",
+    "events.jsonl": "every scheduling decision; slipstream replay goes through them again",
+    "config.toml": "the whole configuration",
+    "model": "the policy in Hugging Face format",
 }
 
 
@@ -38,16 +76,349 @@ def write_report(run_dir: Path, hardware: Hardware | None = None, *, out: Path |
     return path
 
 
-def page(run: Run, window: Window | None, hardware: Hardware | None) -> str:
+def page(run: RunData, window: Window | None, hardware: Hardware | None) -> str:
     parts = {
-        "overview": overview(run),
-        "before": stages(run.path),
-        "learning": learning(run),
-        "evaluation": gains(run.evaluation),
-        "off-policy": off_policy(run),
-        "time": timing(run, window),
-        "text": words(run),
-        "setup": setup(run, hardware),
+        "In short": overview(run),
+        "Before RL": _stages(run.path),
+        "Learning": _learning(run),
+        "Evaluation": _gains(run.evaluation),
+        "Off-policy": _off_policy(run),
+        "Time": timing(run, window),
+        "Text": _words(run),
+        "Setup": _setup(run, hardware),
     }
-    menu = {anchor: MENU[anchor] for anchor, content in parts.items() if content}
-    return document(title=run.recipe, heading=heading(run), menu=menu, body=parts.values())
+    return document(title=run.recipe, heading=heading(run), parts=parts)
+
+
+# What came before RL: the stages `sft` and `reward_model` of a run that has them
+
+
+def _stages(run_dir: Path) -> str:
+    lead = "RL starts from what these stages made, and is paid by it."
+    pictures = [*_sft(stage_dir(run_dir, "sft")), *_reward_model(stage_dir(run_dir, "reward_model"))]
+    return part("before", "What came before RL?", lead, [cards(*pictures)])
+
+
+def _sft(folder: Path) -> list[str]:
+    found, chart = (
+        _record(folder),
+        _curve(folder, "loss", "Supervised fine-tuning", Axis("nats per token", low=0.0), BLUE),
+    )
+    if found is None or not chart:
+        return []
+    note = "The loss on demonstrations."
+    if found["num_held_out"]:
+        before, after = (found["held_out"][moment] for moment in ("before", "after"))
+        note += f" On {number(found['num_held_out'])} held-out ones it went from {before['loss']:.2f} to "
+        note += f"{after['loss']:.2f}, and the share of tokens foretold from {before['accuracy']:.0%} to "
+        note += f"{after['accuracy']:.0%}."
+    return [card("Supervised fine-tuning", note, chart)]
+
+
+def _reward_model(folder: Path) -> list[str]:
+    found, share = _record(folder), Axis("share of preferences", low=0.0, high=1.0, is_share=True)
+    loss = _curve(folder, "loss", "Loss of the reward model", Axis("nats per preference", low=0.0), BLUE)
+    accuracy = _curve(folder, "accuracy", "Accuracy of the reward model", share, GREEN)
+    if found is None or not loss:
+        return []
+    note = "How often it prefers what its labels prefer."
+    if (right := found["held_out_accuracy"]) is not None:
+        note += f" Of {number(found['num_held_out'])} held-out preferences it gets {right:.0%} right."
+    first = card("Reward model: loss", "On the preferences it learns from.", loss, folds=True)
+    return [first, card("Reward model: accuracy", note, accuracy)]
+
+
+def _record(folder: Path) -> Mapping[str, Any] | None:
+    path = folder / "stage.json"
+    return load_json(path, dict[str, Any]) if path.exists() else None
+
+
+def _curve(folder: Path, name: str, title: str, y: Axis, hue: int) -> str:
+    lines = read_metrics(folder / "metrics.jsonl")
+    points = [(float(i), float(line[name])) for i, line in enumerate(lines) if is_number(line.get(name))]
+    series = [Series(name, points, hue, smooth=max(1, len(points) // 15 | 1))]
+    return line_chart(series, title=title, x=Axis("update"), y=y) + numbers(series, "update") if points else ""
+
+
+# Is it learning? Rewards, and accuracy where there is a measure, by three clocks, and what usually explains them
+
+
+def _learning(run: RunData) -> str:
+    lead = "Up and to the left is good; held-out lines are the proof."
+    return part("learning", "Is it learning?", lead, [_rewards(run), cards(_terms(run), *charts(run, "learning"))])
+
+
+def _rewards(run: RunData) -> str:
+    history, window = run.history, run.history.window
+    if not history.steps and not history.evaluations:
+        return card("Reward", "", empty("No step is done yet."), size="wide")
+    note = (
+        "The same lines by steps, by tokens trained on, and by time since the first prompt was handed out: "
+        "data and hours are what a step costs."
+    )
+    if window > 1:
+        note += f" The thick line is the mean of {window} neighbouring steps."
+    if len(history.steps) > MAX_POINTS:
+        note += " The band around a line is the range of single steps."
+    names = {"eval_reward": "held-out mean reward, greedy", "eval_sampled_reward": "held-out mean reward, sampled"}
+    title = "Reward"
+    if history.points("eval_accuracy"):  # a term of the reward was named as the measure of what is right
+        measured = {"eval_accuracy": "held-out accuracy, greedy", "eval_sampled_accuracy": "held-out accuracy, sampled"}
+        title, names = "Reward and accuracy", measured | {"eval_reward": names["eval_reward"]}
+
+    def series_of(clock: Clock) -> list[Series]:
+        found = [Series("reward of each batch", history.points("reward", clock), BLUE, smooth=window)]
+        for hue, (name, label) in zip((ORANGE, GREEN, PURPLE), names.items(), strict=False):
+            found.append(Series(label, history.points(name, clock), hue, has_dots=True))
+        return [series for series in found if series.points]
+
+    return three_clocks(title, note, [run], series_of, Axis(title.lower(), low=0.0))
+
+
+def _terms(run: RunData) -> str:
+    """What each of several reward terms said: where one is only measured, over-optimisation of the others shows."""
+    names = run.history.names(TERMS)
+    if len(names) < 2:
+        return ""
+    series = []
+    for hue, name in zip(count(), names, strict=False):
+        term, held_out = name.removeprefix(TERMS), run.history.points(f"eval_{name}")
+        series.append(Series(term, run.history.points(name), hue, smooth=run.history.window))
+        if held_out:
+            series.append(Series(f"{term}, held out", held_out, hue, has_dots=True, is_dashed=True))
+    note = "Terms of weight 0 are only measured: one that falls while the reward rises says what the reward cannot see."
+    return chart_card("Reward by term", note, series, Axis("mean over answers"))
+
+
+# What was gained, at what price? What the stage `evaluate` found
+
+
+def _gains(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    rows = ([text(name), text(before), text(after)] for name, before, after in evaluation_rows(found))
+    note = f"{found['num_prompts']} held-out prompts at temperature {found['temperature']:g}, ± standard error."
+    measured = card("Gold, judge and drift", note, table(["", "before", "after"], rows, kind="numbers"), folds=True)
+    return gained([against_kl([Evaluated("", 0, found)]), measured])
+
+
+# How old was the data, and did it matter? Staleness, importance ratios, the gap between the two policies, drift
+
+
+def _off_policy(run: RunData) -> str:
+    lead = "Where the next batches are sampled while one is trained, tokens come from older versions of the policy."
+    pictures = [cards(_staleness(run), _ratios(run)), cards(_gap(run), *charts(run, "off-policy"))]
+    return part("off-policy", "How old was the data, and did it matter?", lead, pictures)
+
+
+def _step_columns(run: RunData, counts: Callable[[Mapping[str, Any]], Mapping[str, float]]) -> list[Column]:
+    """A column from each step to the next, with what is counted in its line."""
+    steps = run.history.clocks["step"]
+    ends = [*steps[1:], *(step + 1.0 for step in steps[-1:])]
+    return [Column(a, b, counts(line)) for a, b, line in zip(steps, ends, run.history.steps, strict=True)]
+
+
+def _staleness(run: RunData) -> str:
+    rows = [str(lag) for lag in range(max(run.staleness, default=0) + 1)]
+    columns = _step_columns(run, lambda line: {lag: float(line.get(f"{STALENESS}{lag}") or 0.0) for lag in rows})
+    chart = heat_map(
+        columns,
+        rows,
+        title="Staleness of the trained tokens",
+        x=Axis("step"),
+        label="age in steps",
+        left=30,
+        lines_above={str(run.bound): f"bound {run.bound}"} if str(run.bound) in rows else None,
+        missing="No token was trained yet.",
+    )
+    note = "How many training steps old a token was when it was trained on; 0 is fresh."
+    if run.bound is None:
+        note += " This schedule promises no bound."
+    elif run.max_staleness is not None and run.max_staleness <= run.bound:
+        note += " The bound holds for every token."
+    if run.staleness:
+        note += f" Fresh: {percent_name(run.staleness.get(0, 0.0) / max(sum(run.staleness.values()), 1.0))}."
+    return card("Age of the trained tokens", note, chart, details=column_numbers(columns, rows, "step"))
+
+
+def _ratios(run: RunData) -> str:
+    edges = sorted((float(name.removeprefix(RATIOS)), name) for name in run.history.names(RATIOS))
+    names = {_ratio_row(low, high): name for (low, name), (high, _) in pairwise([*edges, (math.inf, "")])}
+
+    def counts(line: Mapping[str, Any]) -> dict[str, float]:
+        tokens = float(line.get("tokens_trained") or 0.0)
+        return {row: float(line.get(name) or 0.0) * tokens for row, name in names.items()}
+
+    columns, rows = _step_columns(run, counts), list(names)
+    chart = heat_map(
+        columns,
+        rows,
+        title="Importance ratios of the trained tokens",
+        x=Axis("step"),
+        label="ratio",
+        left=76,
+        missing="This run recorded no ratios: its version of Slipstream did not, or its loss has none.",
+    )
+    note = (
+        "How much likelier the trained policy finds a token than the policy that sampled it. 1 is no difference; "
+        "what is far from it is clipped or weighs too much."
+    )
+    return card("Importance ratios", note, chart, details=column_numbers(columns, rows, "step"), folds=True)
+
+
+def _ratio_row(low: float, high: float) -> str:
+    if low <= 0.0:
+        return f"< {high:g}"
+    return f"≥ {low:g}" if high == math.inf else f"{low:g} – {high:g}"
+
+
+def _gap(run: RunData) -> str:
+    lags = sorted(int(name.removeprefix(GAP)) for name in run.history.names(GAP))[:MAX_LAGS]
+    words = {0: "fresh", 1: "1 step old"}
+    series = [
+        Series(words.get(lag, f"{lag} steps old"), run.history.points(f"{GAP}{lag}"), hue, smooth=run.history.window)
+        for hue, lag in enumerate(lags)
+    ]
+    note = "Generator and trainer on the same token. On fresh ones there is only rounding: else one of them is wrong."
+    bands = alarm_bands(run, ("logprob_mismatch", "logprob_mismatch_growing"))
+    axis = Axis("mean |Δ logprob|, nats, logarithmic", is_log=True)
+    return chart_card("Gap of the logprobs, by age", note, series, axis, bands)
+
+
+# What does it say? Completions before and after, and how long they are
+
+
+def _words(run: RunData) -> str:
+    lead = "Numbers can be fooled; read a few answers."
+    return part("text", "What does it say?", lead, [_samples(run.samples), cards(*_lengths(run.lengths))])
+
+
+def _samples(samples: Sequence[Sample]) -> str:
+    if not samples:
+        return ""
+    rows = [
+        [
+            f'<span class="model">{model_text(s.prompt)}</span>',
+            f'<span class="model">{model_text(s.answer)}</span>',
+            _answer(s.before, s.before_reward, s.before_is_right),
+            _answer(s.after, s.after_reward, s.after_is_right),
+        ]
+        for s in samples
+    ]
+    note = "Completions from the first steps (before) and the last ones (after); no held-out answers were kept."
+    if any(s.before is not None and s.after is not None for s in samples):
+        note = "The same held-out prompts, answered greedily before and after training."
+    head = ["prompt", "expected", "before", "after"]
+    return card("Before and after", note, table(head, rows, kind="samples", row_heads=False), size="wide")
+
+
+def _answer(answer: str | None, reward: float | None, is_right: bool | None) -> str:
+    """The answer with a mark where it is known whether it is right, else with its reward."""
+    if answer is None:
+        return ""
+    shown = f'<span class="model">{model_text(answer)}</span>'
+    if reward is None:
+        return shown
+    if is_right is None:
+        return f'<span title="reward {reward:g}"><b>{number(reward)}</b> {shown}</span>'
+    mark, kind = ("✓", "right") if is_right else ("✗", "wrong")
+    return f'<span class="{kind}" title="reward {reward:g}">{mark} {shown}</span>'
+
+
+def _lengths(lengths: Sequence[Length]) -> Iterator[str]:
+    """Those trained on against those sampled, and the former over time."""
+    trained = [one for one in lengths if one.step is not None]
+    if not trained:
+        return
+    width, num_bins = _bins(max(one.num_tokens for one in lengths))
+    series = [
+        Series("sampled", _shares(lengths, width, num_bins), ORANGE),
+        Series("trained on", _shares(trained, width, num_bins), BLUE, is_dashed=True),
+    ]
+    axis = Axis("tokens" if width == 1 else f"tokens, in bins of {width}")
+    chart = line_chart(series, title="Lengths of completions", x=axis, y=Axis("share", low=0.0, is_share=True))
+    note = "Where the dashed line lies left of the other, long answers were trained on less often than sampled."
+    yield card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens"), folds=True)
+    yield _lengths_over_time(trained, width, num_bins)
+
+
+def _bins(longest: int) -> tuple[int, int]:
+    """The width of a bin, a round number, and how many it takes from length 0 on."""
+    width = max(1, math.ceil((longest + 1) / MAX_BINS))
+    if width > 1:
+        magnitude = 10 ** math.floor(math.log10(width))
+        width = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= width)
+    return width, longest // width + 1
+
+
+def _shares(lengths: Sequence[Length], width: int, num_bins: int) -> list[tuple[float, float]]:
+    counts = Counter(one.num_tokens // width for one in lengths)
+    return [(float(i * width), counts[i] / len(lengths)) for i in range(num_bins)]
+
+
+def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> str:
+    names = [str(i) if width == 1 else f"{i * width} – {(i + 1) * width - 1}" for i in range(num_bins)]
+    steps = [one.step for one in trained if one.step is not None]
+    first, last = min(steps), max(steps)
+    pitch = max(1, math.ceil((last - first + 1) / MAX_COLUMNS))
+    counts: dict[int, Counter[str]] = {}
+    for one, step in zip(trained, steps, strict=True):
+        counts.setdefault((step - first) // pitch, Counter())[names[one.num_tokens // width]] += 1
+    columns = [
+        Column(float(start), float(min(start + pitch, last + 1)), counts.get(i, Counter()))
+        for i, start in enumerate(range(first, last + 1, pitch))
+    ]
+    used = [i for i, name in enumerate(names) if any(column.counts.get(name) for column in columns)]
+    shown, left = names[used[0] : used[-1] + 1], 46 if width == 1 else 76
+    title = "Lengths of the trained completions by step"
+    chart = heat_map(columns, shown, title=title, x=Axis("step"), label="tokens", left=left)
+    note = "What the batch of a step was made of."
+    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"), folds=True)
+
+
+# What was run: the configuration, what differs from the defaults first; the files and their questions; the machine
+
+
+def _setup(run: RunData, hardware: Hardware | None) -> str:
+    changed = differing(run.fields)
+    rows = (
+        [f"<code>{field(name)}</code>", text(shown(value)), text(shown(default)), text(meaning(name))]
+        for name, (value, default) in changed.items()
+    )
+    head = ["field", "this run", "default", "what it is"]
+    note = f"{len(changed)} fields differ from the defaults; the others are below."
+    whole = folded("The whole configuration", facts({name: shown(value) for name, value in flat(run.config).items()}))
+    outcome = {} if run.summary is None else flat(msgspec.to_builtins(run.summary))
+    files = {name: what + lost(run, name) for name, what in FILES.items() if (run.path / name).exists()}
+    configured = card(
+        "Configuration", note, table(head, rows, kind="config", stacks=True) + whole, size="wide", folds=True
+    )
+    pictures = [
+        configured if run.config else "",
+        card("Files of this run", "Everything on this page comes from these.", facts(files), size="wide", folds=True),
+        folded("Everything in summary.json", facts({name: shown(value) for name, value in outcome.items()})),
+        folded("The machine", facts(hardware.lines())) if hardware else "",
+    ]
+    lead = "What the run was started with. Functions given from Python are not in its files."
+    return part("setup", "What was run?", lead, pictures)
+
+
+def lost(run: RunData, name: str) -> str:
+    """That lines of a file are gone, which were cut off or deleted before the run went on; nothing, where none are."""
+    num_lost, what = 0, "steps"
+    if name == "metrics.jsonl" and run.history.steps:
+        steps = {int(line["step"]) for line in run.history.steps}
+        num_lost = max(steps) + 1 - len(steps)
+    elif name == "events.jsonl":
+        num_lost, what = num_missing(run.path / name), "events"
+    return f". Incomplete: {num_lost:,} {what} are missing" if num_lost else ""
+
+
+def differing(fields: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Field -> (value, default) where these differ. A field that the saved file leaves out has its default, None."""
+    standard = flat(defaults())
+    return {
+        name: (value, standard.get(name))
+        for name, value in fields.items()
+        if as_saved(value) != as_saved(standard.get(name))
+    }

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
+from slipstream.observe.report.charts import ORANGE, charts, clock_axis
+from slipstream.observe.report.data import READ_AHEAD, RunData
 from slipstream.observe.report.html import card, cards, folded, part, table, text
-from slipstream.observe.report.learning import BLUE, GREEN, ORANGE, alarm_bands, chart_card
-from slipstream.observe.report.run import Run, clock_axis
-from slipstream.observe.report.window import Window
 from slipstream.observe.states import WAITING, in_words, shares, side_of, waited_for
-from slipstream.observe.svg import Axis, Series, empty, number
+from slipstream.observe.svg import empty, number
 from slipstream.observe.svg_blocks import (
     LEGEND_SHARE,
+    Bar,
     Column,
+    Row,
     areas,
     gantt,
     percent_name,
@@ -21,25 +25,33 @@ from slipstream.observe.svg_blocks import (
     state_legend,
     work_first,
 )
+from slipstream.observe.timeline import TRAINED, Instant, Slice, process_files, read_timeline, times_ns
 from slipstream.observe.waste import WASTE
 
+WINDOW_STEPS = 4
+LAST_S = 5.0  # where nothing was trained: the last seconds of the run
+MAX_ROWS = 12
 
-def timing(run: Run, window: Window | None) -> str:
-    pictures = [
-        _verdict(run),
-        _bars(run),
-        _over_time(run),
-        _gantt(run, window),
-        cards(_speed(run), _step_time(run), _waste(run)),
-    ]
+
+@dataclass(frozen=True)
+class Window:
+    """What happened between two moments, seconds on the run's clock. `num_left_out` processes have no row."""
+
+    start_s: float
+    end_s: float
+    title: str
+    origin: str  # what the first moment is, where it is something
+    rows: list[Row]
+    num_left_out: int
+
+
+def timing(run: RunData, window: Window | None) -> str:
+    verdict = f'<p class="verdict">{text(run.times.verdict)}</p>' if run.times.verdict else ""
+    pictures = [verdict, _bars(run), _over_time(run), _gantt(run, window), cards(*charts(run, "time"), _waste(run))]
     return part("time", "Where did the time go?", f"Hatched{WAITING}", pictures)
 
 
-def _verdict(run: Run) -> str:
-    return f'<p class="verdict">{text(run.times.verdict)}</p>' if run.times.verdict else ""
-
-
-def _bars(run: Run) -> str:
+def _bars(run: RunData) -> str:
     times = run.times
     note = "Each bar is one process from the first prompt handed out to the end of the last step: what it was doing."
     if not times.is_exact:
@@ -49,27 +61,23 @@ def _bars(run: Run) -> str:
     sides = {name: side_of(name.partition(" (")[0]) for name in times.loop}
     notes = {name: f"waited for {percent_name(awaited[side])}" for name, side in sides.items() if side in awaited}
     chart = state_bars(times.loop, title="Time in the loop by state", notes=notes, missing="Nothing was trained.")
-    first = card("While it trained", note, chart, details=seconds_table(times.loop))
+    first = card("While it trained", note, chart, details=_seconds_table(times.loop))
     note = "The same from start to end, with loading, warm start, evaluation of the result and export."
     missing = "The run has no timelines." if times.is_exact else "Known when the run has ended."
     chart = state_bars(times.whole, title="Time of the whole run by state", missing=missing)
-    return cards(first, card("The whole run", note, chart, details=seconds_table(times.whole), folds=True))
+    return cards(first, card("The whole run", note, chart, details=_seconds_table(times.whole), folds=True))
 
 
-def _gantt(run: Run, window: Window | None) -> str:
-    title = "A closer look" if window is None else f"A closer look: {window.title}"
-    note = "Who does what at the same time."
-    if window is None:
-        return ""
-    if window.num_left_out:
-        note += f" {window.num_left_out} more processes are not shown."
-    chart = gantt(window.rows, title=title, start_s=window.start_s, end_s=window.end_s, origin=window.origin)
-    if (run.path / "timeline.json").exists():
-        note += " All of it: timeline.json, in ui.perfetto.dev."
-    return card(title, note, chart, size="wide", folds=True)
+def _seconds_table(rows: Mapping[str, Mapping[str, float]]) -> str:
+    body = (
+        [text(process), text(in_words(state)), f"{seconds[state]:.2f}", percent_name(share)]
+        for process, seconds in rows.items()
+        for state, share in shares(seconds)
+    )
+    return folded("Numbers", table(["process", "state", "seconds", "share"], body, kind="numbers"))
 
 
-def _over_time(run: Run) -> str:
+def _over_time(run: RunData) -> str:
     """One stack of areas for every process but the controller, over the time since RL began."""
     times = run.times
     if not times.spans:
@@ -90,27 +98,21 @@ def _over_time(run: Run) -> str:
     return card("Over time", note, content, size="wide", folds=True)
 
 
-def _speed(run: Run) -> str:
-    window = run.history.window()
-    series = [
-        Series("sampled", run.history.points("generated_tokens_per_s"), BLUE, smooth=window),
-        Series("trained on", run.history.points("trained_tokens_per_s"), GREEN, smooth=window),
-    ]
-    note = "Sampled, a mean of the last reports, lags a little."
-    return chart_card("Speed", note, series, Axis("tokens per second", low=0.0))
+def _gantt(run: RunData, window: Window | None) -> str:
+    if window is None:
+        return ""
+    title, note = f"A closer look: {window.title}", "Who does what at the same time."
+    if window.num_left_out:
+        note += f" {window.num_left_out} more processes are not shown."
+    if (run.path / "timeline.json").exists():
+        note += " All of it: timeline.json, in ui.perfetto.dev."
+    chart = gantt(window.rows, title=title, start_s=window.start_s, end_s=window.end_s, origin=window.origin)
+    return card(title, note, chart, size="wide", folds=True)
 
 
-def _step_time(run: Run) -> str:
-    series = [Series("seconds", run.history.points("step_s"), BLUE, smooth=run.history.window())]
-    note = "From the end of one step to the end of the next, evaluations in between included."
-    bands = alarm_bands(run, ("starving_trainer", "starving_generator", "slow_rewards", "straggler"))
-    return chart_card("Time of a step", note, series, Axis("seconds", low=0.0), bands)
-
-
-def _waste(run: Run) -> str:
-    waste = run.wasted
+def _waste(run: RunData) -> str:
     note = "Tokens that were sampled, or read again, and that nobody was trained on; in percent of those trained on."
-    if not waste:
+    if not run.wasted:
         is_known = run.times.balance is not None and (run.path / "events.jsonl").exists()
         if is_known and not run.history.steps:
             return ""
@@ -120,23 +122,82 @@ def _waste(run: Run) -> str:
             else "Not known: there are no decisions of this run."
         )
         return card("Wasted tokens", note, empty(why), folds=True)
-    trained = max([1.0, *run.history.clocks["tokens"][-1:]])
+    trained = max(1.0, run.tokens_trained)
     rows = [
-        (
-            WASTE.get(cause, cause.replace("_", " ")),
-            float(tokens),
-            f"{number(tokens)} ({percent_name(tokens / trained)})",
-        )
-        for cause, tokens in sorted(waste.items(), key=lambda item: -item[1])
+        (WASTE.get(cause, cause.replace("_", " ")), tokens, f"{number(tokens)} ({percent_name(tokens / trained)})")
+        for cause, tokens in sorted(run.wasted.items(), key=lambda item: -item[1])
     ]
     return card("Wasted tokens", note, ranked(rows, hue=ORANGE), folds=True)
 
 
-def seconds_table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Seconds by process and state, folded away."""
-    body = (
-        [text(process), text(in_words(state)), f"{seconds[state]:.2f}", percent_name(share)]
-        for process, seconds in rows.items()
-        for state, share in shares(seconds)
-    )
-    return folded("Numbers", table(["process", "state", "seconds", "share"], body, kind="numbers"))
+# A few training steps out of a run's timelines, however long these are
+
+
+def read_window(run_dir: Path) -> Window | None:
+    """WINDOW_STEPS steps from the middle of the run; its last seconds where few were trained, None without files."""
+    files = process_files(run_dir)
+    if not files:
+        return None
+    found = next((steps for path in files if path.stem == "trainer" and (steps := _steps_inside(path))), None)
+    if found is None:
+        ends_ns = (times_ns(record)[1] for path in files for record in read_timeline(path, offset=-READ_AHEAD))
+        end_s = max(ends_ns, default=0) * 1e-9
+        start_s, title, origin = end_s - LAST_S, f"the last {LAST_S:g} seconds", ""
+    else:
+        (before, start_s), (last, end_s) = found
+        title = f"steps {before + 1} to {last}" if last > before + 1 else f"step {last}"
+        origin = f"the end of step {before}"
+    shown = [path for path in files if path.stem != "controller"] if len(files) > MAX_ROWS else files
+    rows = [read_row(path, start_s, end_s) for path in shown[:MAX_ROWS]]
+    return Window(start_s, end_s, title, origin, rows, len(files) - len(rows))
+
+
+def _steps_inside(path: Path) -> tuple[tuple[int, float], tuple[int, float]] | None:
+    """(step, its end) before and at the end of WINDOW_STEPS steps near the middle of the trainer's file; of fewer, or
+    from its start, where there are no more."""
+    for offset in (path.stat().st_size // 2, 0):
+        ends = (r for r in read_timeline(path, offset=offset) if isinstance(r, Instant) and r.name == TRAINED)
+        found = [(int(end.args["step"]), end.time_ns * 1e-9) for end in islice(ends, WINDOW_STEPS + 1)]
+        if len(found) > WINDOW_STEPS or (len(found) > 1 and not offset):
+            return found[0], found[-1]
+    return None
+
+
+def read_row(path: Path, start_s: float, end_s: float) -> Row:
+    """What the process of a timeline did between two moments, seconds on the run's clock."""
+    bars, marks = [], []
+    for record in read_timeline(path, offset=_offset_of(path, round(start_s * 1e9))):
+        if times_ns(record)[0] > end_s * 1e9 + 1e9:
+            break
+        match record:
+            case Slice() if record.end_ns * 1e-9 > start_s and record.start_ns * 1e-9 < end_s:
+                bars.append(_bar(record))
+            case Instant() if start_s <= record.time_ns * 1e-9 <= end_s:
+                marks.append((record.time_ns * 1e-9, ", ".join([record.name, *_args(record)])))
+    return Row(path.stem, bars, marks)
+
+
+def _bar(record: Slice) -> Bar:
+    """In the state that took most of it: a slice may hold others that are too short for lines of their own."""
+    states = {record.state: record.state_ns} | record.also
+    most = max(states, key=lambda state: states[state])
+    others = [f"{in_words(state)} {ns * 1e-6:.1f} ms of it" for state, ns in states.items() if state != most]
+    words = f"step {record.args['step']}" if "step" in record.args else ""
+    return Bar(most, record.start_ns * 1e-9, record.end_ns * 1e-9, ", ".join([*_args(record), *others]), words)
+
+
+def _args(record: Slice | Instant) -> Iterator[str]:
+    return (f"{key} {value}" for key, value in record.args.items())
+
+
+def _offset_of(path: Path, time_ns: int) -> int:
+    """A byte from which on every record lies that ends after `time_ns`: slices of a process are in order of time."""
+    low, high = 0, path.stat().st_size
+    while high - low > READ_AHEAD:
+        middle = (low + high) // 2
+        found = next((one for one in read_timeline(path, offset=middle) if isinstance(one, Slice)), None)
+        if found is None or found.end_ns >= time_ns:
+            high = middle
+        else:
+            low = middle
+    return max(0, low - READ_AHEAD)

@@ -16,11 +16,10 @@ from slipstream.observe.catalogue import described
 from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_missed, kind, side_of
 from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
-from slipstream.observe.watch.events import Passage, Stretch
-from slipstream.observe.watch.index import RunIndex
+from slipstream.observe.watch.events import Passage
+from slipstream.observe.watch.index import RunIndex, Verdict
 from slipstream.observe.watch.rollouts import GroupRow
 from slipstream.observe.watch.timelines import bars
-from slipstream.observe.watch.verdict import Verdict
 
 MAX_GROUPS = 600  # drawn at once: of more, every second, fourth ...
 MAX_MOVES = 6000
@@ -32,6 +31,11 @@ MAX_ROWS = 60
 MAX_STEPS = 400
 MAX_TEXT = 20_000
 MAX_HEAD = 80
+ROLLOUT_FIELDS = (
+    *("sample", "reward", "parts", "failure", "finish_reason", "num_tokens", "versions"),
+    *("mean_behaviour_logprob", "replica"),
+)
+"""Fields of a line of `rollouts.jsonl` that the page is told as they are."""
 
 
 class BadRequest(ValueError):
@@ -50,6 +54,11 @@ def number(query: Mapping[str, str], name: str, default: float | None = None) ->
     if not math.isfinite(value):
         raise BadRequest(f"'{name}' is a number")
     return value
+
+
+def count_of(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    """A whole number of the query, not beyond its bounds."""
+    return int(min(most, max(least, number(query, name, default))))
 
 
 def run_answer(index: RunIndex, verdict: Verdict, _query: Mapping[str, str]) -> dict[str, Any]:
@@ -155,16 +164,8 @@ def _loop(loop: LoopState, every: int) -> dict[str, Any]:
 
 def _group(group: GroupState) -> list[Any]:
     reward = None if group.reward is None else round(group.reward, 4)
-    return [
-        group.ordinal,
-        PHASES.index(group.phase),
-        round(group.since_s, 4),
-        group.replica,
-        group.finished,
-        group.version,
-        group.step,
-        reward,
-    ]
+    place = [group.ordinal, PHASES.index(group.phase), round(group.since_s, 4)]
+    return [*place, group.replica, group.finished, group.version, group.step, reward]
 
 
 def _move(move: Move) -> list[Any]:
@@ -196,30 +197,22 @@ def lanes_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -
     """What each process did between `from` and `to`: [start, end, state, share of that time, args, other states]."""
     start_s = number(query, "from")
     end_s = max(start_s, min(number(query, "to"), index.end_s + 60.0))
-    parts = int(min(MAX_BARS, max(50, number(query, "parts", MAX_BARS))))
+    parts = count_of(query, "parts", MAX_BARS, 50, MAX_BARS)
     lanes: dict[str, list[list[Any]]] = {name: [] for name in index.processes}
     for timeline, stretch, start_ns, end_ns in index.lanes(start_s, end_s):
-
-        def run_s(ns: int, stretch: Stretch = stretch) -> float:
-            return round(stretch.run_s(ns * 1e-9), 4)
-
-        lane = lanes[timeline.process]
         slices = timeline.slices(start_ns, end_ns)
-        if slices is None:
-            for begin, end, state, share in timeline.outline(start_ns, end_ns, parts):
-                lane.append([run_s(begin), run_s(end), state, round(share, 3), {}, {}])
-        else:
-            for begin, end, state, share, args, also in bars(slices, start_ns, end_ns, parts):
-                lane.append([run_s(begin), run_s(end), state, round(share, 3), args, also])
-        lane += [
-            [run_s(begin), run_s(end), state, 1.0, {}, {}] for state, begin, end in timeline.gone(start_ns, end_ns)
+        drawn = timeline.outline(start_ns, end_ns, parts) if slices is None else bars(slices, start_ns, end_ns, parts)
+        gone = ((begin, end, state, 1.0, {}, {}) for state, begin, end in timeline.gone(start_ns, end_ns))
+        lanes[timeline.process] += [
+            [*(round(stretch.run_s(ns * 1e-9), 4) for ns in (begin, end)), state, round(share, 3), args, also]
+            for begin, end, state, share, args, also in (*drawn, *gone)
         ]
     return {"revision": index.revision, "from": start_s, "to": end_s, "lanes": lanes}
 
 
 def overview_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
     """The run from `from` on in outline: how many groups were in each phase, when steps ended, where alarms began."""
-    points = int(min(MAX_POINTS, max(10, number(query, "points", 300))))
+    points = count_of(query, "points", 300, 10, MAX_POINTS)
     phases = index.events.phases
     first = max(0, int(number(query, "from", 0.0) / phases.width))
     columns = {name: phases.of(name)[first:] / phases.width for name in phases.names}
@@ -268,7 +261,7 @@ def _when(index: RunIndex, step: int) -> float:
 
 def curves_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
     """Of each of `names` at most about `points` [step, mean, least, greatest], the last value, and its axis."""
-    points = int(min(MAX_POINTS, max(10, number(query, "points", 300))))
+    points = count_of(query, "points", 300, 10, MAX_POINTS)
     curves: dict[str, Any] = {}
     for name in [name for name in query.get("names", "").split(",") if name][:MAX_NAMES]:
         if (curve := index.curves.curves.get(name)) is not None:
@@ -277,14 +270,14 @@ def curves_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) 
     return {"revision": index.revision, "curves": curves}
 
 
-def _axis(name: str, points: list[list[float]]) -> list[float]:
-    """Where the axis of metric `name` begins and ends."""
+def _axis(name: str, points: list[list[float]]) -> list[float] | None:
+    """Where the axis of metric `name` begins and ends, at one place for zeros alone; None without points."""
     known = described(name)
     values = [value for _, _, *ends in points for value in ends]
     if not values:
-        return [0.0, 1.0]
+        return None
     low, high = axis_ends(min(values), max(values), is_amount=known is not None and known[1].is_amount)
-    return [_short(low), _short(high if high > low else low + 1.0)]
+    return [_short(low), _short(high)]
 
 
 def _joined(points: list[tuple[float, float, float, float]], count: int) -> list[list[float]]:
@@ -304,7 +297,7 @@ def groups_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) 
     """`count` groups whose fate is known, in that order: from `row` on, or those of `step`; `tokens=1`: only such
     whose tokens were written."""
     rollouts = index.rollouts
-    count = int(min(MAX_ROWS, max(1, number(query, "count", 30))))
+    count = count_of(query, "count", 30, 1, MAX_ROWS)
     row = rollouts.row_of_step(int(number(query, "step"))) if "step" in query else int(number(query, "row", 0))
     row = max(0, min(row, max(0, rollouts.num_groups - 1)))
     has_tokens = query.get("tokens") == "1"
@@ -348,18 +341,9 @@ def group_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -
 
 
 def _rollout(index: RunIndex, line: RolloutLine, tokens: TokenLine | None) -> dict[str, Any]:
-    return {
-        "sample": line.sample,
+    return {name: getattr(line, name) for name in ROLLOUT_FIELDS} | {
         "completion": line.completion[:MAX_TEXT],
         "is_cut": len(line.completion) > MAX_TEXT,
-        "reward": line.reward,
-        "parts": line.parts,
-        "failure": line.failure,
-        "finish_reason": line.finish_reason,
-        "num_tokens": line.num_tokens,
-        "versions": line.versions,
-        "mean_behaviour_logprob": line.mean_behaviour_logprob,
-        "replica": line.replica,
         "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s, line.scored_s)],
         "tokens": None
         if tokens is None

@@ -12,8 +12,7 @@ import msgspec
 from slipstream.core.run_log import PHASES, Decision, LoopState, Move, ScheduleBegan, decode_decision
 from slipstream.core.types import StepDone, TrainStep
 from slipstream.observe.watch.buckets import Buckets
-from slipstream.observe.watch.lines import LineIndex
-from slipstream.observe.watch.tail import lines_from
+from slipstream.observe.watch.tail import LineIndex
 
 FIRST_SPACING = 512  # lines between two marks, as long as there are few
 MAX_MARKS = 512
@@ -67,7 +66,7 @@ class Passage:
     steps: list[tuple[float, int]]  # when the trainer came to which version
 
 
-class EventIndex(LineIndex):
+class EventIndex(LineIndex[Decision]):
     """`loop` is the present state, `stretches` the run's time, `step_starts`, `step_ends` when each step was trained.
 
     Marks of the state lie so far apart that there are at most `MAX_MARKS`, of `MAX_MARK_BYTES` together; an answer is
@@ -76,8 +75,7 @@ class EventIndex(LineIndex):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.reset()
+        super().__init__(path, decode_decision)
 
     def reset(self) -> None:
         self.loop = LoopState()
@@ -97,19 +95,14 @@ class EventIndex(LineIndex):
         """Time of the last event."""
         return self.stretches[-1].end_s if self.stretches else 0.0
 
-    def take(self, line: bytes, offset: int) -> None:
-        try:
-            decision = decode_decision(line)
-        except (ValueError, RecursionError):
-            self.num_damaged += 1
-            return
+    def take(self, record: Decision, begin: int, end: int) -> None:  # noqa: ARG002
         if self._num_lines % self._spacing == 0:
-            self._mark(offset)
+            self._mark(begin)
         self._num_lines += 1
-        time_s = self._time_of(decision)
+        time_s = self._time_of(record)
         self._count_phases(time_s)
-        self.loop.take(decision, time_s)
-        self._count_steps(decision, time_s)
+        self.loop.take(record, time_s)
+        self._count_steps(record, time_s)
 
     def _time_of(self, decision: Decision) -> float:
         if isinstance(decision.event, ScheduleBegan) or not self.stretches:
@@ -157,11 +150,7 @@ class EventIndex(LineIndex):
         loop = base = _decoded(mark.loop)
         stretch, last_s = mark.stretch, mark.time_s
         budget = min(self.tail.offset - mark.offset, MAX_REPLAYED_BYTES)
-        for line in lines_from(self.path, mark.offset, max_bytes=budget):
-            try:
-                decision = decode_decision(line)
-            except (ValueError, RecursionError):
-                continue
+        for decision in self.lines_within(mark.offset, mark.offset + budget):
             stretch += isinstance(decision.event, ScheduleBegan)
             time_s = max(last_s, self.stretches[stretch - 1].run_s(decision.time_s))
             if time_s > found.end_s:

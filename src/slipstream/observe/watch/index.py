@@ -17,41 +17,65 @@ import msgspec
 
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.recipes import read_toml, resolve
+from slipstream.core.run_log import Metrics
+from slipstream.observe.accounting import read_accounting
 from slipstream.observe.display import config_summary
 from slipstream.observe.health import ALARMS_FILE, Alarm, AlarmSpan, spans
-from slipstream.observe.timeline import process_order
+from slipstream.observe.timeline import process_files, process_order
 from slipstream.observe.tokens import TOKENS_FILE
-from slipstream.observe.watch.curves import CurveIndex
+from slipstream.observe.watch.buckets import Curve
 from slipstream.observe.watch.events import EventIndex, Stretch
-from slipstream.observe.watch.lines import LineIndex
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
+from slipstream.observe.watch.tail import LineIndex
 from slipstream.observe.watch.timelines import TimelineIndex
 
 MARGIN_S = 0.5  # by which clocks of two machines may differ, and lines of one process come late
 SILENT_AFTER_S = 20.0
 """Processes write at least once a second while they work: a run that has not for so long stands still, or is gone."""
 
+MAX_NAMES = 1000  # of metrics
+AXES = ("step", "version", "wall_s")
+MIN_INTERVAL_S = 20.0  # between two verdicts
+EARLY_INTERVAL_S = 5.0  # up to step 10: then the sentence changes most
+MAX_SHARE = 0.02  # of one core, for accounting while a run goes on
+MAX_BYTES = 128_000_000  # that accounting reads
+
 Life = Literal["waiting", "running", "silent", "done", "failed", "interrupted"]
 
 
-class AlarmIndex(LineIndex):
+class AlarmIndex(LineIndex[Alarm]):
     """The run's alarms, which are few."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.reset()
+        super().__init__(path, msgspec.json.Decoder(Alarm).decode)
 
     def reset(self) -> None:
         self.alarms: list[Alarm] = []
 
-    def take(self, line: bytes, offset: int) -> None:  # noqa: ARG002
-        try:
-            self.alarms.append(msgspec.json.decode(line, type=Alarm))
-        except (ValueError, RecursionError):
-            self.num_damaged += 1
+    def take(self, record: Alarm, begin: int, end: int) -> None:  # noqa: ARG002
+        self.alarms.append(record)
 
     def spans(self) -> list[AlarmSpan]:
         return spans(self.alarms)
+
+
+class CurveIndex(LineIndex[Metrics]):
+    """`curves` by name over steps: what is measured of version v, and not while a step was trained, lies at step v."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, msgspec.json.Decoder(Metrics).decode)
+
+    def reset(self) -> None:
+        self.curves: dict[str, Curve] = {}
+
+    def take(self, record: Metrics, begin: int, end: int) -> None:  # noqa: ARG002
+        step = record.get("step")
+        if not isinstance(step, int):
+            raise ValueError("a line without its step")
+        for name, value in record.items():
+            is_measured = name not in AXES and isinstance(value, int | float) and not isinstance(value, bool)
+            if is_measured and (name in self.curves or len(self.curves) < MAX_NAMES):
+                self.curves.setdefault(name, Curve()).add(float(step), float(value))
 
 
 @dataclass
@@ -105,7 +129,7 @@ class RunIndex:
         self.summary: dict[str, Any] = {}
 
     @property
-    def indexes(self) -> list[LineIndex]:
+    def indexes(self) -> list[LineIndex[Any]]:
         return [self.events, self.curves, self.alarms, self.tokens, *self.timelines.values(), self.rollouts]
 
     def advance(self) -> bool:
@@ -226,6 +250,42 @@ class RunIndex:
         """Attempts that were abandoned for a later one, and the present one."""
         folders = [path.name for path in self.run_dir.glob("attempt_*") if re.fullmatch(r"attempt_\d+", path.name)]
         return len(folders) + 1
+
+
+class Verdict:
+    """The sentence that says which side starves; None where it cannot be told, and before it is.
+
+    It is that of `summary.json` once a run is over, else from its files. Accounting reads all timelines and events, so
+    it is done beside the page's answers, seldom, and not at all for a run that is large while it goes on.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.sentence: str | None = None
+        self._due_s = 0.0
+        self._is_final = False
+
+    def update(self, index: RunIndex, *, now_s: float) -> bool:
+        """Whether there is a new one; takes as long as accounting does."""
+        before = self.sentence
+        is_over = index.life()[0] in ("done", "failed", "interrupted")
+        balance = index.summary.get("balance") if is_over else None
+        if isinstance(balance, dict) and isinstance(balance.get("verdict"), str):
+            self.sentence = balance["verdict"] or None
+        elif not (is_over and self._is_final) and now_s >= self._due_s and self._size() <= MAX_BYTES:
+            started_s = time.thread_time()
+            try:
+                self.sentence = read_accounting(self.run_dir).balance.verdict or None
+            except (SlipstreamError, OSError):  # files that are being replaced, or are damaged
+                self.sentence = before
+            least_s = MIN_INTERVAL_S if index.events.loop.version > 10 else EARLY_INTERVAL_S
+            self._due_s = now_s + max(least_s, (time.thread_time() - started_s) / MAX_SHARE)
+            self._is_final = is_over
+        return self.sentence != before
+
+    def _size(self) -> int:
+        files = [self.run_dir / "events.jsonl", *process_files(self.run_dir)]
+        return sum(path.stat().st_size for path in files if path.exists())
 
 
 def _changed_s(path: Path) -> float:

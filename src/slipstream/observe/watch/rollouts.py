@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 from array import array
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import msgspec
 
 from slipstream.core.run_log import Outcome, RolloutLine
 from slipstream.observe.tokens import TokenLine
-from slipstream.observe.watch.lines import LineIndex
+from slipstream.observe.watch.tail import LineIndex, lines_from
 
 MAX_GROUP_BYTES = 8_000_000
 MAX_AHEAD = 1_000_000  # how far ordinals may be ahead of how many groups there are, before a line is taken for damaged
@@ -25,9 +28,6 @@ class _Head(msgspec.Struct, frozen=True):
     reward: float | None = None
 
 
-_HEADS = msgspec.json.Decoder(_Head)
-
-
 class GroupRow(msgspec.Struct, frozen=True):
     """A group in the file: `step` is null for one that was dropped."""
 
@@ -39,12 +39,11 @@ class GroupRow(msgspec.Struct, frozen=True):
     mean_reward: float | None
 
 
-class RolloutIndex(LineIndex):
+class RolloutIndex(LineIndex[_Head]):
     """Groups in the order of their fates, 40 bytes each: whatever was said in between is read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.reset()
+        super().__init__(path, msgspec.json.Decoder(_Head).decode)
 
     def reset(self) -> None:
         self._ordinals, self._offsets, self._ends = array("q"), array("q"), array("q")
@@ -57,20 +56,14 @@ class RolloutIndex(LineIndex):
     def num_groups(self) -> int:
         return len(self._ordinals)
 
-    def take(self, line: bytes, offset: int) -> None:
-        try:
-            head = _HEADS.decode(line)
-        except (ValueError, RecursionError):
-            self.num_damaged += 1
-            return
-        if not 0 <= head.ordinal < MAX_AHEAD + 4 * self.num_groups:
-            self.num_damaged += 1
-            return
-        if not self._ordinals or self._ordinals[-1] != head.ordinal:
-            self._begin(head, offset)
-        self._ends[-1] = offset + len(line) + 1
+    def take(self, record: _Head, begin: int, end: int) -> None:
+        if not 0 <= record.ordinal < MAX_AHEAD + 4 * self.num_groups:
+            raise ValueError(f"group {record.ordinal} behind {self.num_groups}")
+        if not self._ordinals or self._ordinals[-1] != record.ordinal:
+            self._begin(record, begin)
+        self._ends[-1] = end
         self._counts[-1] += 1
-        self._rewards[-1] += head.reward or 0.0
+        self._rewards[-1] += record.reward or 0.0
 
     def _begin(self, head: _Head, offset: int) -> None:
         row = len(self._ordinals)
@@ -111,27 +104,24 @@ class RolloutIndex(LineIndex):
 
     def lines(self, row: int, *, limit: int | None = None) -> list[RolloutLine]:
         """The rollouts of a group, the first `limit` of them."""
-        return _read(self.path, self._offsets[row], self._ends[row], RolloutLine, limit)
+        return list(islice(_read(self.path, self._offsets[row], self._ends[row], RolloutLine), limit))
 
 
-class TokenIndex(LineIndex):
+class _Ordinal(msgspec.Struct, frozen=True):
+    ordinal: int
+
+
+class TokenIndex(LineIndex[_Ordinal]):
     """Where the tokens of which groups are."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.reset()
+        super().__init__(path, msgspec.json.Decoder(_Ordinal).decode)
 
     def reset(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
 
-    def take(self, line: bytes, offset: int) -> None:
-        try:
-            ordinal = _ORDINALS.decode(line).ordinal
-        except (ValueError, RecursionError):
-            self.num_damaged += 1
-            return
-        begin, _ = self._places.get(ordinal, (offset, 0))
-        self._places[ordinal] = (begin, offset + len(line) + 1)
+    def take(self, record: _Ordinal, begin: int, end: int) -> None:
+        self._places[record.ordinal] = (self._places.get(record.ordinal, (begin, 0))[0], end)
 
     def __contains__(self, ordinal: int) -> bool:
         return ordinal in self._places
@@ -142,32 +132,13 @@ class TokenIndex(LineIndex):
 
     def lines(self, ordinal: int) -> list[TokenLine]:
         """Of all completions of a group; none for a group that is not in the file."""
-        place = self._places.get(ordinal)
-        return [] if place is None else _read(self.path, *place, TokenLine, None)
+        return list(_read(self.path, *self._places.get(ordinal, (0, 0)), TokenLine))
 
 
-class _Ordinal(msgspec.Struct, frozen=True):
-    ordinal: int
-
-
-_ORDINALS = msgspec.json.Decoder(_Ordinal)
-
-
-def _read(path: Path, begin: int, end: int, kind: Any, limit: int | None) -> list[Any]:
+def _read(path: Path, begin: int, end: int, kind: Any) -> Iterator[Any]:
     """Undecodable lines are left out: the file may have been replaced since it was indexed."""
     decoder = msgspec.json.Decoder(kind)
-    found: list[Any] = []
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            data = file.read(min(end - begin, MAX_GROUP_BYTES))
-    except OSError:
-        return found
-    for line in data.split(b"\n")[:-1]:
-        if limit is not None and len(found) >= limit:
-            break
-        try:
-            found.append(decoder.decode(line))
-        except (ValueError, RecursionError):
-            continue
-    return found
+    with contextlib.suppress(OSError):
+        for line in lines_from(path, begin, max_bytes=min(end - begin, MAX_GROUP_BYTES)):
+            with contextlib.suppress(ValueError, RecursionError):
+                yield decoder.decode(line)

@@ -33,8 +33,7 @@ import msgspec
 
 from slipstream.core.errors import ConfigError
 from slipstream.observe.watch.answers import ANSWERS, BadRequest, pulse
-from slipstream.observe.watch.index import RunIndex
-from slipstream.observe.watch.verdict import Verdict
+from slipstream.observe.watch.index import RunIndex, Verdict
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 7878

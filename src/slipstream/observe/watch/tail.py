@@ -8,10 +8,13 @@ one that is shorter or differs where the reader stopped (numbers come again), is
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
+
+T = TypeVar("T")
 
 PIECE_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 26
@@ -65,6 +68,52 @@ class Tail:
             return self.path.stat().st_size
         except OSError:
             return 0
+
+
+class LineIndex(ABC, Generic[T]):
+    """What is kept of one growing file of lines: each line of `path`, decoded, goes to `take` once, piece by piece.
+
+    When the file is replaced it begins anew. `num_damaged` counts the lines that nobody could read.
+    """
+
+    def __init__(self, path: Path, decode: Callable[[bytes], T]) -> None:
+        self.path = path
+        self.tail = Tail(path)
+        self.num_damaged = 0
+        self._decode = decode
+        self.reset()
+
+    def advance(self) -> bool:
+        """Read one piece; whether there was any news."""
+        is_replaced = self.tail.is_replaced()
+        if is_replaced:
+            self.tail, self.num_damaged = Tail(self.path), 0
+            self.reset()
+        begin, piece = self.tail.read()
+        for line in piece.split(b"\n")[:-1]:
+            end = begin + len(line) + 1
+            try:
+                self.take(self._decode(line), begin, end)
+            except (ValueError, RecursionError):
+                self.num_damaged += 1
+            begin = end
+        return is_replaced or bool(piece)
+
+    def lines_within(self, begin: int, end: int) -> Iterator[T]:
+        """The records of the lines between two bytes, but for those that cannot be read: a file may be replaced."""
+        for line in lines_from(self.path, begin, max_bytes=end - begin):
+            try:
+                yield self._decode(line)
+            except (ValueError, RecursionError):
+                continue
+
+    @abstractmethod
+    def take(self, record: T, begin: int, end: int) -> None:
+        """A line, from its first byte to the one behind its newline. ValueError for one that cannot be."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything."""
 
 
 def _number(file: BinaryIO) -> tuple[int, int]:

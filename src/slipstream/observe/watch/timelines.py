@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from slipstream.observe.timeline import ABSENT, LOST, ProcessEnd, ProcessStart, Record, Slice, times_ns
+from slipstream.observe.timeline import Life, Record, Slice, gone, times_ns
 from slipstream.observe.watch.buckets import Buckets
-from slipstream.observe.watch.lines import LineIndex
-from slipstream.observe.watch.tail import lines_from
+from slipstream.observe.watch.tail import LineIndex
 
 FIRST_SPACING = 128  # lines between two marks, as long as there are few
 MAX_MARKS = 4096
@@ -21,36 +19,14 @@ MAX_WINDOW_BYTES = 2_000_000
 """Of one file, for one answer; a window with more is shown in outline."""
 
 _kinds: Any = Record
-_DECODER = msgspec.json.Decoder(_kinds)
 
 
-@dataclass
-class Life:
-    """One process that wrote the file, of those that were started one after the other under its name. Nanoseconds."""
-
-    first_ns: int
-    last_ns: int
-    has_ended: bool = False
-
-
-class Bar(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """From `start_s` to `end_s` of the run the process was in `state`, for `share` of that time; the rest is `also`."""
-
-    start_s: float
-    end_s: float
-    state: str
-    share: float = 1.0
-    args: dict[str, Any] = {}
-    also: dict[str, float] = {}
-
-
-class TimelineIndex(LineIndex):
+class TimelineIndex(LineIndex[Record]):
     """`totals` are seconds by state over buckets from the first record on (`origin_ns`, on the machine's clock)."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, msgspec.json.Decoder(_kinds).decode)
         self.process = path.stem
-        self.reset()
 
     def reset(self) -> None:
         self.origin_ns: int | None = None
@@ -61,32 +37,20 @@ class TimelineIndex(LineIndex):
         self._num_lines = 0
         self.latest_ns = 0
 
-    def take(self, line: bytes, offset: int) -> None:
-        try:
-            record = _DECODER.decode(line)
-        except (ValueError, RecursionError):
-            self.num_damaged += 1
-            return
+    def take(self, record: Record, begin: int, end: int) -> None:  # noqa: ARG002
         first_ns, last_ns = times_ns(record)
         if self.origin_ns is None:
             self.origin_ns = first_ns
         if self._num_lines % self._spacing == 0:
-            self._mark(offset)
+            self._mark(begin)
         self._num_lines += 1
         self.latest_ns = max(self.latest_ns, last_ns)
-        self._live(record, first_ns, last_ns)
+        Life.extend(self.lives, record)
         if isinstance(record, Slice):
             start_s, end_s = (first_ns - self.origin_ns) * 1e-9, (last_ns - self.origin_ns) * 1e-9
             self.totals.add(record.state, start_s, end_s, record.state_ns * 1e-9)
             for state, ns in record.also.items():
                 self.totals.add(state, start_s, end_s, ns * 1e-9)
-
-    def _live(self, record: Record, first_ns: int, last_ns: int) -> None:
-        if isinstance(record, ProcessStart) or not self.lives:
-            self.lives.append(Life(first_ns, last_ns))
-        life = self.lives[-1]
-        life.first_ns, life.last_ns = min(life.first_ns, first_ns), max(life.last_ns, last_ns)
-        life.has_ended |= isinstance(record, ProcessEnd)
 
     def _mark(self, offset: int) -> None:
         self._marks.append((self.latest_ns, offset))
@@ -99,21 +63,16 @@ class TimelineIndex(LineIndex):
         begin, end = self._offset_before(start_ns), self._offset_before(end_ns)
         if end - begin > MAX_WINDOW_BYTES:
             return None
-        return list(self._read(begin, start_ns, end_ns))
+        is_empty = not self._marks or self.latest_ns <= start_ns
+        return [] if is_empty else list(self._read(begin, self.tail.offset, start_ns, end_ns))
 
     def _offset_before(self, time_ns: int) -> int:
         """Where a line begins before which everything had ended by then."""
         index = bisect.bisect_right(self._marks, (time_ns, 1 << 62)) - 1
         return self._marks[index][1] if index >= 0 else 0
 
-    def _read(self, offset: int, start_ns: int, end_ns: int) -> Iterator[Slice]:
-        if not self._marks or self.latest_ns <= start_ns:
-            return
-        for line in lines_from(self.path, offset, max_bytes=self.tail.offset - offset):
-            try:
-                record = _DECODER.decode(line)
-            except (ValueError, RecursionError):
-                continue
+    def _read(self, begin: int, end: int, start_ns: int, end_ns: int) -> Iterator[Slice]:
+        for record in self.lines_within(begin, end):
             if isinstance(record, Slice):
                 if record.start_ns >= end_ns:
                     return
@@ -125,38 +84,32 @@ class TimelineIndex(LineIndex):
 
         What comes after the last record of a process that has not said that it ends is nobody's yet.
         """
-        if not self.lives:
-            return []
-        found = [(ABSENT, start_ns, self.lives[0].first_ns)]
-        for life, successor in zip(self.lives, [*self.lives[1:], None], strict=True):
-            if successor is not None:
-                found.append((ABSENT if life.has_ended else LOST, life.last_ns, successor.first_ns))
-            elif life.has_ended:
-                found.append((ABSENT, life.last_ns, end_ns))
+        found = gone(self.lives, start_ns, end_ns)
         return [(s, max(a, start_ns), min(b, end_ns)) for s, a, b in found if max(a, start_ns) < min(b, end_ns)]
 
-    def outline(self, start_ns: int, end_ns: int, count: int) -> list[tuple[int, int, str, float]]:
-        """At most about `count` pieces of the window: (start, end, the state most of it was in, for which share)."""
+    def outline(self, start_ns: int, end_ns: int, count: int) -> Iterator[Bar]:
+        """At most about `count` pieces of the window, each in the state that took most of it."""
         if self.origin_ns is None:
-            return []
+            return
         width = self.totals.width
         columns = {name: self.totals.of(name) for name in self.totals.names}
         first = max(0, int((start_ns - self.origin_ns) * 1e-9 / width))
         last = min(int(self.totals.end / width), int((end_ns - self.origin_ns) * 1e-9 / width))
         stride = max(1, -(-(last + 1 - first) // count))
-        pieces = []
         for index in range(first, last + 1, stride):
             seconds = {name: float(column[index : index + stride].sum()) for name, column in columns.items()}
             state = max(seconds, key=lambda name: seconds[name])
             if seconds[state] > 0:
                 begin = self.origin_ns + round(index * width * 1e9)
-                pieces.append((begin, begin + round(stride * width * 1e9), state, seconds[state] / (stride * width)))
-        return pieces
+                share = seconds[state] / (stride * width)
+                yield begin, begin + round(stride * width * 1e9), state, share, {}, {}
 
 
-def bars(
-    slices: list[Slice], start_ns: int, end_ns: int, count: int
-) -> Iterator[tuple[int, int, str, float, dict[str, Any], dict[str, float]]]:
+Bar = tuple[int, int, str, float, dict[str, Any], dict[str, float]]
+"""Start, end (ns), the state, its share of that time, arguments, and the shares of other states."""
+
+
+def bars(slices: list[Slice], start_ns: int, end_ns: int, count: int) -> Iterator[Bar]:
     """Slices as they are where they are few, else the state that most of each of `count` parts of the window was in."""
     if len(slices) <= count:
         for one in slices:
@@ -170,20 +123,18 @@ def bars(
     for one in slices:
         begin, end = max(one.start_ns, start_ns), min(one.end_ns, end_ns)
         for index in range((begin - start_ns) // width, (end - start_ns - 1) // width + 1):
-            left, right = start_ns + index * width, start_ns + (index + 1) * width
-            inside = min(end, right) - max(begin, left)
+            left = start_ns + index * width
             part = parts.setdefault(index, {})
-            part[one.state] = part.get(one.state, 0) + inside
-    last: tuple[int, int, str, float] | None = None
+            part[one.state] = part.get(one.state, 0) + min(end, left + width) - max(begin, left)
+    last: Bar | None = None
     for index, part in sorted(parts.items()):
         state = max(part, key=lambda name: part[name])
-        share = min(1.0, part[state] / width)
-        left, right = start_ns + index * width, start_ns + (index + 1) * width
+        share, left = min(1.0, part[state] / width), start_ns + index * width
         if last is not None and last[2] == state and last[1] == left and abs(last[3] - share) < 0.2:
-            last = (last[0], right, state, last[3])
+            last = (last[0], left + width, *last[2:])
             continue
         if last is not None:
-            yield (*last, {}, {})
-        last = (left, right, state, share)
+            yield last
+        last = (left, left + width, state, share, {}, {})
     if last is not None:
-        yield (*last, {}, {})
+        yield last

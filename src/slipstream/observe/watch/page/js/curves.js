@@ -132,7 +132,8 @@ class Chart {
     if (!all.length) return;
     this.right = Math.max(1, ...all.map((point) => point[0]));
     const ends = this.series.map((one) => curves[one.name]?.axis).filter(Boolean); // the server knows the rule
-    const [low, high] = [Math.min(...ends.map((one) => one[0])), Math.max(...ends.map((one) => one[1]))];
+    const [low, most] = [Math.min(...ends.map((one) => one[0])), Math.max(...ends.map((one) => one[1]))];
+    const high = most > low ? most : low + 1; // of all lines together: one of zeros alone says nothing of the others
     const x = (step) => ((step / this.right) * WIDTH).toFixed(2);
     const y = (value) => (HEIGHT - 4 - ((value - low) / (high - low)) * (HEIGHT - 8)).toFixed(2);
     this.cursor = svg('line', { class: 'cursor', y1: 0, y2: HEIGHT, x1: 0, x2: 0, 'vector-effect': 'non-scaling-stroke' });

@@ -298,7 +298,7 @@ function headline(version) {
     : ['eval_reward', 'mean reward', number];
   const [held, first] = [curves.value(measure, version), curves.first(measure)];
   const tiles = [
-    ['step', `${version}`, dials ? `of ${dials.steps.toLocaleString('en')}` : ''],
+    ['steps done', `${version}`, dials ? `of ${dials.steps.toLocaleString('en')}` : ''],
     ['reward', number(at('reward')), 'mean of the batch'],
     ['held-out', held === null ? '–' : words(held), first === null ? name : `${name}, was ${words(first)}`],
     ['staleness', number(at('staleness_mean')), dials ? `mean; bound ${dials.max_staleness}` : 'mean'],

@@ -1,0 +1,349 @@
+"""The line charts of both pages: one table of them, and the cards that charts and their numbers come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from slipstream.core.config import AlarmName
+from slipstream.observe.evaluation import MOMENTS
+from slipstream.observe.report.data import CLOCKS, Clock, RunData
+from slipstream.observe.report.html import card, cards, folded, folded_on_phones, part, table, text
+from slipstream.observe.svg import Axis, Band, Series, Spot, line_chart, line_legend, number, scatter, smoothed, thin
+from slipstream.observe.svg_blocks import Column, merged, percent_name
+
+BLUE, ORANGE, GREEN, PURPLE = 0, 1, 2, 3
+TABLE_ROWS = 12
+Part = Literal["learning", "off-policy", "time"]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Metrics over the steps, as a card of a part of a page; `lines` are (metric, its name in words, hue).
+
+    `note` is for a run's own page, without which it has none; `compared` for several runs, whose first metric then lies
+    on one chart. `alarms` shade the steps in which one was on; `is_of_changes`: drawn only where the value changes.
+    """
+
+    part: Part
+    title: str
+    axis: Axis
+    lines: tuple[tuple[str, str, int], ...]
+    note: str | Callable[[RunData], str] = ""
+    compared: str = ""
+    alarms: tuple[AlarmName, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+    is_smooth: bool = True
+    is_of_changes: bool = False
+
+    def drawn(self, run: RunData) -> str:
+        """The card of a run's own page; nothing where none of it was measured."""
+        history, window = run.history, run.history.window if self.is_smooth else 1
+        lines = [Series(words, history.points(name), hue, smooth=window) for name, words, hue in self.lines]
+        if not self.note or (self.is_of_changes and len(set(history.values(self.lines[0][0]))) < 2):
+            return ""
+        note = self.note if isinstance(self.note, str) else self.note(run)
+        return chart_card(self.title, note, lines, self.axis, alarm_bands(run, self.alarms), limits=self.limits)
+
+
+def _length_note(run: RunData) -> str:
+    limit = run.config.get("generator", {}).get("max_new_tokens")
+    cut = run.history.values("truncated_frac")
+    allowed = f"At most {limit} are allowed. " if limit else ""
+    told = f" Cut off at the limit in the last step: {cut[-1]:.1%}." if cut else ""
+    return f"{allowed}If it climbs with the reward, read what is written.{told}"
+
+
+CHARTS = (
+    Chart(
+        "learning",
+        "Groups that can teach",
+        Axis("share of groups", low=0.0, high=1.0, is_share=True),
+        (("signal_frac", "groups with signal", BLUE),),
+        "Groups whose answers all have the same reward teach nothing.",
+        alarms=("no_signal",),
+    ),
+    Chart(
+        "learning",
+        "Length of completions",
+        Axis("tokens", low=0.0),
+        (("completion_tokens_mean", "mean length", BLUE),),
+        _length_note,
+        "Means of the batches.",
+        alarms=("length_hacking", "truncation_growing"),
+    ),
+    Chart(
+        "learning",
+        "Entropy",
+        Axis("nats per token", low=0.0),
+        (("entropy", "entropy", PURPLE),),
+        "How undecided the policy is about the next token. At 0 it tries nothing new any more.",
+        "How undecided the policy is about the next token.",
+        alarms=("entropy_collapse",),
+    ),
+    Chart(
+        "learning",
+        "KL to the reference",
+        Axis("nats per completion", low=0.0),
+        (("kl_reference_sum", "KL", BLUE),),
+        compared="How far training has moved from the frozen reference.",
+    ),
+    Chart(
+        "learning",
+        "Size of the gradient",
+        Axis("norm, logarithmic", is_log=True),
+        (("grad_norm", "gradient norm", BLUE),),
+        "Before clipping. Single spikes happen.",
+        alarms=("grad_norm_spikes",),
+    ),
+    Chart(
+        "learning",
+        "What the critic foresees",
+        Axis("share of the returns' variance", high=1.0),
+        (("explained_variance", "explained variance", GREEN),),
+        "1 is a critic that foresees every return, 0 one that knows no more than their mean, below 0 it misleads.",
+        limits={"as good as the mean": 0.0},
+    ),
+    Chart(
+        "off-policy",
+        "Age, step by step",
+        Axis("steps, mean of the batch", low=0.0),
+        (("staleness_mean", "age", BLUE),),
+        compared="Flat is a pipeline in balance.",
+    ),
+    Chart(
+        "off-policy",
+        "Drift within a batch",
+        Axis("KL(sampler ‖ trained), nats per token", low=0.0),
+        (("kl_k3", "KL", BLUE),),
+        "From the policy that sampled to the trained one. From 0.1 on an alarm rings.",
+        "How far the trained policy is from the one that sampled.",
+        alarms=("policy_drift",),
+    ),
+    Chart(
+        "off-policy",
+        "Price of the correction",
+        Axis("share", low=0.0, high=1.0, is_share=True),
+        (("ess", "effective sample size", GREEN), ("clipped_frac", "clipped tokens", ORANGE)),
+        "What the correction costs: the share of the batch that still counts, and of tokens whose gradient is cut.",
+        alarms=("ess_collapse", "ratio_clipped"),
+    ),
+    Chart(
+        "off-policy",
+        "Effective sample size",
+        Axis("share of the batch", high=1.0, is_share=True),
+        (("ess", "effective sample size", GREEN),),
+        compared="How much of a batch still counts after the correction.",
+    ),
+    Chart(
+        "off-policy",
+        "KL to the reference",
+        Axis("nats per completion", low=0.0),
+        (("kl_reference_sum", "KL", BLUE),),
+        "How far training has moved from the frozen reference.",
+        alarms=("kl_runaway",),
+    ),
+    Chart(
+        "off-policy",
+        "Coefficient of the KL penalty",
+        Axis("kl.coef", low=0.0),
+        (("kl_coef", "coefficient", BLUE),),
+        "It follows kl.target.",
+        is_smooth=False,
+        is_of_changes=True,
+    ),
+    Chart(
+        "time",
+        "Speed",
+        Axis("tokens per second", low=0.0),
+        (("generated_tokens_per_s", "sampled", BLUE), ("trained_tokens_per_s", "trained on", GREEN)),
+        "Sampled, a mean of the last reports, lags a little.",
+    ),
+    Chart(
+        "time",
+        "Time of a step",
+        Axis("seconds", low=0.0),
+        (("step_s", "seconds", BLUE),),
+        "From the end of one step to the end of the next, evaluations in between included.",
+        "From the end of one step to the end of the next.",
+        alarms=("starving_trainer", "starving_generator", "slow_rewards", "straggler"),
+    ),
+    Chart(
+        "time",
+        "Trained on",
+        Axis("tokens per second", low=0.0),
+        (("trained_tokens_per_s", "trained on", GREEN),),
+        compared="By the trainer.",
+    ),
+)
+
+
+def charts(run: RunData, part: Part) -> list[str]:
+    """The cards of one part of a run's own page, those of metrics that it has."""
+    return [chart.drawn(run) for chart in CHARTS if chart.part == part]
+
+
+def overlays(runs: Iterable[tuple[str, int, RunData]], part: Part) -> list[str]:
+    """The cards of one part of a comparison; runs are (name, hue, run), and those that lack a metric have no line."""
+    runs = list(runs)
+
+    def drawn(chart: Chart) -> str:
+        lines = [overlaid(run, chart.lines[0][0], "step", name, hue) for name, hue, run in runs]
+        return chart_card(chart.title, chart.compared, lines, chart.axis)
+
+    return [drawn(chart) for chart in CHARTS if chart.part == part and chart.compared]
+
+
+def overlaid(run: RunData, metric: str, clock: Clock, name: str, hue: int) -> Series:
+    """A run's line among those of others: smooth, or with dots where it was measured now and then."""
+    points, is_held_out = run.history.points(metric, clock), metric.startswith("eval_")
+    return Series(name, points if is_held_out else smoothed(points, run.history.window), hue, has_dots=is_held_out)
+
+
+def chart_card(
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    y: Axis,
+    bands: Sequence[Band] = (),
+    *,
+    limits: Mapping[str, float] | None = None,
+    x: Axis = Axis("step"),
+    folds: bool = True,
+) -> str:
+    """A line chart in a card, with its numbers; nothing where there are no points."""
+    series = [one for one in series if one.points]
+    if not series:
+        return ""
+    chart = line_chart(series, title=title, x=x, y=y, bands=bands, limits=limits)
+    return card(title, note, chart, details=numbers(series, x.label), folds=folds)
+
+
+def three_clocks(
+    title: str,
+    note: str,
+    runs: Sequence[RunData],
+    series_of: Callable[[Clock], list[Series]],
+    y: Axis,
+    *,
+    height: int = 180,
+) -> str:
+    """The same lines against steps, tokens and time, beside each other, as a card; nothing without any points."""
+    pictures = []
+    for clock in CLOCKS:
+        longest = max((run.history.clocks[clock][-1] for run in runs if run.history.steps), default=0.0)
+        axis, divisor = clock_axis(clock, longest)
+        series = [replace(one, points=[(x / divisor, y) for x, y in one.points]) for one in series_of(clock)]
+        if not any(one.points for one in series):
+            return ""
+        chart = line_chart(series, title=f"{title} by {axis.label}", x=axis, y=y, height=height, has_legend=False)
+        pictures.append(f"<div>{chart}</div>")
+    series = series_of("step")
+    first, *others = pictures
+    rest = folded_on_phones("The same by tokens and by time", "".join(others))
+    content = f'{line_legend(series)}<div class="triple">{first}{rest}</div>'
+    return card(title, note, content, size="wide", details=numbers(series, "step"))
+
+
+def clock_axis(clock: Clock, longest: float) -> tuple[Axis, float]:
+    """The axis of a clock that goes up to `longest`, and what its values are divided by for it."""
+    if clock != "time":
+        return Axis("step" if clock == "step" else "tokens trained on"), 1.0
+    units = (("seconds", 1.0, 180.0), ("minutes", 60.0, 180 * 60.0), ("hours", 3600.0, 96 * 3600.0))
+    unit, divisor = next(((name, length) for name, length, most in units if longest <= most), ("days", 86400.0))
+    return Axis(f"{unit} since RL began"), divisor
+
+
+def alarm_bands(run: RunData, names: Iterable[AlarmName]) -> list[Band]:
+    """The steps in which one of these alarms was on."""
+    last = sum(run.history.clocks["step"][-1:])
+    chosen = [alarm for alarm in run.alarms if alarm.name in names]
+    return [Band(float(a.began), last if a.ended is None else float(a.ended), f"alarm {a.name}") for a in chosen]
+
+
+def numbers(series: Sequence[Series], label: str) -> str:
+    """The lines of a chart as a table, thinned to a few rows, for who would rather read, or cannot see."""
+    rows: dict[float, dict[str, float]] = {}
+    for one in series:
+        for x, y in thin(one.points, TABLE_ROWS):
+            rows.setdefault(x, {})[one.name] = y
+    body = (
+        [text(number(x)), *(number(rows[x][s.name]) if s.name in rows[x] else "" for s in series)] for x in sorted(rows)
+    )
+    return folded("Numbers", table([label, *(one.name for one in series)], body, kind="numbers"))
+
+
+def column_numbers(columns: Sequence[Column], rows: Sequence[str], label: str) -> str:
+    """The columns of a heat map as a table of shares, added up to a few."""
+    body = []
+    for column in merged(columns, TABLE_ROWS):
+        whole = sum(column.counts.values())
+        if whole > 0.0:
+            shares = (percent_name(column.counts.get(row, 0.0) / whole) for row in rows)
+            body.append([f"{number(column.start)} – {number(column.end)}", *shares])
+    return folded("Numbers", table([label, *rows], body, kind="numbers"))
+
+
+# Evaluations at the end: what was gained, at what price
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the stage `evaluate` found of a run, and its colour."""
+
+    name: str
+    hue: int
+    found: Mapping[str, Any]
+
+
+def gained(content: Sequence[str]) -> str:
+    """The part of a page about evaluations."""
+    lead = "Measured by the evaluation at the end, on held-out prompts, before and after RL."
+    return part("evaluation", "What was gained, at what price?", lead, [cards(*content)])
+
+
+def against_kl(runs: Sequence[Evaluated]) -> str:
+    """Gold win rate against KL to the reference, before and after RL."""
+    spots = spots_of(runs)
+    if not spots:
+        return ""
+    chart = scatter(
+        spots,
+        title="Gold win rate against KL",
+        x=Axis("KL to the reference, nats per completion", low=0.0),
+        y=Axis("gold win rate", low=0.0, is_share=True),
+        limits={"as good as the references": 0.5},
+    )
+    note = (
+        "Hollow before RL, full after it, with standard errors; dashed: as good as the references. Up is better. Far "
+        "to the right and not up, the policy has learned what the reward likes and gold does not."
+    )
+    shown = [one for one in runs if any(spot.hue == one.hue for spot in spots)]
+    legend = line_legend([Series(one.name, [], one.hue, has_dots=True) for one in shown if one.name])
+    return card("Gold win rate against KL", note, legend + chart)
+
+
+def spots_of(runs: Sequence[Evaluated]) -> list[Spot]:
+    """The moments at which both were measured."""
+    spots = []
+    for one in runs:
+        for moment in MOMENTS:
+            gold, drift = one.found[moment]["gold"], one.found[moment]["drift"]
+            if drift["kl"] is None or "win_rate" not in gold:
+                continue
+            rate, moved = gold["win_rate"], drift["kl"]["per_sequence"]
+            if rate["mean"] is None or moved["mean"] is None:
+                continue
+            spots.append(
+                Spot(
+                    f"{one.name}, {moment} RL" if one.name else f"{moment} RL",
+                    moved["mean"],
+                    rate["mean"],
+                    one.hue,
+                    moved["standard_error"] or 0.0,
+                    rate["standard_error"] or 0.0,
+                    is_hollow=moment == MOMENTS[0],
+                )
+            )
+    return spots
