@@ -36,7 +36,6 @@ import torch
 from trl_call import INSTALL, TRL_PYTHON, TrlFailed, call_trl, trl_version
 
 import slipstream
-from slipstream.core.config import ModelConfig
 from slipstream.core.run_log import read_metrics
 from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import new_model, save_model

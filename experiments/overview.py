@@ -25,7 +25,7 @@ def table(found: Mapping[str, Told]) -> str:
     """Markdown of the experiments in `found`, in its order, and what all of them took."""
     if not found:
         return NOTHING
-    head = ("experiment", "its first claim", "holds here", "found", "all its claims", "minutes")
+    head = ("experiment", "first claim", "holds here", "found", "all claims", "minutes")
     lines = [_line(told) for told in found.values()]
     return "\n".join((markdown_table(head, lines, left=4), "", _what_it_took(found), ""))
 
@@ -55,7 +55,7 @@ def _what_it_took(found: Mapping[str, Told]) -> str:
     machines = sorted({match[2] for told in found.values() if (match := _MINUTES.search(told.took))})
     headline = sum(minutes.get(name, 0) for name in HEADLINE)
     missing = [name for name in EXPERIMENTS if name not in found]
-    text = f"It took {sum(minutes.values())} minutes on {' and '.join(machines) or 'a machine nobody noted'}"
+    text = f"It took {sum(minutes.values())} minutes on {' and '.join(machines) or 'an unknown machine'}"
     if headline:
         text += f", {headline} of them for the headline set (`make experiments`)"
     return f"{text}." + (f" Not run yet: {', '.join(missing)}." if missing else "")

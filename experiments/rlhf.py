@@ -96,8 +96,8 @@ class Pipeline:
     def told(self) -> str:
         """For a section's setup."""
         return (
-            "`tldr_mini` with more data; one SFT policy, preferences and a reward model of its own for each seed; "
-            f"{self.updates} updates of {self.prompts_per_update} prompts x 2 completions whatever N, learning rate "
+            "`tldr_mini` with more data; each seed has its own SFT policy, preferences and reward model; "
+            f"{self.updates} updates of {self.prompts_per_update} prompts x 2 completions for every N, learning rate "
             f"{LR:g} falling to 0; win rate and KL on 500 held-out prompts x 2 completions at temperature 1"
         )
 

@@ -122,7 +122,7 @@ def _size_of_effect(found: Found) -> Verdict:
         is_near.append(math.isfinite(seen) and wanted / FACTOR <= seen <= wanted * FACTOR)
         told.append(f"{name.removeprefix('policy/')} {seen:.1f} ({wanted:.1f})")
     return Verdict(
-        "By six times in approximate KL and variance, and 4 times in clipping.",
+        "The update is six times as large in approximate KL and variance, and 4 times in clipping.",
         "N, Adam, its table",
         True if all(is_near) else None if any(is_near) else False,
         f"at {largest}, published in brackets: {', '.join(told)}",
@@ -151,7 +151,7 @@ def section(lab: Lab) -> Section:
         f"Means over {len(SEEDS)} batches.",
         tables={
             "After two epochs (published: GPT-2, 124M)": statistics_table(found),
-            "PyTorch's number over TensorFlow's, and what epsilon meets": excess_table(found),
+            "PyTorch's number over TensorFlow's, and the numbers that epsilon is added to": excess_table(found),
         },
         figures={"PyTorch's number over TensorFlow's, by parameters; crosses: N's for GPT-2": figure(found)},
         verdicts=verdicts(found),

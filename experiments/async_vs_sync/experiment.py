@@ -141,7 +141,7 @@ def told(found: Found) -> Section:
         tables={
             "Tokens of an answer": _lengths_table(),
             "Time": _time_table(found),
-            "Ideal overlap: stage times of *sync, split*, and what `continuous` makes of them": _ideal_table(found),
+            "Ideal overlap: stage times of *sync, split*, and the step of `continuous`": _ideal_table(found),
             f"Quality with the long tail, after {found.conditions[TAIL].steps} steps": _quality_table(found),
         },
         figures={
@@ -209,7 +209,7 @@ def _both_verdict(found: Found) -> Verdict:
     quality, speed_ups = _quality_verdict(found, CONTINUOUS), found.speed_up(TAIL, CONTINUOUS)
     parts = (quality.holds, reaches(speed_ups, 1.0))
     return Verdict(
-        "Asynchronous training ends as good as synchronous, and sooner than the faster baseline",
+        "Asynchronous training reaches the quality of synchronous training, sooner than the faster baseline",
         "A, Fig. 1; L, Figs. 6, 7",
         False if False in parts else None if None in parts else True,
         f"{quality.found}; {spread(speed_ups, 2)} times as fast",
@@ -357,13 +357,13 @@ def _notes(found: Found) -> list[str]:
     )
     return [
         f"With equal lengths of the same mean `continuous` is {spread(even, 2)} times as fast as the faster baseline; "
-        f"with the long tail {spread(tailed, 2)} times. What it gains without a tail it gains from threads: turns that "
+        f"with the long tail {spread(tailed, 2)} times. Without a tail the gain comes from threads: turns that "
         f"have both cores are {spread(threads, 2)} times as fast as turns that have one core each, with equal lengths; "
         "overlap keeps both cores busy with one thread on each.",
         f"By size (0.16, 0.64, 2.6 M): against turns on the same split `continuous` is {on_split} times as fast, and "
         f"co-located turns are {colocated} times.",
         "More than 100% of the ideal is possible: in turns the generator decodes the longest completions with few "
-        "rows, overlapped it fills the other rows with the next batch.",
+        "rows; with overlap the next batch fills the other rows.",
         f"The judge is a function that sleeps, in {JUDGE_WORKERS} workers; a step has 64 completions.",
     ]
 

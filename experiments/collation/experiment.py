@@ -104,7 +104,7 @@ def _published(means: Sequence[float], in_points: Sequence[float]) -> Verdict:
     is_at_least = [mean >= PUBLISHED_REDUCTION for mean in means]
     holds = True if all(is_at_least) else None if any(is_at_least) else False
     return Verdict(
-        f"It reduces padding by {percent(PUBLISHED_REDUCTION)}.",
+        f"Greedy collation reduces padding by {percent(PUBLISHED_REDUCTION)}.",
         "M, online training",
         holds,
         f"at least as much of the padding tokens in {sum(is_at_least)} of {len(means)} cases; of all slots it is "
@@ -118,7 +118,7 @@ def _homogeneous(paddings: Paddings, *, workers: int) -> Verdict:
         return max(fmean(column(paddings, name, way, "imbalance")) for name in VARIABLE)
 
     return Verdict(
-        "It ensures a homogeneous workload across training workers.",
+        "Greedy collation ensures a homogeneous workload across training workers.",
         "M, online training",
         worst("greedy") <= SMALL_IMBALANCE,
         f"{workers} workers with preset shares wait up to {percent(worst('greedy'))} of their slots for the slowest "
@@ -141,7 +141,7 @@ def _faster(seconds: Seconds) -> Verdict:
         for way in ("no packing", "first-come, filled")
     }
     return Verdict(
-        "What pads less takes less time.",
+        "Less padding takes less time.",
         "M8",
         True if faster == len(pairs) else False if faster <= len(pairs) // 2 else None,
         f"greedy was the faster one in {faster} of {len(pairs)} pairs; no packing takes {ratios['no packing']:.2f} "
@@ -168,8 +168,8 @@ def section(lab: Lab) -> Section:
         setup=f"{COMPLETIONS} completions per worker and minibatch, {len(DISTRIBUTIONS)} distributions of 16 to "
         f"{LONGEST} tokens, microbatches of {CAPACITY} tokens; means over {len(SEEDS)} seeds. *No packing*: "
         f"{CAPACITY // LONGEST} rows padded to the longer one; *first-come*: packed in order of arrival; *greedy*: "
-        "longest first, where it first fits. Packed microbatches count as full. Workers wait for the one with most. "
-        "Times: a 0.6M-parameter model; *filled* computes the padding of microbatches of a fixed size, "
+        "longest first, where it first fits. Packed microbatches count as full. Workers wait for the one with the "
+        "most slots. Times: a 0.6M-parameter model; *filled* computes the padding of microbatches of a fixed size, "
         "Slipstream's own have none.",
         tables=tables,
         figures={"Padding by distribution, and by the size of a microbatch": figure(by_workers, by_capacity)},
@@ -177,7 +177,7 @@ def section(lab: Lab) -> Section:
         notes=[
             "Reductions are of padding tokens, padding / (1 - padding) per real token: fewer slots also make the "
             "whole smaller.",
-            f"With lengths all the same ({CONSTANT} tokens) there is nothing to save but the last microbatch.",
+            f"With equal lengths ({CONSTANT} tokens) only the padding of the last microbatch can be saved.",
         ],
         cost="five minutes on two cores",
     )

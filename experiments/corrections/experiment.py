@@ -180,7 +180,7 @@ def _is_unstable_without(runs: Runs) -> Verdict:
     unstable = any(one.is_unstable for one in runs[MIXTURE, NONE])
     is_worse = is_greater(_falls(runs, MIXTURE, NONE), _falls(runs, MIXTURE, SYNC), paired=True)
     return Verdict(
-        "Without a correction, asynchronous training on a mixture is now and then unstable.",
+        "Without a correction, asynchronous training on a mixture is sometimes unstable.",
         "LlamaRL, Fig. 8",
         False if not unstable else True if is_worse else None,
         f"{_unstable(runs, MIXTURE, NONE)} runs unstable, {_unstable(runs, MIXTURE, SYNC)} synchronous ones",
@@ -203,7 +203,7 @@ def _is_stable_with(runs: Runs) -> Verdict:
 def _mixture_is_harder(runs: Runs) -> Verdict:
     mixed, single = _falls(runs, MIXTURE, NONE), _falls(runs, ONE, NONE)
     return Verdict(
-        "Uncorrected, a mixture of tasks is less stable than one.",
+        "Without a correction, a mixture of tasks is less stable than one task.",
         "LlamaRL, Fig. 8",
         is_greater(mixed, single),
         f"largest falls {spread(mixed)}, of one task {spread(single)}",
@@ -213,7 +213,7 @@ def _mixture_is_harder(runs: Runs) -> Verdict:
 def _as_good_as_synchronous(runs: Runs) -> Verdict:
     ours, sync = _after(runs, MIXTURE, AIPO), _after(runs, MIXTURE, SYNC)
     return Verdict(
-        "Corrected, it is as good as synchronous training.",
+        "With a correction, it is as good as synchronous training.",
         "LlamaRL, section 4.2",
         is_as_great(ours, sync, MARGIN, paired=True),
         f"accuracy {spread(ours)}, synchronous {spread(sync)}",

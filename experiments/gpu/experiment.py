@@ -152,7 +152,7 @@ def told(found: Found, *, hardware: str, transport: str) -> Section:
         ),
         tables={
             "Overlap and turns": _modes_table(found),
-            "An in-flight swap keeps old keys and values, or has them made anew": _cache_table(found),
+            "An in-flight swap keeps old keys and values, or recomputes them": _cache_table(found),
             f"Schedules of other systems in ours, {SIZES[MEDIUM].words}": _peers_table(found),
         },
         figures={"Gold score by seconds for turns and overlap, three sizes": _figure(found)},
@@ -194,10 +194,10 @@ def verdicts(found: Found) -> list[Verdict]:
             f"{spread(found.speed_up(judge_slow, judge_fast), 2)} against {spread(medium, 2)}",
         ),
         Verdict(
-            "Old keys and values need not be made anew",
+            "Old keys and values need not be recomputed",
             "M4",
             is_as_great(kept, recomputed, MARGIN),
-            f"gold score {spread(kept)} kept, {spread(recomputed)} made anew",
+            f"gold score {spread(kept)} kept, {spread(recomputed)} recomputed",
         ),
     ]
 
@@ -225,7 +225,7 @@ def _modes_table(found: Found) -> str:
 def _cache_table(found: Found) -> str:
     rows = [
         (
-            "kept" if name == KEPT else "made anew",
+            "kept" if name == KEPT else "recomputed",
             spread(found.number(name, lambda one: one.logprob_error), 4),
             spread(found.number(name, lambda one: one.generated_tokens_per_s), 0),
             spread(found.time(name, _step_s)),

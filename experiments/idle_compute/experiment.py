@@ -222,7 +222,8 @@ def _more_drift(runs: Runs, name: str, claim: str, source: str) -> Verdict:
         claim,
         source,
         is_greater(ours, theirs, paired=True),
-        f"{spread(ours, 2)} nats at a win rate of {spread(levels, 2)}, once on two: {spread(theirs, 2)}",
+        f"{spread(ours, 2)} nats at a win rate of {spread(levels, 2)}, "
+        f"with one update on two completions: {spread(theirs, 2)}",
     )
 
 
@@ -249,7 +250,7 @@ def _margin_doubles(runs: Runs) -> Verdict:
 def _faster(runs: Runs, timings: Timings) -> list[Verdict]:
     claims = (
         "Asynchronous, with best and worst of 4, the same win rate takes 1/2.5 of the synchronous time.",
-        "It takes just over half the time of K = 2.",
+        "Best and worst of 4 takes just over half the time of K = 2.",
     )
     levels = equal_levels(runs, SYNC, T1, K4)
     if levels is None:
@@ -305,12 +306,12 @@ def section(lab: Lab) -> Section:
     config = quality(lab, T1, 0).config()
     return Section(
         title="Spending idle compute",
-        question="Where the trainer idles, what do T = 2 or 3 updates per batch buy; where the generators idle, what "
-        "does choosing the best and the worst of 4 completions? And what does either cost in drift?",
+        question="If the trainer is idle, what is gained by T = 2 or 3 updates per batch? If the generators are idle, "
+        "what is gained by choosing the best and the worst of 4 completions? What does either cost in drift?",
         setup=f"`tldr_mini` with Online DPO, {config.steps} steps of {config.groups_per_step} pairs, each trained on "
-        f"once, at most one step stale; of 4 completions half the steps at half the learning rate. {len(SEEDS)} seeds, "
-        "a reward model for each. Win rate is gold's against the references, drift the KL from the SFT "
-        f"policy in nats per completion, both on {config.evaluation.num_prompts} held-out prompts x "
+        "once, at most one step stale; with 4 completions, half the steps at half the learning rate. "
+        f"{len(SEEDS)} seeds, a reward model for each. Win rate is gold's against the references, drift the KL from "
+        f"the SFT policy in nats per completion, both on {config.evaluation.num_prompts} held-out prompts x "
         f"{config.evaluation.num_samples} completions, at {NUM_POINTS} checkpoints. Equal win rate: "
         f"{SHARE_OF_GAIN:.0%} of the smallest best gain of the runs compared.",
         tables={

@@ -39,7 +39,7 @@ CONTENDERS: dict[str, Contender] = {
         "Cleanba, A1",
         {"max_staleness": 1, "weight_update": "between_batches", "schedule": {"policy": "one_step"}},
     ),
-    "drop_stale": Contender("drop what is stale", "PRIME-RL, verl V1", {"schedule": {"policy": "drop_stale"}}),
+    "drop_stale": Contender("drop stale groups", "PRIME-RL, verl V1", {"schedule": {"policy": "drop_stale"}}),
     "areal": Contender("admission by count", "AReaL", {"schedule": {"policy": "areal"}}),
     "sample_budget": Contender(
         "budget of samples",

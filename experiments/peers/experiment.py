@@ -23,7 +23,7 @@ SECONDS = (2, 5, 10, 20, 50, 100)
 """Where the logarithmic axis of time has ticks."""
 PANELS = (
     "Left: reward against seconds. Middle: pace, and mean staleness behind the bar. "
-    "Right: age when trained, by length of the answer"
+    "Right: staleness when trained, by length of the answer"
 )
 
 
@@ -32,8 +32,9 @@ def section(lab: Lab, scale: Scale | None = None) -> Section:
     found = find(lab, scale)
     return Section(
         title="Against peers, on one machine",
-        question="Beside TRL, and beside the rules by which other asynchronous systems admit, drop, drain and order: "
-        "how fast is it, what is thrown away, how stale is what is trained, who is left out, and when has it learned?",
+        question="Compared with TRL, and with the rules by which other asynchronous systems admit, drop, drain and "
+        "order: how fast is Slipstream, how much work is discarded, how stale are the trained tokens, which answers "
+        "are left out, and how soon has the model learned?",
         setup=setup(found, scale),
         tables=tables(found.seen),
         figures={PANELS: figure(found.seen)},
@@ -48,20 +49,20 @@ def setup(found: Found, scale: Scale) -> str:
     return (
         "All start from one checkpoint of 0.6 M parameters that counts down or up, and learn to count down: 16 prompts "
         f"of 8 completions a step, one update each, {scale.steps} steps. Answers have 6 to 180 tokens, lognormal with "
-        f"sigma 1, as their prompts ask. Policies that look at k have k = {K}, one of ours 8. Other systems' rules run "
-        "in our scheduler: engine, channels, transfer of weights, kept caches around them are ours, the same for all. "
-        f"{trl}. Seeds {', '.join(map(str, scale.seeds))}, contenders in turn. All the rest, and the rules for the "
-        "verdicts: `experiments/peers/README.md`."
+        f"sigma 1, as their prompts ask. Policies that use k have k = {K}, one of Slipstream's 8. Other systems' "
+        "rules run in Slipstream's scheduler, with its engine, channels, weight transfer and kept caches, the same for "
+        f"all. {trl}. Seeds {', '.join(map(str, scale.seeds))}; contenders run in turn. `experiments/peers/README.md` "
+        "has the other settings and the rules for the verdicts."
     )
 
 
 def notes(found: Found) -> list[str]:
     told = [
-        "TRL decodes a batch until its longest answer is done, and trains it then: nothing is discarded or stale, and "
-        "padding is in its pace.",
-        "*Drain* and *abort and re-prefill* are our schedule with another way to bring in weights. In the systems "
-        "named, all engines stop for that together, which one generator cannot show.",
-        "Mean staleness is over tokens, length bias over groups. *left* is sampled and not trained when the run ended.",
+        "TRL decodes a batch until its longest answer is done, and then trains it: nothing is discarded or stale, and "
+        "its pace includes padding.",
+        "*Drain* and *abort and re-prefill* are Slipstream's schedule with another way to load weights. In the "
+        "systems named, all engines stop for that together; a test with one generator cannot show this.",
+        "Mean staleness is over tokens, length bias over groups. *left*: sampled and not trained when the run ended.",
     ]
     return told if found.trl else [f"{NOT_THERE}. Its rows and verdicts are missing.", *told]
 
@@ -85,7 +86,7 @@ def tables(seen: Mapping[str, Sequence[Seen]]) -> dict[str, str]:
     )
     return {
         "How fast, and how soon": markdown_table(pace, (_pace(*one) for one in seen.items()), left=2),
-        "What is thrown away, how old the rest is (the largest is that of all seeds), and whom it leaves out": (
+        "Discarded tokens, staleness of the trained ones (the largest is over all seeds), and answers left out": (
             markdown_table(trained, (_trained(*one) for one in seen.items()))
         ),
     }

@@ -36,11 +36,11 @@ def verdicts(found: Found) -> list[Verdict]:
         told.append(_keeps_promises(seen["ours"]))
         told += [_faster(*SLOWER[name], seen["ours"], seen[name]) for name in SLOWER if name in seen]
     if {"ours", "drop_stale"} <= seen.keys():
-        claim = "A hard bound costs pace where tails are heavy: dropping what is stale has a higher one"
+        claim = "A hard bound costs pace where tails are heavy: dropping stale groups has a higher pace"
         told.append(_faster(claim, "docs/staleness.md", seen["drop_stale"], seen["ours"]))
         told.append(_drops_the_long(seen["drop_stale"]))
     if {"ours", "ours_k8"} <= seen.keys():
-        claim = "Room for the tail pays that back: k = 8 has a higher pace than k = 2"
+        claim = "Room for the tail recovers this pace: k = 8 has a higher pace than k = 2"
         told.append(_faster(claim, "docs/staleness.md", seen["ours_k8"], seen["ours"]))
     told += [_unbounded(*UNBOUNDED[name], seen[name]) for name in UNBOUNDED if name in seen]
     if "sync" in seen:
@@ -51,7 +51,7 @@ def verdicts(found: Found) -> list[Verdict]:
 def _sooner(found: Found, theirs: str, ours: str) -> Verdict:
     """Cannot be said where a run of ours never got there; one of theirs counts with all it took."""
     title, source = CONTENDERS[theirs].title, "README, Speed"
-    claim = f"Ours has learned sooner than {title}"
+    claim = f"Slipstream learns sooner than {title}"
     if not {theirs, ours} <= found.seen.keys():
         return Verdict(claim, source, None, NOT_THERE if found.trl is None else "not run")
     theirs_s, ours_s = ([until_s(one) for one in found.seen[name]] for name in (theirs, ours))
@@ -83,7 +83,7 @@ def _keeps_promises(runs: Sequence[Seen]) -> Verdict:
     oldest, bias = max(one.staleness_max for one in runs), max(abs(one.length_bias) for one in runs)
     discarded, longest = max(one.discarded for one in runs), min(one.longest_trained for one in runs)
     return Verdict(
-        f"Ours trains no token staler than k = {K}, discards nothing, and leaves no length out",
+        f"Slipstream trains no token staler than k = {K}, discards nothing, and leaves no length out",
         "P1; docs/staleness.md",
         oldest <= K and discarded == 0 and bias == 0 and longest == 1,
         f"largest staleness {oldest}, discarded {_percent([discarded])}, length bias {_percent([bias])}, "
@@ -94,9 +94,9 @@ def _keeps_promises(runs: Sequence[Seen]) -> Verdict:
 def _drops_the_long(runs: Sequence[Seen]) -> Verdict:
     """In every run. What was left at the end counts neither way."""
     longer = [one.discarded_length for one in runs if one.discarded_length is not None]
-    got = f", {_percent(longer, 0)} longer than what was trained" if longer else ""
+    got = f", {_percent(longer, 0)} longer than the trained answers" if longer else ""
     return Verdict(
-        "Dropping what is stale throws work away, and the long answers first",
+        "Dropping stale groups discards work, long answers first",
         "tinker-cookbook #822; marin #8936",
         len(longer) == len(runs) and min(longer) > 0,
         f"discarded {_percent([one.discarded for one in runs])} of the tokens{got}",

@@ -124,7 +124,7 @@ def reward_size_does_not(found: Found) -> Verdict:
         helps = is_greater_by_seed(by_reward, [0.0] * len(by_reward))
         holds = False if helps else is_greater_by_seed(by_policy, by_reward) or None
     return Verdict(
-        "A larger reward model is not",
+        "A larger reward model is not more robust",
         "A, Fig. 5",
         holds,
         "share of the gain kept: " + ", ".join(f"{one[1]} {share(found.kept(one))}" for one in REWARD_MODELS),
@@ -162,7 +162,7 @@ def tables(found: Found) -> dict[str, str]:
     return {
         "Gold win rate against the references": markdown_table(head, rows("win_rate"), left=2),
         "Drift: KL from the SFT policy in nats per completion": markdown_table(head, rows("kl"), left=2),
-        f"What is kept of the gain in win rate at N = 1, mean over N = {larger}": markdown_table(
+        f"The share kept of the gain in win rate at N = 1, mean over N = {larger}": markdown_table(
             ["policy", "reward model", "RL begins at", "gain at N = 1", "share kept"], kept(), left=2
         ),
         "The sizes": markdown_table(["size", "parameters", "right on held-out pairs"], sizes),
@@ -195,10 +195,11 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
     found = read(lab, plan, made)
     return Section(
         title="Policy size or reward-model size",
-        question="Does a larger policy bear more staleness, and does a larger reward model?",
-        setup=f"Online DPO on {plan.pipeline.told}, on {len(plan.seeds)} seeds. Three sizes of either model beside the "
-        "middle one of the other. A reward model of any size begins as the SFT policy of that size and learns from the "
-        "same pairs. N as in the section on losses, whose runs of the middle sizes these are.",
+        question="Does a larger policy tolerate more staleness, and does a larger reward model?",
+        setup=f"Online DPO on {plan.pipeline.told}, on {len(plan.seeds)} seeds. Each of the two models has three "
+        "sizes, beside the middle size of the other. A reward model of any size begins as the SFT policy of that size "
+        "and learns from the same pairs. N is as in the section on losses, which has the same runs of the middle "
+        "sizes.",
         tables=tables(found),
         figures={"Win rate against KL by size and N": figure(found)},
         verdicts=verdicts(found),

@@ -81,7 +81,7 @@ def versions(dataset: Path, policy: Path) -> Spec:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. `stale_share` of the trained tokens came behind a swap of their completion, `lag` versions on average.
+    """One run. `stale_share` of the trained tokens came after a swap of their completion, `lag` versions on average.
 
     `tokens_per_s` are sampled, over the RL phase; `before` and `after` accuracies, sampled, of held-out prompts.
     """
@@ -161,9 +161,9 @@ def _unnecessary(runs: Runs) -> Verdict:
     learned = min(one.reward - one.rewards[0] for way in WAYS for one in runs[way])
     stale = fmean(column(runs, KEEP, "stale_share"))
     holds = is_as_great(keep, recompute, MARGIN)
-    told = f"reward of the last {LAST_STEPS} steps {spread(keep)} kept, {spread(recompute)} made anew"
+    told = f"reward of the last {LAST_STEPS} steps {spread(keep)} kept, {spread(recompute)} recomputed"
     if stale < LEAST_STALE:
-        holds, told = None, f"only {stale:.2f} of the tokens came behind a swap; {told}"
+        holds, told = None, f"only {stale:.2f} of the tokens came after a swap; {told}"
     elif learned <= MARGIN:
         holds, told = None, f"a run gained only {learned:.2f}; {told}"
     return Verdict("Recomputing the cache is not necessary.", "M, online training", holds, told)
@@ -172,10 +172,10 @@ def _unnecessary(runs: Runs) -> Verdict:
 def _faster(runs: Runs) -> Verdict:
     keep, recompute = column(runs, KEEP, "tokens_per_s"), column(runs, RECOMPUTE, "tokens_per_s")
     return Verdict(
-        "Keeping it is faster.",
+        "Keeping the cache is faster.",
         "M, online training",
         is_greater(keep, recompute),
-        f"{spread(keep, 0)} tokens/s kept, {spread(recompute, 0)} made anew, training included",
+        f"{spread(keep, 0)} tokens/s kept, {spread(recompute, 0)} recomputed, training included",
     )
 
 
@@ -213,30 +213,28 @@ def section(lab: Lab) -> Section:
     }
     return Section(
         title="Keep or recompute the cache",
-        question="When weights change under sequences that go on, what does it cost to keep the keys and values of the "
-        "old ones, in logprobs and in quality, and what to make them anew, in tokens per second?",
+        question="When weights change while sequences are live, what does keeping the old keys and values cost in "
+        "logprobs and in quality, and what does recomputing them cost in tokens per second?",
         setup=f"The task of `async_vs_sync` with its long tail, 0.64M parameters, continuous, k = {K}, {SLOTS} slots "
         f"for 64 completions a step, {STEPS} steps, seeds {', '.join(map(str, SEEDS))}. Errors: {SWAPS['num_prompts']} "
-        f"completions begin under one version of such a run and go on under a later one behind their first "
-        f"{' or '.join(map(str, PLACES))} tokens; their recorded logprobs against those of the new weights with a "
-        "cache of their own. "
+        f"completions begin under one version of such a run and continue under a later version after their "
+        f"first {' or '.join(map(str, PLACES))} tokens; their recorded logprobs are compared with those of the new "
+        "weights with a fresh cache. "
         "Speed of the engine alone: 64 rows, prompts of 32 and completions of 96 tokens.",
         tables={
-            "Logprobs behind one swap, by its place and the versions that it skips, nats per token": error_table(
-                errors
-            ),
+            "Logprobs after one swap, by its place and the versions that it skips, nats per token": error_table(errors),
             "Whole runs": run_table(runs),
             "The engine alone, tokens/s by decode steps between two swaps": speed_table(speeds),
         },
         figures={"Logprob error and change by lag; reward by step; tokens/s by swaps": figure(errors, runs, speeds)},
         verdicts=verdicts(runs, errors),
         notes=[
-            "*error*: |recorded - fresh| under the new weights, *early*: the 16 tokens behind the swap; *change*: "
-            "what the new weights themselves do to the same tokens' logprobs; *std of ratio*: of the importance "
-            "ratio that corrects for the cache.",
-            "Where the cache is kept, prompts that were stored ahead and have not begun are read again.",
-            "What this policy is unsure of, and learns, are the first three tokens of an answer: behind token 24 all "
-            "is certain, and weights and cache change next to nothing.",
+            "*error*: |recorded - fresh| under the new weights, *early*: the same for the 16 tokens after the "
+            "swap; *change*: the effect of the new weights themselves on the logprobs of the same tokens; *std of "
+            "ratio*: the standard deviation of the importance ratio that corrects for the cache.",
+            "With a kept cache, prompts that were prefilled ahead and have not begun are prefilled again.",
+            "This policy is uncertain about, and learns, only the first three tokens of an answer: after token 24 its "
+            "tokens are certain, and weights and cache change almost nothing.",
             "Recorded logprobs are those of the distribution that was sampled from, stale cache included, so a loss "
             "with importance weights corrects for it.",
         ],
@@ -245,7 +243,7 @@ def section(lab: Lab) -> Section:
 
 
 def error_table(errors: Errors) -> str:
-    head = ["behind token", "lag", "error, kept", "early", "largest", "change", "error / change", "std of ratio"]
+    head = ["after token", "lag", "error, kept", "early", "largest", "change", "error / change", "std of ratio"]
     rows = []
     for place, by_way in errors.items():
         for lag, kept in by_way[KEEP].items():
@@ -255,14 +253,14 @@ def error_table(errors: Errors) -> str:
             )
             anew = f"{fmean(one['error'] for one in by_way[RECOMPUTE][lag]):.1e}"
             rows.append([place, lag, error, early, largest, shift, f"{share(kept):.2f}", ratio_std, anew])
-    return markdown_table([*head, "error, made anew"], rows)
+    return markdown_table([*head, "error, recomputed"], rows)
 
 
 def run_table(runs: Runs) -> str:
     digits = {"reward": 3, "before": 3, "after": 3, "tokens_per_s": 0, "stale_share": 2, "lag": 2}
     head = ["cache", f"reward, last {LAST_STEPS} steps", "accuracy before", "after", "tokens/s"]
-    head += ["tokens behind a swap", "versions behind"]
-    names = {KEEP: "kept", RECOMPUTE: "made anew"}
+    head += ["tokens after a swap", "versions behind"]
+    names = {KEEP: "kept", RECOMPUTE: "recomputed"}
     rows = [[names[way], *(spread(column(runs, way, value), digits[value]) for value in digits)] for way in WAYS]
     return markdown_table(head, rows)
 
@@ -274,12 +272,12 @@ def speed_table(speeds: Speeds) -> str:
         again = [f"{fmean(one['re_prefilled'] for one in speeds[way][every]):.2f}" for way in WAYS]
         cells = [spread(kept, 0), spread(anew, 0), f"{fmean(kept) / fmean(anew):.2f}", *again]
         rows.append([every if every != "0" else "none", *cells])
-    head = ["steps", "kept", "made anew", "kept / anew", "read again per token sampled, kept", "made anew"]
+    head = ["steps", "kept", "recomputed", "kept / recomputed", "read again per token sampled, kept", "recomputed"]
     return markdown_table(head, rows)
 
 
 def figure(errors: Errors, runs: Runs, speeds: Speeds) -> str:
-    drawn, axes = panels(["Behind one swap", "Reward in training", "The engine alone"])
+    drawn, axes = panels(["After one swap", "Reward in training", "The engine alone"])
     changes = {}
     for place, by_way in errors.items():
         for cause, value in (("kept cache", "error"), ("new weights", "shift")):
@@ -295,7 +293,7 @@ def figure(errors: Errors, runs: Runs, speeds: Speeds) -> str:
     axes[0].set_ylim(top=1.0)  # room for the legend
     axes[0].set_xlabel("versions skipped")
     axes[0].set_ylabel("|change of a logprob|, nats")
-    names = {KEEP: "kept", RECOMPUTE: "made anew"}
+    names = {KEEP: "kept", RECOMPUTE: "recomputed"}
     width = LAST_STEPS // 2
     curves = {}
     for way in WAYS:

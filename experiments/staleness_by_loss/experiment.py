@@ -193,7 +193,7 @@ def dpo_most_robust(found: Found) -> Verdict:
 
 
 def best_of_2_does_not_keep(found: Found) -> Verdict:
-    claim = "Two completions per prompt do not make it so: best of 2 keeps less than Online DPO"
+    claim = "Two completions per prompt are not the cause: best of 2 keeps less than Online DPO"
     return _dpo_keeps_more(found, ("best_of_2",), claim)
 
 
@@ -241,7 +241,7 @@ def ppo_best_on_policy(found: AtOneRate) -> Verdict:
 def first_two_alike(found: Found) -> Verdict:
     one, two = (found.cells["ppo", num].win_rates() for num in (1, 2))
     return Verdict(
-        "PPO is alike at N = 1 and 2",
+        "PPO has the same win rate at N = 1 and 2",
         "A, Fig. 3",
         is_near_by_seed(one, two, ALIKE),
         f"{spread(one, 2)} and {spread(two, 2)}",
@@ -283,7 +283,7 @@ def one_frontier(found: Found) -> Verdict:
 def slower_along_it(found: AtOneRate) -> Verdict:
     slopes = slopes_by_seed({num: [one.kl for one in cell.ended] for num, cell in found.of("ppo").items()})
     return Verdict(
-        "PPO gets less far along it as N grows",
+        "PPO moves less far along its frontier as N grows",
         "A, Fig. 3",
         is_greater_by_seed([0.0] * len(slopes), slopes),
         f"{spread(slopes, 2)} nats of KL per doubling",
@@ -377,7 +377,7 @@ def _tables(found: AtOneRate, of_age: str = "") -> Iterator[tuple[str, str]]:
     yield f"Gold win rate against the references. RL begins at {spread(start, 2)}{of_age}", at_the_end("win_rate")
     yield "Drift: KL from the SFT policy in nats per completion", at_the_end("kl")
     yield (
-        "Drift: perplexity of what is written by the SFT policy, per response token. "
+        "Drift: the SFT policy's perplexity on the completions, per response token. "
         f"RL begins at {spread(perplexity, 2)}",
         at_the_end("perplexity"),
     )
@@ -442,14 +442,14 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         "change with N, and for which loss least?",
         setup=f"{plan.pipeline.told}, on {len(plan.seeds)} seeds. The N minibatches are those of one step at staleness "
         "0, as in the source. Best of 2 learns at a third of the others' rate, as in the source. Runs at "
-        f"{LARGER_LR:g} times the learning rate were added when those at the usual one had been seen.",
+        f"{LARGER_LR:g} times the learning rate were added after those at the usual rate had been seen.",
         tables=tables(found),
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),
         cost="90 minutes on two cores",
         notes=[
-            f"At {LARGER_LR:g} times the learning rate and N = {FAR} what is kept of the gain is, most first: "
+            f"At {LARGER_LR:g} times the learning rate and N = {FAR} the kept shares of the gain are, largest first: "
             f"{who_keeps(found.at_larger_lr, FAR)}.",
-            f"RLOO and CoPG have one gradient: RLOO's run at N = {FAR} with the first seed {same}.",
+            f"RLOO and CoPG have the same gradient: RLOO's run at N = {FAR} with the first seed {same}.",
         ],
     )

@@ -70,7 +70,7 @@ def verdicts(runs: Runs) -> list[Verdict]:
     """By the rules of the README: differences between the seeds' values, beyond their noise or not."""
     return [
         _more(runs, "temperature scaling", "kl", "Without temperature scaling KL rises faster."),
-        _less(runs, "temperature scaling", "gold", "Without it performance deteriorates."),
+        _less(runs, "temperature scaling", "gold", "Without temperature scaling performance deteriorates."),
         *(
             _less(runs, name, "gold", f"Without {'the ' if name.endswith(('init', 'score')) else ''}{name} gold falls.")
             for name in WITHOUT
@@ -116,7 +116,7 @@ def section(lab: Lab) -> Section:
     coefficient = column(runs, ALL, "kl_coef")
     return Section(
         title="The original pipeline, one detail left out at a time",
-        question="Which of the details that the first RLHF code needed can be missed in miniature?",
+        question="Which of the details that the first RLHF code needed can be left out at this size?",
         setup="`stylistic_mini` (64 completions a step, 100 steps, 4 epochs): one policy and one reward model for all, "
         f"then RL with everything or without one detail, seeds {', '.join(map(str, SEEDS))}; gold win rate and KL of "
         f"the last policy on {EVALUATED} held-out prompts. RL begins at a win rate of {spread(start)}.",
@@ -124,10 +124,10 @@ def section(lab: Lab) -> Section:
         figures={"The reward model's score and the KL that training saw, by step": figure(runs)},
         verdicts=verdicts(runs),
         notes=[
-            "Without temperature scaling training measures KL at temperature 1, in the table it is that of what is "
-            "sampled, at 0.7, for all.",
+            "Without temperature scaling, training measures KL at temperature 1. In the table, KL is that of the "
+            "sampling distribution, at temperature 0.7, for all runs.",
             f"The KL coefficient follows a target of 6 nats over 10,000 completions: in these 6,400 it goes from 0.15 "
-            f"to {spread(coefficient)}, so fixing it can hardly show.",
+            f"to {spread(coefficient)}, so a fixed coefficient can make little difference.",
         ],
         cost="twenty-five minutes on two cores",
     )

@@ -209,7 +209,7 @@ def test_the_whole_experiment_at_toy_size(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "SEEDS", (0, 1))
     monkeypatch.setattr(experiment, "TIMED", {"hidden_size": 16, "num_layers": 1, "repeats": 1, "seed": 0})
     text = render("collation", section(Lab(tmp_path)))
-    assert text.count("It reduces padding by 19%.") == 1
+    assert text.count("Greedy collation reduces padding by 19%.") == 1
     assert "seed=" not in text
 
 

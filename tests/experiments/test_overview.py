@@ -68,7 +68,7 @@ def test_the_table_has_first_claims_tallies_and_what_it_took(page, three, tmp_pa
         overview.write_table(page=page)
     link = "[Does it? Yes, at k = 8](#does-it-yes-at-k--8)"
     assert overview_of(page) == (
-        "| experiment | its first claim | holds here | found | all its claims | minutes |\n"
+        "| experiment | first claim | holds here | found | all claims | minutes |\n"
         "|---|---|---|---|---:|---:|\n"
         f"| {link} | It is faster. | yes | 1.5 (0.1) | 1 yes, 1 **no**, 1 cannot say | 41 |\n"
         "| [Other](#other) |  |  |  |  | 9 |\n"

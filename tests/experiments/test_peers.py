@@ -271,16 +271,16 @@ def told(found: Found) -> dict[str, bool | None]:
 def test_every_rule_says_yes_no_or_neither():
     found = told(everyone())
     assert found == {
-        "Ours has learned sooner than TRL, GRPO": True,
-        "Ours has learned sooner than TRL, RLOO": None,
-        f"Ours trains no token staler than k = {K}, discards nothing, and leaves no length out": True,
+        "Slipstream learns sooner than TRL, GRPO": True,
+        "Slipstream learns sooner than TRL, RLOO": None,
+        f"Slipstream trains no token staler than k = {K}, discards nothing, and leaves no length out": True,
         SLOWER["sync"][0]: True,
         SLOWER["one_step"][0]: None,
         SLOWER["drain"][0]: None,
         SLOWER["re_prefill"][0]: False,
-        "A hard bound costs pace where tails are heavy: dropping what is stale has a higher one": True,
-        "Dropping what is stale throws work away, and the long answers first": True,
-        "Room for the tail pays that back: k = 8 has a higher pace than k = 2": True,
+        "A hard bound costs pace where tails are heavy: dropping stale groups has a higher pace": True,
+        "Dropping stale groups discards work, long answers first": True,
+        "Room for the tail recovers this pace: k = 8 has a higher pace than k = 2": True,
         UNBOUNDED["areal"][0]: True,
         UNBOUNDED["sample_budget"][0]: False,
         UNBOUNDED["finish_order"][0]: False,
@@ -301,7 +301,7 @@ def test_one_broken_promise_in_one_run_is_a_no(broken):
     ours[1] = replace(ours[1], **broken)
     assert (
         told(everyone(ours=ours))[
-            f"Ours trains no token staler than k = {K}, discards nothing, and leaves no length out"
+            f"Slipstream trains no token staler than k = {K}, discards nothing, and leaves no length out"
         ]
         is False
     )
@@ -313,7 +313,7 @@ def test_dropping_must_cost_the_long_in_every_run(longer, found):
     runs_of[2] = replace(runs_of[2], discarded_length=longer)
     verdict = next(one for one in verdicts(everyone(drop_stale=runs_of)) if one.claim.startswith("Dropping"))
     assert verdict.holds is False
-    assert verdict.found == f"discarded 30.0 (0.0) % of the tokens, {found} longer than what was trained"
+    assert verdict.found == f"discarded 30.0 (0.0) % of the tokens, {found} longer than the trained answers"
     nothing = three(discarded=0.0)
     verdict = next(one for one in verdicts(everyone(drop_stale=nothing)) if one.claim.startswith("Dropping"))
     assert (verdict.holds, verdict.found) == (False, "discarded 0.0 (0.0) % of the tokens")
@@ -369,9 +369,7 @@ def test_the_tables_have_everybody(monkeypatch):
     for contender in CONTENDERS.values():
         assert f"| {contender.title} | {contender.whose} | " in text
     assert "| TRL, GRPO | TRL | 100 (2) | 24.0 (0.5) | 8 (0) | 0.950 (0.000) | 10 (0) |" in text
-    assert (
-        "| drop what is stale | 30.0 (0.0) | 0.0 (0.0) | 0.0 (0.0) | 0.00 (0.00) | 0 | -10.0 (0.0) | 40 (0) |" in text
-    )
+    assert "| drop stale groups | 30.0 (0.0) | 0.0 (0.0) | 0.0 (0.0) | 0.00 (0.00) | 0 | -10.0 (0.0) | 40 (0) |" in text
 
 
 def test_seeds_that_never_learned_are_counted():

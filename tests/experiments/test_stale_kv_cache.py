@@ -272,7 +272,7 @@ def test_tables_and_figure():
     table = error_table(made_up_errors(error=0.00004))
     assert table.count("\n") == 1 + len(PLACES) * len(LAGS)
     assert "| 24 | 8 | 4.0e-05 (0.0e+00) |" in table
-    assert "| made anew | 0.701 (0.001) |" in run_table(runs)
+    assert "| recomputed | 0.701 (0.001) |" in run_table(runs)
     assert "| none | 100 | 100 | 1.00 | 0.50 | 0.50 |" in speed_table(speeds)
     assert figure(made_up_errors(), runs, speeds).count("<svg") == 1
 

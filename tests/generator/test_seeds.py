@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.core.config import RunConfig, TaskConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.run_log import read_rollouts
 from slipstream.core.sections import TaskConfig
 from slipstream.generator import native

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.core.config import ModelConfig
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig

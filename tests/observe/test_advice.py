@@ -18,7 +18,6 @@ import pytest
 from synthetic_run import make_run_dir, make_summary
 from test_health import healthy, watched
 
-from slipstream.core.config import AlarmName, HealthConfig
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.recipes import resolve

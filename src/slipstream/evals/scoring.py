@@ -10,8 +10,8 @@ import msgspec
 from slipstream.batching import collate
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
 from slipstream.core.clock import WallClock
-from slipstream.core.config import RewardsConfig, RunConfig
-from slipstream.core.executor import Context, NoSpans
+from slipstream.core.config import RunConfig
+from slipstream.core.executor import Context
 from slipstream.core.sections import RewardsConfig
 from slipstream.core.spans import NoSpans
 from slipstream.core.types import Completion, Rollout
