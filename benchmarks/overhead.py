@@ -151,6 +151,9 @@ def count(folder: Path, arguments: list[str]) -> None:
     for file in process_files(run_dir):
         rows = [tuple(map(float, line.split())) for line in (counts / file.stem).read_text().splitlines()]
         inside = [row for row in rows if start_s <= row[0] <= end_s]
+        if len(inside) < 2:
+            print(f"  {file.stem:<16} counted {len(inside)} times between the first step and the last: take more steps")
+            continue
         window_s, num_spans = inside[-1][0] - inside[0][0], inside[-1][1] - inside[0][1]
         num_lines = sum(row[2] for row in inside[1:])
         share = ((num_spans - num_lines) * span_s + num_lines * line_s) / window_s

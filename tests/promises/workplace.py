@@ -131,7 +131,8 @@ MAKERS = {"MODEL": make_model, "RUN": make_run, "CUT": make_interrupted_run}
 
 
 def furnish(folder: Path, store: Path, text: str) -> None:
-    """Put there what the command `text` names: finished runs, models, data."""
+    """Make what `text`, or a recipe that it names, names: finished runs, models, data."""
+    text = "\n".join([text, *(path.read_text("utf-8") for path in folder.glob("*.toml") if path.name in text)])
     for name in (*RUNS, *MODELS, "CUT"):
         if re.search(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", text) and not (folder / name).exists():
             kind = "CUT" if name == "CUT" else "MODEL" if name in MODELS else "RUN"
