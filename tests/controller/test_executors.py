@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 
 from slipstream.controller import executors
-from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, Work
-from slipstream.controller.meeting import Listen, attend, read_spec
+from slipstream.controller.meeting import Cluster, Listen, attend, read_spec
 from slipstream.controller.membership import Membership
+from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
 from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
-from slipstream.controller.watch import SilentObserver
 from slipstream.core.addresses import StoreAddresses, grant_incarnation
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import VirtualClock
@@ -42,6 +41,7 @@ from slipstream.core.types import (
     Leaving,
     Left,
     Message,
+    Noted,
     PeerJoined,
     PeerLost,
     Prompt,
@@ -81,12 +81,15 @@ class Played:
         return not wait([self.ports.inputs[port]], self.ports.outputs.values(), timeout_s=0.2)
 
 
-class Noting(SilentObserver):
+class Notes:
+    """An observer that keeps what is for people."""
+
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def take(self, news: object) -> None:
+        if isinstance(news, Noted):
+            self.notes.append(news.text)
 
 
 class Run:
@@ -97,7 +100,7 @@ class Run:
         self.out.mkdir()
         self.transport_dir = folder / "t"
         self.transport_dir.mkdir(mode=0o700)
-        self.opened, self.observer = opened, Noting()
+        self.opened, self.observer = opened, Notes()
         config = resolve(
             "quickstart",
             {
@@ -121,9 +124,8 @@ class Run:
             self.pipeline,
             self.schedule,
             Work(lambda ordinal: PROMPT, (), None),
+            Observers(config, self.out, Tally(config, started_s=0.0), screen=self.observer),
             run_dir=self.out,
-            tally=Tally(config, started_s=0.0),
-            observer=self.observer,
             cluster=Cluster(Listen(address_file=self.address), self.keys),
         )
         self.controller.tally.status = "failed"  # nobody is waited for in the end

@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 from slipstream.controller import meeting as meeting_module
-from slipstream.controller.cluster import Cluster, MeetingPlace
-from slipstream.controller.meeting import SPEC_KEY, Listen, Meeting, RunSpec, attend, read_address, read_spec
+from slipstream.controller.meeting import (
+    SPEC_KEY,
+    Cluster,
+    Listen,
+    Meeting,
+    MeetingPlace,
+    RunSpec,
+    attend,
+    read_address,
+    read_spec,
+)
 from slipstream.controller.pipeline import Node, Pipeline
 from slipstream.core.channel import ChannelSpec, Kind
 from slipstream.core.errors import ConfigError, SlipstreamError

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.controller.members import Change
-from slipstream.controller.membership import Membership
+from slipstream.controller.membership import Change, Membership
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
 from slipstream.core.clock import VirtualClock
 from slipstream.core.lease import BEATS_PER_LEASE, Lease

@@ -19,11 +19,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.controller.cluster import Cluster, MeetingPlace
-from slipstream.controller.host import Child, Host
-from slipstream.controller.members import Change
-from slipstream.controller.membership import Membership
+from slipstream.controller.host import Host
+from slipstream.controller.meeting import Cluster, MeetingPlace
+from slipstream.controller.membership import Change, Membership
 from slipstream.controller.pipeline import CONTROLLER, Node, Pipeline, replica_of
+from slipstream.controller.process import Child
 from slipstream.controller.restarts import Restarts
 from slipstream.core.addresses import AddressBook, LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait

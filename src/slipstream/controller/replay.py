@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.controller.machine import SchedulingPolicy
 from slipstream.controller.policies import POLICIES, make_policy
+from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.errors import ConfigError, SlipstreamError, clip
 from slipstream.core.files import open_regular, read_lines
 from slipstream.core.jsonl import intact_lines

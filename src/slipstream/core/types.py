@@ -14,6 +14,7 @@ import numpy as np
 FinishReason = Literal["stop", "length", "deadline"]
 Purpose = Literal["train", "eval"]
 SkipCause = Literal["no_signal", "failed", "stale"]
+WaitReason = Literal["generation", "rewards", "straggler", "nothing", "trainer", "prompt"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -242,7 +243,7 @@ class Waiting(Message):
     the version that it holds, for a prompt while it would, and for nothing once all steps are done.
     """
 
-    reason: Literal["generation", "rewards", "straggler", "nothing", "trainer", "prompt"]
+    reason: WaitReason
 
 
 class Checkpoint(Message):

@@ -1,66 +1,10 @@
-"""Groups that join, are lost and come back; evaluations of replicas that were lost."""
-
-from __future__ import annotations
-
-import random
+"""Evaluations: when they are due, which replica is asked, and what becomes of answers."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from slipstream.controller.evaluations import GREEDY, SAMPLED, Evaluations
-from slipstream.controller.members import Change, Members
-from slipstream.core.types import EvalScored, Prompt
-
-TWO = ("generator-0", "generator-0@1")
-
-
-def test_a_group_has_joined_when_all_its_ranks_have_with_one_incarnation():
-    members = Members({"generator-0": TWO, "trainer": ("trainer",)})
-    assert members.absent == ["generator-0", "trainer"]
-    assert members.joined("generator-0@1", 1) == []
-    assert members.joined("generator-0", 2) == []
-    assert members.joined("generator-0@1", 2) == [Change("generator-0", TWO, 2, is_lost=False)]
-    assert members.absent == ["trainer"]
-
-
-def test_a_group_that_was_started_again_is_lost_before_it_joins():
-    members = Members({"trainer": ("trainer",)})
-    members.joined("trainer", 1)
-    assert members.joined("trainer", 1) == [], "said twice"
-    assert members.joined("trainer", 3) == [
-        Change("trainer", ("trainer",), 1, is_lost=True),
-        Change("trainer", ("trainer",), 3, is_lost=False),
-    ]
-    assert members.joined("trainer", 2) == [], "an earlier incarnation, late"
-
-
-def test_what_was_lost_comes_back_with_a_higher_incarnation_only():
-    members = Members({"generator-0": TWO})
-    for member in TWO:
-        members.joined(member, 1)
-    assert members.lost("generator-0@1") == [Change("generator-0", TWO, 1, is_lost=True)]
-    assert members.lost("generator-0") == [], "its other rank"
-    for member in TWO:
-        assert members.joined(member, 1) == []
-    members.joined(TWO[0], 2)
-    assert members.joined(TWO[1], 2) == [Change("generator-0", TWO, 2, is_lost=False)]
-
-
-@given(seed=st.integers(0, 2**32))
-def test_joins_and_losses_alternate_whatever_happens(seed):
-    rng = random.Random(seed)
-    members, is_there, newest = Members({"generator-0": TWO}), False, 0
-    for _ in range(60):
-        name = rng.choice(TWO)
-        changes = members.lost(name) if rng.random() < 0.2 else members.joined(name, rng.randint(1, 8))
-        for change in changes:
-            assert change.is_lost == is_there
-            assert change.is_lost or change.incarnation > newest
-            is_there, newest = not change.is_lost, change.incarnation
-        assert ("generator-0" in members.absent) == (not is_there)
-
+from slipstream.core.types import EvalScored, Prompt, StepDone, Swapped
 
 PROMPTS = [Prompt(prompt_id=str(i), text="", tokens=np.zeros(1, np.int32), task="t") for i in range(3)]
 
@@ -115,3 +59,30 @@ def test_without_held_out_prompts_nothing_is_evaluated():
     evaluations = Evaluations()
     assert evaluations.begin([], (GREEDY,), {0: 0}) == []
     assert not evaluations
+
+
+def swapped(version: int) -> Swapped:
+    return Swapped(replica=0, version=version, transfer_s=0.0, pause_s=0.0, probe_error=0.0)
+
+
+def done(step: int) -> StepDone:
+    return StepDone(step=step, version=step + 1, metrics={})
+
+
+def test_an_evaluation_is_due_every_few_steps_but_the_last_and_begins_with_the_swap():
+    evaluations = Evaluations(every=2, steps=6)
+    begun = []
+    for step in range(6):
+        assert evaluations.next(done(step)) == ()
+        if step != 1:  # the version of step 1 is published late
+            begun += [step + 1] * len(evaluations.next(swapped(step + 1)))
+    assert begun == [3, 4]
+
+
+def test_the_first_evaluation_is_of_both_kinds_and_after_a_resume_of_what_was_cut_off():
+    evaluations = Evaluations(every=2, steps=6)
+    assert evaluations.first(0, ()) == (GREEDY, SAMPLED)
+    assert evaluations.first(4, {2: None}) == (GREEDY,)
+    assert evaluations.first(4, {4: None}) == ()
+    assert evaluations.first(3, ()) == evaluations.first(6, ()) == ()
+    assert Evaluations(every=0, steps=6).first(4, ()) == ()
