@@ -28,6 +28,7 @@ from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ExecutorDied
 from slipstream.core.keys import RunKeys
+from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoined, PeerLost
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import (
@@ -35,15 +36,9 @@ from slipstream.core.types import (
     Checkpoint,
     CompletionFinished,
     Counters,
-    Failed,
     GroupScored,
-    Joined,
-    Leaving,
-    Left,
     Message,
     Noted,
-    PeerJoined,
-    PeerLost,
     Prompt,
     Ready,
     StepDone,

@@ -69,7 +69,7 @@ def test_a_specification_of_an_earlier_start_leads_to_nobody(tmp_path: Path) -> 
     starts, channels = [], []
     for _ in range(2):
         place = MeetingPlace(Cluster(Listen(), keys), pipeline, lease_s=5.0, deadline_s=10.0)
-        place.announce(tmp_path, "run-1", delta=False, relays=True, started_s=0.0)
+        place.open(tmp_path, "run-1", delta=False, relays=True, started_s=0.0)
         spec = read_spec(attend(place.address, timeout_s=10), keys, timeout_s=5)
         starts.append(keys.of_start(spec.start))
         channels.append(place.addresses(tmp_path).keys)

@@ -31,9 +31,10 @@ from slipstream.core.config import ModelConfig, RunConfig
 from slipstream.core.errors import RankError, WeightSyncError
 from slipstream.core.executor import Context, Spans
 from slipstream.core.links import WakeUp
+from slipstream.core.peer_messages import Wake
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
-from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop, Wake
+from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop
 from slipstream.core.weights import FlatWeights, Swap
 from slipstream.generator.executor import Generator
 from slipstream.generator.lockstep import Agreement

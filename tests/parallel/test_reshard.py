@@ -24,9 +24,10 @@ from rank_pool import RankPool
 from reshard_jobs import DEADLINE_S, Trainer, links_of, some_news, specs, train, transport_of, version_of
 
 from slipstream.core.channel import Ports, connect, make_transport_dir, wait
+from slipstream.core.peer_messages import Holding
 from slipstream.core.scratch import cleanup
 from slipstream.core.sections import Precision
-from slipstream.core.types import Export, Holding, Stop
+from slipstream.core.types import Export, Stop
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors
 from slipstream.models.quantized import WeightLayout

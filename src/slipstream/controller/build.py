@@ -1,4 +1,4 @@
-"""From a config to a pipeline: the only place that knows all stages and hands each what it needs of the others."""
+"""The default pipeline of a config: the only place that knows all nodes, and hands each what it needs of the others."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ Reader = tuple[str, str | None, Head]
 
 
 def readers(config: RunConfig) -> list[Reader]:
-    """What reads the policy's tokens during RL."""
+    """Return the models that read the policy's tokens during RL."""
     found: list[Reader] = [
         (f"reward model '{model.name}' (rewards.models)", model.path, "score") for model in config.rewards.models
     ]

@@ -37,6 +37,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.held_out import measured
 from slipstream.core.interrupts import Interrupts
+from slipstream.core.peer_messages import Leaving
 from slipstream.core.run_log import Command, Event
 from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
@@ -49,7 +50,6 @@ from slipstream.core.types import (
     Export,
     Exported,
     GroupScored,
-    Leaving,
     Message,
     Partial,
     Prompt,
@@ -69,7 +69,7 @@ from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 @dataclass(frozen=True)
 class Work:
-    """What a run trains on: prompts by ordinal, held-out ones, demonstrations; and what a resume has found.
+    """The input of a run: prompts by ordinal, held-out ones, demonstrations; and what a resume has found.
 
     `partials` are completions by ordinal, for the first admission of their group; `num_events` those of the log so far.
     """

@@ -44,7 +44,8 @@ Request = tuple[int, Evaluate]
 
 
 class Evaluations:
-    """Those of a run of `steps` steps, every `every` (0: at the ends only). The newest of `versions` is evaluated."""
+    """The evaluations of a run of `steps` steps: at its ends, and every `every` steps (0: never). Of `versions`, the
+    newest is evaluated."""
 
     def __init__(self, *, every: int = 0, steps: int = 0) -> None:
         self._every, self._steps = every, steps

@@ -1,4 +1,4 @@
-"""How the processes of a group of ranks find each other: a c10d process group of their own, and no other.
+"""The meeting of the processes of a group of ranks: a c10d process group of their own, and no other.
 
 The ranks of a torchrun job are started by agents, which meet first: torch's dynamic rendezvous, over a state that only
 this run can write. torch keeps that state as a pickle in a TCP store, and unpickles what it reads there: anybody who
@@ -133,7 +133,7 @@ class SealedState(RendezvousBackend):
         return self._opened(found), found, found == sealed.encode()
 
     def _swapped(self, expected: str, wanted: str) -> bytes:
-        """What the store has after `wanted` was put in the place of `expected`, or was not. Waits for nothing."""
+        """Put `wanted` in the place of `expected`, if that is there; return what the store has then. Does not wait."""
         try:
             found: bytes = self._store.compare_set(self._key, expected, wanted)
         except DistError as error:

@@ -1,4 +1,4 @@
-"""Where an executor runs: inside the controller's process, or in a process of its own with the same code around it."""
+"""The code around an executor, the same inside the controller's process and in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from slipstream.core.channel import ChannelSpec, Ports, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, RankError
 from slipstream.core.executor import Context
+from slipstream.core.peer_messages import Failed, Leaving, Left, PeerJoined, PeerLost
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
 from slipstream.core.scratch import file_prefix
-from slipstream.core.types import Counters, Failed, Leaving, Left, PeerJoined, PeerLost
+from slipstream.core.types import Counters
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
@@ -137,7 +138,7 @@ class Host:
             self.ends.close()
 
     def _meet(self) -> None:
-        """Take to those who joined, forget those who were lost. What is known already is told for others to hear."""
+        """Connect to processes that joined, shut out those that were lost. The same news again changes nothing."""
         inbox = self.ports.inputs.get(MEMBERSHIP)
         while inbox is not None and (message := inbox.get_nowait()) is not None:
             assert isinstance(message, PeerJoined | PeerLost), "the port is the controller's"
@@ -154,7 +155,7 @@ class Host:
                 self.executor.rejoined(message.executor)
 
     def _publish_to(self, executor: str, *, is_there: bool) -> None:
-        """Once for all ranks of a replica: it is gone with the first, and there with the last that is heard of."""
+        """Add or drop a replica as a reader of weights: drop it with its first rank, add it with its last."""
         publisher, replica = self.context.publisher, replica_of(executor)
         if publisher is None or replica is None or not self.context.group.is_leader:
             return
@@ -170,7 +171,7 @@ class Host:
 
 
 class Tether(Protocol):
-    """What ties a process to its controller: when it is cut, the process ends."""
+    """The tie between a process and its controller: when it is cut, the process ends."""
 
     fds: list[int]
     """Readable when it is time to look."""

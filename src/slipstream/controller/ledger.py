@@ -119,7 +119,7 @@ def cut_back(path: Path, snapshot: Snapshot) -> dict[int, LedgerState]:
 
 
 def check_fits(path: Path, snapshot: Snapshot) -> dict[int, LedgerState]:
-    """What the ledger `path` says, of all that a checkpoint contains.
+    """Return the states in the ledger `path` of all ordinals that a checkpoint contains.
 
     CheckpointError for a file that does not hold what the checkpoint says was trained and dropped: it is of another
     run, or was damaged.

@@ -18,8 +18,8 @@ from slipstream.controller.pipeline import MEMBERSHIP, Pipeline
 from slipstream.core.channel import Ports
 from slipstream.core.clock import Clock
 from slipstream.core.lease import Lease
+from slipstream.core.peer_messages import Joined, PeerJoined, PeerLost
 from slipstream.core.ranks import split_rank_name
-from slipstream.core.types import Joined, PeerJoined, PeerLost
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Presence:
 
 
 class Incarnations:
-    """Which groups are there, and in which incarnation. Pure: no clock, no I/O.
+    """The incarnation of each group, and whether it is there. Pure: no clock, no I/O.
 
     A group has joined when all its ranks have said so with one incarnation; a higher one replaces it, since its agent,
     or the controller, has started it again. A group that was lost comes back with a higher incarnation only.
@@ -69,7 +69,7 @@ class Incarnations:
 
     @property
     def absent(self) -> list[str]:
-        """Groups that have not joined, or were lost."""
+        """Return the groups that have not joined, or were lost."""
         return [name for name, group in self._groups.items() if group.is_lost]
 
     def joined(self, executor: str, incarnation: int) -> list[Change]:
@@ -100,7 +100,7 @@ class Incarnations:
 
 
 class Membership:
-    """Which groups of processes of a pipeline are there. Inline executors are always.
+    """The groups of processes of a pipeline that are there. Inline executors always are.
 
     The caller hands in the controller's ports, to which everybody listens. A process that is silent for `lease_s` is
     taken for lost, also when the fault is the network's; `check` says who may be silent for longer.
@@ -118,36 +118,36 @@ class Membership:
         return split_rank_name(executor)[0] in self._known.groups
 
     def is_remote(self, executor: str) -> bool:
-        """Whether its group is on another machine."""
+        """Return whether its group is on another machine."""
         return split_rank_name(executor)[0] in self._remote
 
     def is_absent(self, executor: str) -> bool:
-        """Whether `executor` is of a group that has not joined, or was lost."""
+        """Return whether `executor` is of a group that has not joined, or was lost."""
         return split_rank_name(executor)[0] in self._known.absent
 
     @property
     def remote_present(self) -> list[str]:
-        """The groups on other machines that are there."""
+        """Return the groups on other machines that are there."""
         return [name for name in self._known.groups if name in self._remote and name not in self._known.absent]
 
     @property
     def incarnations(self) -> dict[str, int]:
-        """Of each process, that of its group, or of the last one that was there."""
+        """Return the incarnation of each process: that of its group, or of the last one that was there."""
         return {member: change.incarnation for change in self._known.news() for member in change.members}
 
     def watch(self, members: Sequence[str]) -> None:
-        """Children that have been started: their leases begin."""
+        """Begin the leases of children that have been started."""
         for member in members:
             self._lease.watch(member)
 
     def lost(self, executor: str, ports: Ports) -> list[Change]:
-        """`executor` has ended, and with it its group; nothing changes where that is known."""
+        """Take that `executor` has ended, and with it its group; nothing changes where that is known."""
         changes = self._known.lost(executor)
         self._tell(changes, ports)
         return changes
 
     def joined(self, message: Joined, ports: Ports) -> list[Change]:
-        """`message.executor` is there: what changes by it, which everybody has been told."""
+        """Take that `message.executor` is there; return what changes, which everybody has been told."""
         if message.executor not in self:
             return []
         changes = self._known.joined(message.executor, message.incarnation)
@@ -174,22 +174,22 @@ class Membership:
         return self._lease.silent()
 
     def silence_s(self, executor: str) -> float:
-        """Seconds since it was heard of."""
+        """Return the seconds since it was heard of."""
         return self._lease.silence_s(executor)
 
     def most_silent(self) -> str | None:
-        """Who has not been heard of for longest, where that is a lease at least."""
+        """Return the process that has been silent for longest, where that is a lease at least."""
         watched = [name for name in self._lease.watched if self._lease.silence_s(name) >= self._lease.lease_s]
         return max(watched, key=self._lease.silence_s, default=None)
 
     def left(self, executor: str) -> None:
-        """`executor` has ended as it was told to."""
+        """Take that `executor` has ended as it was told to."""
         if executor in self:
             self._known.lost(executor)
             self._lease.forget(executor)
 
     def wait_s(self) -> float:
-        """Seconds until `check` has work."""
+        """Return the seconds until `check` has work."""
         return self._lease.wait_s() if self._lease.watched or self._remote else math.inf
 
     def _tell(self, changes: Sequence[Change], ports: Ports) -> None:

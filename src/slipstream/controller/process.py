@@ -29,20 +29,22 @@ from slipstream.controller.host import Host, report, serve
 from slipstream.controller.pipeline import CONTROLLER, Node, decode_channel, decode_node, encode_node
 from slipstream.controller.placement import thread_environment
 from slipstream.core import lifeline
-from slipstream.core.addresses import LOOPBACK, LocalAddresses, Store, StoreAddresses, grant_incarnation
+from slipstream.core.addresses import LOOPBACK, LocalAddresses, StoreAddresses, grant_incarnation
 from slipstream.core.channel import ChannelSpec, Ports, connect_by_book
 from slipstream.core.clock import ShiftedClock, WallClock, wall_minus_clock_s
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.interrupts import LEAVING, leave_to_the_run
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
+from slipstream.core.peer_messages import Joined
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
 from slipstream.core.run_lock import inherited
 from slipstream.core.scratch import sweep
-from slipstream.core.types import Joined
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from slipstream.controller.meeting import MeetingPlace
 
 LOG_TAIL_CHARS = 2000
@@ -120,7 +122,7 @@ def _join(node: Node, rank: int, transport_dir: Path, *, timeout_s: float, incar
 
 
 def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, spec: Mapping[str, Any]) -> Ports:
-    """On one machine ports meet in `transport_dir`; where groups are on others, through the controller's store too."""
+    """Connect the ports: in `transport_dir`, and through the controller's store where groups are on other machines."""
     if spec["store"] is None:
         local = LocalAddresses(channels, transport_dir, spec["incarnations"])
         return connect_by_book(channels, [name], local, spec["incarnation"])[name]
@@ -190,7 +192,7 @@ def run_rank(options: argparse.Namespace) -> int:
 
 
 def _incarnation(store: Store, name: str, group: RankGroup) -> int:
-    """One for all ranks."""
+    """Grant one incarnation to all ranks of the group."""
     granted = grant_incarnation(store, name) if group.is_leader else 0
     return int(group.broadcast(str(granted).encode()))
 
@@ -265,19 +267,19 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """Its number is not given to another process before `kill` or `end`."""
+        """Return whether it has ended; its number is not given to another process before `kill` or `end`."""
         return self.process.returncode is not None or bool(select.select([self.pidfd], [], [], 0)[0])
 
     @property
     def how_it_ended(self) -> str:
-        """Of one that has."""
+        """Return 'exit code 1' or 'killed by SIGKILL', of a process that has ended."""
         status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         assert status is not None, "it has ended"
         is_exit = status.si_code == os.CLD_EXITED
         return f"exit code {status.si_status}" if is_exit else f"killed by {signal.Signals(status.si_status).name}"
 
     def log_tail(self) -> str:
-        """The end of what this process has logged; empty where its log is gone."""
+        """Return the end of what this process has logged; empty where its log is gone."""
         with suppress(FileNotFoundError), self.log_path.open("rb") as log:
             log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_CHARS))
             return log.read().decode(errors="replace").strip()

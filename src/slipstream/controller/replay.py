@@ -61,7 +61,7 @@ class Divergence:
 
 @dataclass
 class Replay:
-    """What came of a replay. `violations` are sentences about the log itself, each with its line."""
+    """The result of a replay. `violations` are sentences about the log itself, each with its line."""
 
     path: Path
     policies: list[str] = field(default_factory=list)  # one per ScheduleBegan: the run's start and its resumes
@@ -159,12 +159,12 @@ def replay(path: str | Path) -> Replay:
 
 
 def _steps_of_ledger(path: Path) -> int:
-    """Steps that the ledger beside the log calls trained; 0 without one."""
+    """Return how many steps the ledger beside the log calls trained; 0 without one."""
     return max((entry.step + 1 for _, entry in intact_lines(path, LedgerLine) if entry.state == "trained"), default=0)
 
 
 def _before(number: int, seq: int) -> str:
-    """That events before a resume are missing."""
+    """Return the sentence that events before a resume are missing."""
     count = f"the {seq} events" if number == 1 and seq else "events"
     return f"line {number}: {count} before it, of the run until it was resumed, are missing"
 
@@ -208,7 +208,7 @@ def _compare_states(number: int, began: ScheduleBegan, schedule: SchedulingPolic
 
 
 def _lasting(snapshot: Snapshot) -> Snapshot:
-    """Without what a restored schedule cannot know: which of the groups it owes lie scored beside the trainer."""
+    """Drop what a restored schedule cannot know: which of the groups it owes lie scored beside the trainer."""
     return msgspec.structs.replace(snapshot, scored=[])
 
 

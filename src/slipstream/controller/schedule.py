@@ -130,29 +130,29 @@ class SchedulingPolicy(ABC):
         self._by_load: list[tuple[int, int, int]] = []  # ascending: load, -version, replica
         self._num_holding: dict[int, int] = {}  # version -> replicas
 
-    # What a policy decides
+    # Decisions of a policy
 
     @property
     @abstractmethod
     def staleness_bound(self) -> int | None:
-        """The most steps that a consumed token may be old, if the policy promises any."""
+        """Return the most steps that a consumed token may be old; None where the policy promises none."""
 
     @abstractmethod
     def _may_start(self, ordinal: int, version: int, /) -> bool:
-        """Whether group `ordinal` may start on a replica that holds `version`, as far as capacity allows.
+        """Return whether group `ordinal` may start on a replica that holds `version` and has room.
 
         It is the next new one, or below `next_ordinal`: one that was admitted before and lost.
         """
 
     @abstractmethod
     def _next_batch(self) -> Collection[int] | None:
-        """The P ready groups of the next step; asked while the trainer is free and at least P are ready."""
+        """Return the P ready groups of the next step, or None. Called while the trainer is free and P are ready."""
 
     def _stale(self) -> list[int]:
-        """The ready groups to discard before the next step is put together."""
+        """Return the ready groups to discard before the next step is put together."""
         return []
 
-    # What others ask
+    # Queries
 
     @property
     def is_finished(self) -> bool:
@@ -160,12 +160,12 @@ class SchedulingPolicy(ABC):
 
     @property
     def num_handed(self) -> int:
-        """Groups trained or in training."""
+        """Return the number of groups trained or in training."""
         return self.steps_done * self.config.groups_per_step + len(self.training)
 
     @property
     def num_undropped(self) -> int:
-        """Groups ever admitted, less those known to be dropped."""
+        """Return the number of groups ever admitted, less those known to be dropped."""
         return self.next_ordinal - len(self.dropped)
 
     @property
@@ -173,11 +173,11 @@ class SchedulingPolicy(ABC):
         return len(self.in_flight) + len(self.ready) + len(self.training) + len(self.readmit)
 
     def place(self, ordinal: int) -> int:
-        """The most undropped groups that may lie below `ordinal`, as far as drops are known."""
+        """Return the most undropped groups that may lie below `ordinal`, as far as drops are known."""
         return ordinal - bisect.bisect_left(self.dropped, ordinal)
 
     def waits_for(self) -> WaitReason:
-        """What the trainer lacks: sampled groups, their scores, or one old group that holds up finished ones."""
+        """Return what the trainer lacks: sampled groups, their scores, or one old group that holds up finished ones."""
         if self.training or self.is_finished:
             return "nothing"
         oldest = self._oldest_in_flight()
@@ -186,7 +186,7 @@ class SchedulingPolicy(ABC):
         return "straggler" if len(self.ready) >= self.config.groups_per_step else "generation"
 
     def held_back(self) -> frozenset[int]:
-        """The versions, of those that replicas hold, on which no further group may start, whatever room there is.
+        """Return the versions held by replicas on which no further group may start, whatever room there is.
 
         Asked while there are steps to be trained.
         """
@@ -194,7 +194,7 @@ class SchedulingPolicy(ABC):
         return frozenset(version for version in self._num_holding if not self._may_start(ordinal, version))
 
     def oldest_unfinished(self) -> int | None:
-        """The lowest ordinal that is admitted and not scored, if there is one."""
+        """Return the lowest ordinal that is admitted and not scored, if there is one."""
         oldest = self._oldest_in_flight()
         if self.readmit and (oldest is None or self.readmit[0] < oldest):
             return self.readmit[0]
@@ -237,7 +237,7 @@ class SchedulingPolicy(ABC):
         return commands
 
     def _hold(self, replica: int, version: int) -> None:
-        """`replica` has come, or swapped; it never goes back to an older version."""
+        """Note that `replica` holds `version`; it never goes back to an older one."""
         load = self._load.get(replica, 0)
         if replica in self.versions:
             self._leave(replica)
@@ -254,21 +254,21 @@ class SchedulingPolicy(ABC):
             del self._num_holding[version]
 
     def _give(self, replica: int, count: int) -> None:
-        """`replica` has `count` completions more to do."""
+        """Add `count` completions to the load of `replica`."""
         by_load, version, load = self._by_load, self.versions[replica], self._load[replica]
         del by_load[bisect.bisect_left(by_load, (load, -version, replica))]
         bisect.insort(by_load, (load + count, -version, replica))
         self._load[replica] = load + count
 
     def _finished(self, event: CompletionFinished) -> None:
-        """One completion fewer to come, where that is news: its score may have overtaken it on another channel."""
+        """Count a finished completion, unless its score has overtaken it on another channel."""
         group = self.in_flight.get(event.ordinal)
         if group is not None and group.replica == event.replica and group.unfinished > 0:
             self.in_flight[event.ordinal] = InFlight(group.replica, group.unfinished - 1)
             self._give(group.replica, -1)
 
     def _scored(self, event: GroupScored) -> list[Command]:
-        """The group is ready, or dropped. It may be one to be readmitted: whose replica was lost, or of a checkpoint.
+        """Make the group ready, or drop it. It may be one to be readmitted, whose replica was lost, or of a checkpoint.
 
         If its second copy is being sampled already, that is forgotten here: whatever comes of it is a duplicate.
         """
@@ -312,7 +312,7 @@ class SchedulingPolicy(ABC):
         )
 
     def _lose(self, replica: int) -> None:
-        """All that is not scored is to be regenerated: what the replica said it had finished may be lost on its way.
+        """Regenerate all that is not scored: what the replica said it had finished may be lost on its way.
 
         If it is not, the group is scored before its second copy is; whatever comes of that is a duplicate.
         """
@@ -343,12 +343,12 @@ class SchedulingPolicy(ABC):
         return [TrainStep(step=self.steps_done, ordinals=self.training)]
 
     def _take(self, ordinal: int) -> None:
-        """It is ready no more."""
+        """Remove `ordinal` from the ready groups."""
         del self.ready[ordinal]
         del self._ready_in_order[bisect.bisect_left(self._ready_in_order, ordinal)]
 
     def _oldest_batch(self, window: int | None = None) -> list[int] | None:
-        """The oldest P ready groups; with a `window`, if nothing unfinished is so many or more ordinals older."""
+        """Return the oldest P ready groups; with a `window`, if nothing unfinished is that many ordinals older."""
         last = self._ready_in_order[self.config.groups_per_step - 1]
         oldest_unfinished = None if window is None else self.oldest_unfinished()
         if window is None or oldest_unfinished is None or last < oldest_unfinished + window:
@@ -375,7 +375,7 @@ class SchedulingPolicy(ABC):
         return commands
 
     def _replica_for(self, ordinal: int) -> int | None:
-        """Of equally loaded ones the freshest, of these the first; None while there is none."""
+        """Return the least loaded replica that may start `ordinal`, of equals the freshest, then the first; or None."""
         most = self.config.capacity - self.config.completions_per_group
         refused: set[int] = set()
         for load, minus_version, replica in self._by_load:
@@ -393,12 +393,12 @@ class SchedulingPolicy(ABC):
     # Saving
 
     def began(self) -> ScheduleBegan:
-        """What a log of this schedule's decisions begins with: asked before the first event."""
+        """Return what a log of this schedule's decisions begins with. Called before the first event."""
         is_restored = self.next_ordinal > 0
         return ScheduleBegan(policy=self.name, config=self.config, snapshot=self.snapshot() if is_restored else None)
 
     def snapshot(self) -> Snapshot:
-        """State after the last step that is done. What was not trained by then is regenerated after `restore`."""
+        """Return the state after the last step that is done. What was not trained is regenerated after `restore`."""
         return Snapshot(
             next_ordinal=self.next_ordinal,
             steps_done=self.steps_done,
@@ -432,15 +432,15 @@ class Schedule(SchedulingPolicy):
         return self.config.max_staleness
 
     def _may_start(self, ordinal: int, version: int, /) -> bool:
-        """The admission rule of the module's docstring, within the run's length."""
+        """Apply the admission rule of the module's docstring, within the run's length."""
         place = self.place(ordinal)
         return place < self.config.steps * self.config.groups_per_step and self.is_admissible(place, version)
 
     def is_admissible(self, place: int, version: int) -> bool:
-        """The admission rule alone: the last step that could train `place` is at most k above `version`."""
+        """Apply the admission rule alone: the last step that could train `place` is at most k above `version`."""
         last_step = (place + self.config.reorder_window - 1) // self.config.groups_per_step
         return last_step - version <= self.config.max_staleness
 
     def _next_batch(self) -> list[int] | None:
-        """The training rule."""
+        """Apply the training rule."""
         return self._oldest_batch(self.config.reorder_window)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
+from slipstream.core.peer_messages import Holding
 from slipstream.core.sections import Precision
-from slipstream.core.types import Holding
 from slipstream.models.linear import Linear
 from slipstream.models.shards import Part, local_parts, local_tensor
 from slipstream.models.transformer import Transformer

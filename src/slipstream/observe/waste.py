@@ -27,7 +27,7 @@ RE_PREFILLED = "re_prefilled_tokens"
 
 
 class Wasted(NamedTuple):
-    """So many tokens, at a time of the run's clock."""
+    """Tokens that were wasted, at a time of the run's clock."""
 
     time_ns: int
     cause: str
@@ -36,7 +36,7 @@ class Wasted(NamedTuple):
 
 @dataclass
 class ReplicaTokens:
-    """What the timeline of a replica says: tokens read again, and those sampled by its last process since it began.
+    """The tokens in the timeline of a replica: those read again, and those sampled by its last process since it began.
 
     `sampled` is None where that process was killed: what was in its slots nobody knows.
     """
@@ -113,7 +113,7 @@ class SampledTokens:
 
 
 def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens]) -> Iterator[Wasted]:
-    """Every waste of a run: of all that led to its final weights; re-prefill, and what was left begun, of this attempt.
+    """Yield the waste of a run: of all that led to its final weights; re-prefill and `left` of this attempt alone.
 
     Identity, where no process was lost: tokens sampled = trained + all causes but `re_prefilled`.
     """

@@ -15,7 +15,7 @@ from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import NoSpans, Receiver, Sender, Spans
 from slipstream.core.links import WakeUp
-from slipstream.core.types import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
+from slipstream.core.peer_messages import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.core.weights import FlatWeights, Swap
 from slipstream.weight_sync.links import LinkReader, Links, VersionGoneError
 from slipstream.weight_sync.reader import Fetch, SegmentReader
