@@ -188,7 +188,7 @@ class Executors:
         wait(inboxes, self._ports.outputs.values(), fds, min(ends), asleep=asleep)
 
     def accuse_the_silent(self) -> bool:
-        """The run does not go on: shut out the process that is silent for longest, if for a lease at least; else False."""
+        """The run does not go on: shut out the process that is silent for longest, at least a lease; else False."""
         name = self._membership.most_silent()
         if name is None:
             return False
@@ -239,7 +239,7 @@ class Executors:
     # Silence
 
     def _busy(self) -> list[str]:
-        """Return the processes of other machines that may be busy for longer than a lease: with a model, or training."""
+        """Return the processes of other machines that may be busy for longer than a lease."""
         return [
             name
             for name in self.pipeline.members

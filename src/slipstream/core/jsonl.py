@@ -50,7 +50,7 @@ class JsonlWriter:
                 self._append(b"\n".join(map(self._encoder.encode, records)) + b"\n")
 
     def _append(self, data: bytes) -> None:
-        """Write all of `data` or nothing: a full disk takes a part first, which would stay in the middle of the file."""
+        """Write all of `data` or nothing: a full disk takes a part first, which would stay in the file's middle."""
         left = memoryview(data)
         try:
             while left:
