@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.losses import LOSSES, loss_named
+from slipstream.algorithms.losses.spec import Loss
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.controller import Work
@@ -168,6 +169,11 @@ def check_loss(config: RunConfig) -> None:
             got="loss.advantages = 'greedy_baseline'",
             allowed="any other",
         )
+    _check_beside(config, loss)
+
+
+def _check_beside(config: RunConfig, loss: Loss) -> None:
+    """Raise ConfigError where `loss` cannot go with the critic, the reference or the reduction."""
     if config.has_critic and config.critic.vtrace and "behaviour_logprobs" not in loss.requires:
         raise ConfigError(
             f"V-trace leaves the importance ratio of the action to the loss, and '{config.loss.name}' has none",

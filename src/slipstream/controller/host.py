@@ -72,12 +72,11 @@ class Host:
         self.while_idle = ExitStack()
         if node.host == "inline":  # while the others of its process work
             self.while_idle.enter_context(self.timeline.idle())
-        publisher: Publisher | None = None
-        subscriber: Subscriber | None = None
+        weights: tuple[Publisher | None, Subscriber | None] = (None, None)
         if has_weights(node.name, channels):
             from slipstream.controller.weights import weights_ends
 
-            publisher, subscriber = weights_ends(node, ports, channels, run_id, group, links)
+            weights = weights_ends(node, ports, channels, run_id, group, links)
         self._peers: dict[str, tuple[int, bool]] = {}
         self._reader_ranks = weight_readers(channels)
         if MEMBERSHIP in ports.inputs:
@@ -87,7 +86,7 @@ class Host:
         self.ends = ExitStack()
         """Closed last in, first out, each whatever the others do: all that was opened, and only that."""
         self.ends.callback(self.timeline.close)
-        for end in (publisher, subscriber):
+        for end in weights:
             if end is not None:
                 self.ends.callback(end.close)
         self.context = Context(
@@ -99,8 +98,8 @@ class Host:
             clock=clock,
             num_threads=node.num_threads,
             num_threads_alone=node.num_threads_alone,
-            publisher=publisher,
-            subscriber=subscriber,
+            publisher=weights[0],
+            subscriber=weights[1],
             scratch_prefix=file_prefix(run_id),
             group=group,
         )
