@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slipstream.controller.evaluations import GREEDY, SAMPLED, Evaluations
+from slipstream.controller.evaluations import GREEDY, SAMPLED, PendingEvaluations
 from slipstream.core.types import EvalScored, Prompt, StepDone, Swapped
 
 PROMPTS = [Prompt(prompt_id=str(i), text="", tokens=np.zeros(1, np.int32), task="t") for i in range(3)]
@@ -16,7 +16,7 @@ def answer(eval_id: int, ordinal: int) -> EvalScored:
 
 
 def test_the_replica_with_the_newest_version_is_asked():
-    evaluations = Evaluations()
+    evaluations = PendingEvaluations()
     requests = evaluations.begin(PROMPTS, (GREEDY, SAMPLED), {0: 3, 1: 4, 2: 4})
     assert [(replica, request.temperature) for replica, request in requests] == [(1, GREEDY), (1, SAMPLED)]
     first = requests[0][1].eval_id
@@ -26,7 +26,7 @@ def test_the_replica_with_the_newest_version_is_asked():
 
 @pytest.mark.parametrize("others", [{}, {0: 7}])
 def test_an_evaluation_of_a_lost_replica_begins_anew(others):
-    evaluations = Evaluations()
+    evaluations = PendingEvaluations()
     [(_, request)] = evaluations.begin(PROMPTS, (GREEDY,), {1: 7})
     evaluations.scored(answer(request.eval_id, 0))
     asked = evaluations.ask_again(others)
@@ -46,7 +46,7 @@ def test_an_evaluation_of_a_lost_replica_begins_anew(others):
 
 def test_an_answer_that_comes_twice_counts_once():
     """Rewards that were started again score once more what may have been scored."""
-    evaluations = Evaluations()
+    evaluations = PendingEvaluations()
     [(_, request)] = evaluations.begin(PROMPTS, (GREEDY,), {0: 0})
     assert [evaluations.scored(answer(request.eval_id, i)) for i in (0, 1, 0, 1)] == [None] * 4
     done = evaluations.scored(answer(request.eval_id, 2))
@@ -56,7 +56,7 @@ def test_an_answer_that_comes_twice_counts_once():
 
 
 def test_without_held_out_prompts_nothing_is_evaluated():
-    evaluations = Evaluations()
+    evaluations = PendingEvaluations()
     assert evaluations.begin([], (GREEDY,), {0: 0}) == []
     assert not evaluations
 
@@ -70,7 +70,7 @@ def done(step: int) -> StepDone:
 
 
 def test_an_evaluation_is_due_every_few_steps_but_the_last_and_begins_with_the_swap():
-    evaluations = Evaluations(every=2, steps=6)
+    evaluations = PendingEvaluations(every=2, steps=6)
     begun = []
     for step in range(6):
         assert evaluations.next(done(step)) == ()
@@ -80,9 +80,9 @@ def test_an_evaluation_is_due_every_few_steps_but_the_last_and_begins_with_the_s
 
 
 def test_the_first_evaluation_is_of_both_kinds_and_after_a_resume_of_what_was_cut_off():
-    evaluations = Evaluations(every=2, steps=6)
+    evaluations = PendingEvaluations(every=2, steps=6)
     assert evaluations.first(0, ()) == (GREEDY, SAMPLED)
     assert evaluations.first(4, {2: None}) == (GREEDY,)
     assert evaluations.first(4, {4: None}) == ()
     assert evaluations.first(3, ()) == evaluations.first(6, ()) == ()
-    assert Evaluations(every=0, steps=6).first(4, ()) == ()
+    assert PendingEvaluations(every=0, steps=6).first(4, ()) == ()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from slipstream.controller import executors
-from slipstream.controller.controller import Controller, Work
+from slipstream.controller.controller import Controller, RunInput
 from slipstream.controller.meeting import Cluster, Listen, attend, read_spec
 from slipstream.controller.membership import Membership
 from slipstream.controller.observers import Observers
@@ -118,7 +118,7 @@ class Run:
             config,
             self.pipeline,
             self.schedule,
-            Work(lambda ordinal: PROMPT, (), None),
+            RunInput(lambda ordinal: PROMPT, (), None),
             Observers(config, self.out, Tally(config, started_s=0.0), screen=self.observer),
             run_dir=self.out,
             cluster=Cluster(Listen(address_file=self.address), self.keys),

@@ -14,7 +14,7 @@ from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.algorithms.losses.spec import Loss
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
-from slipstream.controller.controller import Work
+from slipstream.controller.controller import RunInput
 from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import check_processes, check_remote, computing_groups, num_cores, place
 from slipstream.core.channel import ChannelSpec
@@ -371,7 +371,7 @@ def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], ro
         yield from scatter(f"{port}/{executor}", source, targets, route, deadline_s=config.deadline_s)
 
 
-def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[Work, PromptSet]:
+def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[RunInput, PromptSet]:
     """Prompts, held-out prompts and the demonstrations of the warm start."""
     tokenizer = build_tokenizer(config.model)
     prompts = build_prompts(config, tokenizer)
@@ -390,4 +390,4 @@ def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[Work, Pr
                 allowed=f"{MAX_MESSAGE_BYTES // 2:,} bytes",
                 hint="lower warm_start.num_demonstrations, or take the stage sft",
             )
-    return Work(prompt_of=prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start), prompts
+    return RunInput(prompt_of=prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start), prompts

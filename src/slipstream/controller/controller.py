@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.controller.evaluations import EvaluationDone, Evaluations, Request
+from slipstream.controller.evaluations import EvaluationDone, PendingEvaluations, Request
 from slipstream.controller.executors import Executors
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.meeting import Cluster
@@ -37,7 +37,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.held_out import measured
 from slipstream.core.interrupts import Interrupts
-from slipstream.core.peer_messages import Leaving
+from slipstream.core.peer_messages import Leaving, Left
 from slipstream.core.run_log import Command, Event
 from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
@@ -51,8 +51,12 @@ from slipstream.core.types import (
     Exported,
     GroupScored,
     Message,
+    Noted,
     Partial,
+    Progress,
     Prompt,
+    Published,
+    Ready,
     ReplicaLost,
     Settled,
     Skip,
@@ -68,7 +72,7 @@ from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 
 @dataclass(frozen=True)
-class Work:
+class RunInput:
     """The input of a run: prompts by ordinal, held-out ones, demonstrations; and what a resume has found.
 
     `partials` are completions by ordinal, for the first admission of their group; `num_events` those of the log so far.
@@ -89,7 +93,7 @@ class Controller:
         config: RunConfig,
         pipeline: Pipeline,
         schedule: SchedulingPolicy,
-        work: Work,
+        work: RunInput,
         observers: Observers,
         *,
         run_dir: Path,
@@ -119,7 +123,7 @@ class Controller:
             spans=self.timeline,
             restarts=self.tally.restarts,
         )
-        self.evaluations = Evaluations(every=config.eval.every, steps=config.steps)
+        self.evaluations = PendingEvaluations(every=config.eval.every, steps=config.steps)
         self.waits = WaitReasons()
         self.partials = dict(work.partials)
         self.holders: dict[int, int] = {}  # ordinal -> the replica that samples it, or keeps it until it is scored
@@ -270,6 +274,10 @@ class Controller:
             case Leaving(executor=executor):
                 self.observers.note(f"{executor} was told to end: a checkpoint follows the current step")
                 self.is_checkpoint_wanted = True
+            case Counters() | Noted() | Progress() | Published() | Ready() | Left():
+                pass  # for observers; of a child's end the system tells
+            case _:
+                raise TypeError(f"the controller does not take {type(message).__name__}")
 
     def _decide(self, event: Event) -> None:
         """Let the schedule decide; carry it out; tell executors what they wait for when that has changed."""

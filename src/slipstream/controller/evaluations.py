@@ -24,7 +24,7 @@ class EvaluationDone(NamedTuple):
 
 
 @dataclass
-class Evaluation:
+class PendingEvaluation:
     """Answers at `temperature` of the version that `replica` held when it was asked; None: no replica is there."""
 
     eval_id: int
@@ -43,14 +43,14 @@ Request = tuple[int, Evaluate]
 """A replica, and what is to be sent to it."""
 
 
-class Evaluations:
+class PendingEvaluations:
     """The evaluations of a run of `steps` steps: at its ends, and every `every` steps (0: never). Of `versions`, the
     newest is evaluated."""
 
     def __init__(self, *, every: int = 0, steps: int = 0) -> None:
         self._every, self._steps = every, steps
         self._due: int | None = None  # once a replica holds this version
-        self._pending: dict[int, Evaluation] = {}
+        self._pending: dict[int, PendingEvaluation] = {}
         self._num_begun = 0
 
     def __bool__(self) -> bool:
@@ -94,7 +94,7 @@ class Evaluations:
             requests += self._begin(evaluation.temperature, evaluation.prompts, versions)
         return requests
 
-    def scored(self, message: EvalScored) -> Evaluation | None:
+    def scored(self, message: EvalScored) -> PendingEvaluation | None:
         """Take an answer; return its evaluation when it was the last one. Answers that nobody waits for are dropped."""
         evaluation = self._pending.get(message.eval_id)
         if evaluation is None:
@@ -105,7 +105,7 @@ class Evaluations:
         return self._pending.pop(message.eval_id)
 
     def _begin(self, temperature: float, prompts: tuple[Prompt, ...], versions: Mapping[int, int]) -> list[Request]:
-        evaluation = Evaluation(self._num_begun, temperature, prompts)
+        evaluation = PendingEvaluation(self._num_begun, temperature, prompts)
         self._num_begun += 1
         self._pending[evaluation.eval_id] = evaluation
         evaluation.replica = max(versions, key=lambda replica: (versions[replica], -replica), default=None)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from slipstream.controller.build import build_work, check_room, default_pipeline
-from slipstream.controller.controller import Controller, Work
+from slipstream.controller.controller import Controller, RunInput
 from slipstream.controller.ledger import check_fits, read_cut
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers, Screen
@@ -90,7 +90,7 @@ def run_rl(
     given: FromPython,
     *,
     resumed: Resumed | None = None,
-    prepared: tuple[Work, PromptSet] | None = None,
+    prepared: tuple[RunInput, PromptSet] | None = None,
 ) -> dict[str, Any]:
     """Train in `run_dir`, from where it was `resumed`; returns what `summary.json` says.
 
@@ -127,7 +127,7 @@ def _attempt(
     given: FromPython,
     restarts: Counter[str],
     resumed: Resumed | None,
-    prepared: tuple[Work, PromptSet] | None,
+    prepared: tuple[RunInput, PromptSet] | None,
 ) -> dict[str, Any]:
     """One run of the pipeline, to its end or to its first error. `restarts` goes on counting over attempts."""
     with_paths = with_stage_paths(config, run_dir)
@@ -335,7 +335,7 @@ def extension(before: RunConfig, config: RunConfig, cut: Snapshot) -> list[str]:
     return notes
 
 
-def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[RunInput, PromptSet]:
     """Prompts and demonstrations. ConfigError for data that cannot be read, or that the rewards cannot score."""
     work, prompts = _build(config, given, is_resumed=is_resumed)
     check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
@@ -352,7 +352,7 @@ def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bo
     return work, prompts
 
 
-def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[RunInput, PromptSet]:
     """Prompts and demonstrations, and whether memory has room for the longest of them."""
     local = with_folders(config)
     work, prompts = build_work(local, is_resumed=is_resumed)
