@@ -141,13 +141,13 @@ def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, 
 
 def run_rank(options: argparse.Namespace) -> int:
     """Be one rank of a group, in a process of a torchrun job, until the run is over."""
+    agent = os.pidfd_open(os.getppid())  # before anything takes time: it may end meanwhile
     from slipstream.controller.groups import join_under_torchrun
     from slipstream.controller.meeting import JOIN_TIMEOUT_S, attend, read_spec
     from slipstream.controller.weights import memory_of
     from slipstream.weight_sync.links import Links
     from slipstream.weight_sync.plan import Place
 
-    agent = os.pidfd_open(os.getppid())  # before anything is waited for: it may end meanwhile
     leaving: list[int] = []
     signal.signal(LEAVING, lambda number, _frame: leaving.append(number))
     sweep()

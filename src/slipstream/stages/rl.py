@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.controller.build import build_work, check_room, default_pipeline
+from slipstream.controller.build import build_work, default_pipeline
+from slipstream.controller.checks import check_room
 from slipstream.controller.controller import Controller, RunInput
 from slipstream.controller.ledger import check_fits, read_cut
 from slipstream.controller.meeting import Cluster
