@@ -44,9 +44,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, make_transport_dir, wait
+from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.scratch import cleanup
-from slipstream.core.types import Export, Holding, Published, Stop, Swapped
+from slipstream.core.types import Export, Published, Stop, Swapped
 from slipstream.models.config import TransformerConfig
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.shards import local_tensor

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from slipstream import cli
 from slipstream.controller.build import nodes
-from slipstream.controller.cluster import ALWAYS_REMOTE
+from slipstream.controller.meeting import ALWAYS_REMOTE
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.keys import RunKeys

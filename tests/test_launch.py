@@ -95,7 +95,7 @@ def test_a_group_on_one_machine(job: Job) -> None:
     given = {"--nproc-per-node": "4", "--max-restarts": "5", "--nnodes": "1", "--node-rank": "0"}
     given |= {"--rdzv-backend": "slipstream", "--rdzv-id": "run-1-trainer", "--local-addr": "127.0.0.1"}
     assert {option: value_of(option, command) for option in given} == given
-    member = command[command.index("slipstream.controller.member") :]
+    member = command[command.index("slipstream.controller.process") :]
     assert value_of("--controller", member) == job.controller
     assert value_of("--group", member) == "trainer"
     assert value_of("--address", member) == "127.0.0.1"

@@ -40,7 +40,7 @@ from slipstream.rewards.given import Functions, Reward, with_given
 from slipstream.stages.named import check_named
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
-    from slipstream.controller.cluster import Cluster
+    from slipstream.controller.meeting import Cluster
     from slipstream.stages.rl import FromPython
 
 PROMPTS_FILE = "prompts.jsonl"  # in the run's directory: the prompts given from Python

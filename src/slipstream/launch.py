@@ -18,9 +18,11 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from slipstream.controller.cluster import ALWAYS_REMOTE, Cluster
+from slipstream.controller.groups import BACKEND, use_rendezvous
 from slipstream.controller.meeting import (
+    ALWAYS_REMOTE,
     JOIN_TIMEOUT_S,
+    Cluster,
     Listen,
     attend,
     check_listening,
@@ -30,7 +32,6 @@ from slipstream.controller.meeting import (
 )
 from slipstream.controller.pipeline import replica_of
 from slipstream.controller.placement import num_cores, thread_environment
-from slipstream.controller.rendezvous import BACKEND, use_rendezvous
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.interrupts import LEAVING, Interrupts
@@ -155,7 +156,7 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
     command += ["--rdzv-id", f"{spec.run_id}-{node.name}", "--rdzv-endpoint", job.rendezvous or f"{LOOPBACK}:0"]
     # Names of machines need not mean anything to each other; and who is alone needs no address that others reach.
     command += ["--local-addr", LOOPBACK if job.rendezvous is None else job.address]
-    command += ["-m", "slipstream.controller.member", "--controller", job.controller, "--group", job.group]
+    command += ["-m", "slipstream.controller.process", "--controller", job.controller, "--group", job.group]
     command += ["--address", job.address, "--threads", str(threads)]
     environment = thread_environment(threads) | QUIET | SAME_RANKS
     if job.key_file is not None:

@@ -1,7 +1,7 @@
 """Who is who among the processes of a run, by what the system says of them: no word of the package is asked.
 
 controller          what the user started
-  generator-0 ...   `slipstream.controller.host .../generator-0.json`: executors, named by their file
+  generator-0 ...   `slipstream.controller.process .../generator-0.json`: executors, named by their file
   rewards
     keeper          `slipstream.rewards.worker`: one for each reward worker
       scorer        the last below it: what runs the verifier
@@ -73,12 +73,12 @@ def roles(controller: int) -> dict[str, list[int]]:
 
 def _role(pid: int) -> str | None:
     words = command_line(pid)
-    if "slipstream.controller.host" in words:
+    if "slipstream.controller.process" in words:
         return Path(words[-1]).stem
     if "slipstream.rewards.worker" not in words:
         return None
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) if is_alive(pid) else 0
-    if "slipstream.controller.host" in command_line(parent):
+    if "slipstream.controller.process" in command_line(parent):
         return "keeper"
     return None if children(pid) else "scorer"
 

@@ -45,7 +45,7 @@ def parent(role: str) -> subprocess.Popen[bytes]:
     """A process with an executor below it."""
     code = (
         "import subprocess, sys\n"
-        f"words = [sys.executable, '-c', 'input()', 'slipstream.controller.host', '/{role}.json']\n"
+        f"words = [sys.executable, '-c', 'input()', 'slipstream.controller.process', '/{role}.json']\n"
         "child = subprocess.Popen(words, stdin=subprocess.PIPE)\n"
         "print(child.pid, flush=True)\n"
         "print(child.wait(), flush=True)\n"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.controller.build import check, default_pipeline
+from slipstream.controller.build import default_pipeline
+from slipstream.controller.checks import check
 from slipstream.core.channel import ROUTES, Kind, connect_local
 from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.errors import ConfigError

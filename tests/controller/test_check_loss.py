@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.controller.build import check_loss
+from slipstream.controller.checks import check_loss
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 

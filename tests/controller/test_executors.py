@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 
 from slipstream.controller import executors
-from slipstream.controller.cluster import Cluster
-from slipstream.controller.controller import Controller, Work
-from slipstream.controller.meeting import Listen, attend, read_spec
+from slipstream.controller.controller import Controller, RunInput
+from slipstream.controller.meeting import Cluster, Listen, attend, read_spec
 from slipstream.controller.membership import Membership
+from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
 from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
-from slipstream.controller.watch import SilentObserver
 from slipstream.core.addresses import StoreAddresses, grant_incarnation
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ExecutorDied
 from slipstream.core.keys import RunKeys
+from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoined, PeerLost
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import (
@@ -36,14 +36,9 @@ from slipstream.core.types import (
     Checkpoint,
     CompletionFinished,
     Counters,
-    Failed,
     GroupScored,
-    Joined,
-    Leaving,
-    Left,
     Message,
-    PeerJoined,
-    PeerLost,
+    Noted,
     Prompt,
     Ready,
     StepDone,
@@ -81,12 +76,15 @@ class Played:
         return not wait([self.ports.inputs[port]], self.ports.outputs.values(), timeout_s=0.2)
 
 
-class Noting(SilentObserver):
+class Notes:
+    """An observer that keeps what is for people."""
+
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def take(self, news: object) -> None:
+        if isinstance(news, Noted):
+            self.notes.append(news.text)
 
 
 class Run:
@@ -97,7 +95,7 @@ class Run:
         self.out.mkdir()
         self.transport_dir = folder / "t"
         self.transport_dir.mkdir(mode=0o700)
-        self.opened, self.observer = opened, Noting()
+        self.opened, self.observer = opened, Notes()
         config = resolve(
             "quickstart",
             {
@@ -120,10 +118,9 @@ class Run:
             config,
             self.pipeline,
             self.schedule,
-            Work(lambda ordinal: PROMPT, (), None),
+            RunInput(lambda ordinal: PROMPT, (), None),
+            Observers(config, self.out, Tally(config, started_s=0.0), screen=self.observer),
             run_dir=self.out,
-            tally=Tally(config, started_s=0.0),
-            observer=self.observer,
             cluster=Cluster(Listen(address_file=self.address), self.keys),
         )
         self.controller.tally.status = "failed"  # nobody is waited for in the end

@@ -15,9 +15,10 @@ from slipstream.core.channel import ChannelSpec, Kind, Ports, connect_local
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ChannelTimeout, RankError, ShapeError
 from slipstream.core.executor import Context, Executor
+from slipstream.core.peer_messages import Failed, Left, PeerJoined, PeerLost
 from slipstream.core.ports import Outbox
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Failed, Left, Message, PeerJoined, PeerLost, Ready
+from slipstream.core.types import Message, Ready
 
 PEERS = ("generator-0", "generator-1", "rewards")
 

@@ -21,21 +21,9 @@ from slipstream.core.addresses import LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ExecutorDied, ExecutorLost
+from slipstream.core.peer_messages import Failed, Joined, PeerJoined, PeerLost
 from slipstream.core.recipes import resolve
-from slipstream.core.types import (
-    Admit,
-    CompletionFinished,
-    Counters,
-    Failed,
-    Joined,
-    Message,
-    PeerJoined,
-    PeerLost,
-    Prompt,
-    Ready,
-    ReplicaLost,
-    StepDone,
-)
+from slipstream.core.types import Admit, CompletionFinished, Counters, Message, Prompt, Ready, ReplicaLost, StepDone
 from slipstream.observe.timeline import Instant, Timeline
 
 DEADLINE_S, LEASE_S = 60.0, 20.0

@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 from slipstream.controller import meeting as meeting_module
-from slipstream.controller.cluster import Cluster, MeetingPlace
-from slipstream.controller.meeting import SPEC_KEY, Listen, Meeting, RunSpec, attend, read_address, read_spec
+from slipstream.controller.meeting import (
+    SPEC_KEY,
+    Cluster,
+    Listen,
+    Meeting,
+    MeetingPlace,
+    RunSpec,
+    attend,
+    read_address,
+    read_spec,
+)
 from slipstream.controller.pipeline import Node, Pipeline
 from slipstream.core.channel import ChannelSpec, Kind
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -60,7 +69,7 @@ def test_a_specification_of_an_earlier_start_leads_to_nobody(tmp_path: Path) -> 
     starts, channels = [], []
     for _ in range(2):
         place = MeetingPlace(Cluster(Listen(), keys), pipeline, lease_s=5.0, deadline_s=10.0)
-        place.announce(tmp_path, "run-1", delta=False, relays=True, started_s=0.0)
+        place.open(tmp_path, "run-1", delta=False, relays=True, started_s=0.0)
         spec = read_spec(attend(place.address, timeout_s=10), keys, timeout_s=5)
         starts.append(keys.of_start(spec.start))
         channels.append(place.addresses(tmp_path).keys)

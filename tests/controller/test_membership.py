@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.controller.members import Change
-from slipstream.controller.membership import Membership
+from slipstream.controller.membership import Change, Membership
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
 from slipstream.core.clock import VirtualClock
 from slipstream.core.lease import BEATS_PER_LEASE, Lease
-from slipstream.core.types import Joined, Message, PeerJoined, PeerLost
+from slipstream.core.peer_messages import Joined, PeerJoined, PeerLost
+from slipstream.core.types import Message
 
 LEASE_S = 8.0
 TWO = ("generator-0", "generator-0@1")

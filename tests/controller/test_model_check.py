@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.exploration import Explored, Instance, explore, instances
-from slipstream.controller.machine import SchedulingPolicy
-from slipstream.controller.schedule import Schedule
+from slipstream.controller.schedule import Schedule, SchedulingPolicy
 
 FAULTS = {"drops": 1, "losses": 1, "restores": 1}
 

@@ -18,9 +18,9 @@ from listeners import listening
 from torch.distributed import DistError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
+from slipstream.controller.groups import SealedState
 from slipstream.controller.meeting import Listen, Meeting, RunSpec, host_store
 from slipstream.controller.pipeline import Node
-from slipstream.controller.rendezvous import SealedState
 from slipstream.core.channel import ChannelSpec, Kind
 from slipstream.core.keys import RunKeys
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from slipstream.controller.machine import SchedulingPolicy
 from slipstream.controller.policies import POLICIES
+from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import CompletionFinished, GroupScored, ReplicaLost, StartGroup, StepDone, Swapped, TrainStep
 

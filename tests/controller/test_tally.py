@@ -6,28 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.controller.evaluations import GREEDY, SAMPLED
+from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone
 from slipstream.controller.tally import Tally
-from slipstream.controller.watch import write_samples
+from slipstream.core.clock import VirtualClock
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, measured
 from slipstream.core.recipes import resolve
-from slipstream.core.types import Counters, EvalScored, StepDone
+from slipstream.core.run_log import Decision
+from slipstream.core.types import Counters, EvalScored, StartGroup, StepDone, Stop
 from slipstream.observe.metrics import LEAST_S, flatten
 
 
+def begin(tally: Tally, at_s: float) -> None:
+    """The first group is admitted."""
+    assert isinstance(tally.clock, VirtualClock)
+    tally.clock.advance(at_s - tally.clock.now_s())
+    tally.take(Decision(0, at_s, Stop(), [StartGroup(ordinal=0, replica=0)]))
+
+
 def test_sampled_tokens_a_second_are_those_since_rl_began_or_of_the_last_reports() -> None:
-    tally = Tally(resolve("quickstart"), started_s=0.0)
+    clock = VirtualClock()
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=clock)
 
     def report(now_s: float, tokens: float) -> None:
-        tally.counted(Counters(executor="generator-0", values={"generated_tokens": tokens}), now_s)
+        clock.advance(now_s - clock.now_s())
+        tally.take(Counters(executor="generator-0", values={"generated_tokens": tokens}))
 
     for now_s in range(60):  # the warm start: it samples nothing
         report(float(now_s), 0.0)
-    tally.started(60.0)
+    begin(tally, 60.0)
     assert tally.generated_tokens_per_s is None, "one report says nothing of a rate"
     report(62.0, 1000.0)
     assert tally.generated_tokens_per_s == pytest.approx(500.0)
-    tally.started(63.0)  # it has begun
+    begin(tally, 62.5)  # it has begun
     for step in range(1, 20):
         report(62.0 + step, 1000.0 + 300.0 * step)
     assert tally.generated_tokens_per_s == pytest.approx(300.0)  # of the last reports alone
@@ -53,9 +63,9 @@ def test_an_evaluation_is_known_by_its_reward_whether_or_not_there_is_a_measure(
         found = measured(scores, measure)
         tally = Tally(resolve("quickstart"), started_s=0.0)
         assert tally.unevaluated(4) == (GREEDY, SAMPLED)
-        tally.evaluated(4, found, scores, is_greedy=True)
+        tally.take(EvaluationDone(4, GREEDY, found, scores))
         assert tally.unevaluated(4) == (SAMPLED,)
-        tally.evaluated(4, found, scores[:1], is_greedy=False)
+        tally.take(EvaluationDone(4, SAMPLED, found, scores[:1]))
         evaluation = tally.evaluation(4)
         assert evaluation is not None
         assert (evaluation.reward, evaluation.accuracy, evaluation.sampled_accuracy) == (-0.5, accuracy, accuracy)
@@ -82,9 +92,10 @@ def test_samples_say_what_is_right_where_that_is_known(
 ) -> None:
     tally = Tally(resolve("quickstart", {"steps": 1, "eval": {"measure": measure}}), started_s=0.0)
     for version, task in ((0, 0.25), (1, 1.0)):
-        tally.evaluated(version, Measured(), [answer(0, task - 2.0, task=task, brevity=-2.0)], is_greedy=True)
+        answers = [answer(0, task - 2.0, task=task, brevity=-2.0)]
+        tally.take(EvaluationDone(version, GREEDY, Measured(), answers))
     tally.steps_done = 1
-    (sample,) = write_samples(tally, tmp_path)
+    (sample,) = tally.write_samples(tmp_path)
     assert (sample.before_reward, sample.after_reward) == (-1.75, -1.0)
     assert (sample.before_is_right, sample.after_is_right) == marks
 
@@ -102,10 +113,10 @@ STEP = {
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_run_that_ended_before_its_first_step_has_no_rates(tmp_path: Path, *, begun: bool) -> None:
     """However many tokens were sampled meanwhile: there is no time to divide them by."""
-    tally = Tally(resolve("quickstart"), started_s=0.0)
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=VirtualClock())
     if begun:
-        tally.started(60.0)
-    tally.counted(Counters(executor="generator-0", values={"generated_tokens": 61336.0}), 60.0)
+        begin(tally, 60.0)
+    tally.take(Counters(executor="generator-0", values={"generated_tokens": 61336.0}))
     tally.ended_s = 61.0
     rates = tally.summary(tmp_path).throughput
     assert (rates.generated_tokens_per_s, rates.trained_tokens_per_s, rates.completions_per_s) == (None, None, None)
@@ -113,10 +124,12 @@ def test_a_run_that_ended_before_its_first_step_has_no_rates(tmp_path: Path, *, 
 
 @pytest.mark.parametrize(("step_s", "is_told"), [(0.0, False), (LEAST_S / 2, False), (2.0, True)])
 def test_a_step_too_short_to_be_timed_has_no_rate(tmp_path: Path, step_s: float, *, is_told: bool) -> None:
-    tally = Tally(resolve("quickstart"), started_s=0.0)
-    tally.started(60.0)
-    tally.counted(Counters(executor="generator-0", values={"generated_tokens": 61336.0}), 60.0 + step_s)
-    metrics = tally.stepped(StepDone(step=0, version=1, metrics=STEP), 60.0 + step_s)
+    clock = VirtualClock()
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=clock)
+    begin(tally, 60.0)
+    clock.advance(step_s)
+    tally.take(Counters(executor="generator-0", values={"generated_tokens": 61336.0}))
+    metrics = tally.stepped(StepDone(step=0, version=1, metrics=STEP))
     tally.ended_s = 63.0
     rates = tally.summary(tmp_path).throughput
     assert metrics.get("trained_tokens_per_s") == (320.0 if is_told else None)
@@ -125,8 +138,10 @@ def test_a_step_too_short_to_be_timed_has_no_rate(tmp_path: Path, step_s: float,
 
 
 def test_an_actor_critics_rates_are_left_out_alike() -> None:
-    tally = Tally(resolve("stylistic_mini"), started_s=0.0)
+    clock = VirtualClock()
+    tally = Tally(resolve("stylistic_mini"), started_s=0.0, clock=clock)
     assert tally.config.has_critic
-    tally.started(60.0)
-    assert not {"elapsed/fps", "ppo/eps"} & set(tally.stepped(StepDone(step=0, version=1, metrics=STEP), 60.0))
-    assert {"elapsed/fps", "ppo/eps"} <= set(tally.stepped(StepDone(step=1, version=2, metrics=STEP), 61.0))
+    begin(tally, 60.0)
+    assert not {"elapsed/fps", "ppo/eps"} & set(tally.stepped(StepDone(step=0, version=1, metrics=STEP)))
+    clock.advance(1.0)
+    assert {"elapsed/fps", "ppo/eps"} <= set(tally.stepped(StepDone(step=1, version=2, metrics=STEP)))

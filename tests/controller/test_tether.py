@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from slipstream.controller.host import LeaseTether
+from slipstream.controller.process import LeaseTether
 from slipstream.core.addresses import StoreAddresses
 from slipstream.core.channel import ChannelSpec, Kind, Ports, connect_by_book, wait
 from slipstream.core.keys import RunKeys

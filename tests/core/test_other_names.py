@@ -15,7 +15,7 @@ import tomli_w
 import slipstream
 from slipstream import cli
 from slipstream.algorithms.losses import LOSSES
-from slipstream.controller.build import check_loss
+from slipstream.controller.checks import check_loss
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.other_names import FIELDS, KEYWORDS, VALUES, counterparts, flags_in, sentence, sentences

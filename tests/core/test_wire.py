@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from slipstream.core import types, wire
+from slipstream.core import peer_messages, types, wire
 from slipstream.core.errors import ChannelError
 
 arrays = st.sampled_from([np.int32, np.float32, np.float64, np.int64, np.uint8, np.bool_]).flatmap(
@@ -88,7 +88,7 @@ def test_decoded_arrays_are_writable_and_own_their_memory() -> None:
 
 
 def test_all_core_messages_are_known() -> None:
-    assert {types.Admit, types.Completion, types.WeightsReleased, types.Stop} <= set(wire.MESSAGES)
+    assert {types.Admit, types.Completion, peer_messages.WeightsReleased, types.Stop} <= set(wire.MESSAGES)
     assert types.Message not in wire.MESSAGES
 
 

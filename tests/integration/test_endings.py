@@ -58,7 +58,7 @@ def executors_of(pid: int) -> dict[str, int]:
     found = {}
     for child in children(pid):
         command = command_line(child)
-        if "slipstream.controller.host" in command:
+        if "slipstream.controller.process" in command:
             found[Path(command[-1]).stem] = child
     return found
 

@@ -77,7 +77,9 @@ def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str) -> None:
 
 
 def hosts() -> int:
-    return sum("slipstream.controller.host" in command_line(pid) for pid in descendants(os.getpid()) if is_alive(pid))
+    return sum(
+        "slipstream.controller.process" in command_line(pid) for pid in descendants(os.getpid()) if is_alive(pid)
+    )
 
 
 def steps_of(out: Path) -> int:

@@ -54,7 +54,7 @@ def wait_until(is_so: Callable[[], bool], what: str, process: subprocess.Popen[s
 
 def executors_of(process: subprocess.Popen[str]) -> dict[str, int]:
     found = {pid: command_line(pid) for pid in children(process.pid)}
-    return {Path(words[-1]).stem: pid for pid, words in found.items() if "slipstream.controller.host" in words}
+    return {Path(words[-1]).stem: pid for pid, words in found.items() if "slipstream.controller.process" in words}
 
 
 def has_trained(run: Path, steps: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.algorithms.losses import LOSSES
-from slipstream.controller.build import check_loss
+from slipstream.controller.checks import check_loss
 from slipstream.core.recipes import resolve
 
 ROOT = Path(__file__).parents[2]

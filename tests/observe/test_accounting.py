@@ -485,6 +485,13 @@ def test_after_a_resume_what_was_admitted_before_is_regenerated(tmp_path: Path):
     assert (told["regenerated"], told["left"]) == (7, 33)
 
 
+def test_a_metric_that_is_not_a_number_is_no_damage(tmp_path: Path):
+    """JSON has null for it."""
+    configure(tmp_path)
+    Decisions(tmp_path).add(0.1, done(0) | {"metrics": {"loss": None}})
+    assert not any(read_accounting(tmp_path).balance.wasted_tokens.values())
+
+
 # Interference
 
 

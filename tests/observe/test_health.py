@@ -18,6 +18,7 @@ from slipstream.observe.display import printable
 from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line, read_alarms, spans
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.vitals import Vitals
+from slipstream.observe.waste import Wasted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_STEPS = 160
@@ -343,8 +344,8 @@ def test_vitals_of_a_step_by_hand():
         Counters(executor="generator-1", values={"time/decode": 1.0, "time/wait_trainer": 3.0}),
     ):
         vitals.take(message)
-    vitals.waste("no_signal", 10)
-    vitals.waste("no_signal", 2)
+    vitals.take(Wasted(0, "no_signal", 10))
+    vitals.take(Wasted(0, "no_signal", 2))
     assert vitals.of_step(6) == {
         "groups_scored": 4.0,
         "poisoned": 3.0,

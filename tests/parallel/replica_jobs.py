@@ -31,11 +31,13 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import RankError, WeightSyncError
 from slipstream.core.executor import Context
 from slipstream.core.links import WakeUp
+from slipstream.core.peer_messages import Wake
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
 from slipstream.core.sections import ModelConfig
 from slipstream.core.spans import Spans
 from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop, Wake
+from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop
 from slipstream.core.weights import FlatWeights, Swap
 from slipstream.generator.executor import Generator
 from slipstream.generator.lockstep import Agreement

@@ -20,6 +20,9 @@ from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, wait
 from slipstream.core.fields import Precision
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Export, Stop, WeightsLinked
+from slipstream.core.peer_messages import WeightsLinked
+from slipstream.core.sections import Precision
+from slipstream.core.types import Export, Stop
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors
 from slipstream.models.quantized import Packer, WeightLayout

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slipstream.core.errors import ShapeError
-from slipstream.core.types import Holding
+from slipstream.core.peer_messages import Holding
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors
 from slipstream.models.quantized import CUT_BY_COLUMNS, FORMATS, WeightLayout

@@ -18,8 +18,7 @@ from fragile_disk import FragileDisk, watching
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.controller.controller import Cut
-from slipstream.controller.ledger import Ledger, cut_back
+from slipstream.controller.ledger import Cut, Ledger, cut_back
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.core.run_log import RolloutLine, Snapshot

@@ -17,11 +17,12 @@ from slipstream.batching.buffer import GroupBuffer
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.executor import Context
+from slipstream.core.executor import Context, NoSpans
+from slipstream.core.peer_messages import Arrived
 from slipstream.core.ranks import data_parallel_rank, rank_name
 from slipstream.core.run_log import read_rollouts
 from slipstream.core.spans import NoSpans
 from slipstream.core.types import (
-    Arrived,
     GroupScored,
     Progress,
     Published,

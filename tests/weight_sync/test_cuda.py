@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
 from slipstream.core.scratch import cleanup
-from slipstream.core.types import Holding, WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import BLOCK_BYTES
 from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory, block_checksums

@@ -15,9 +15,9 @@ from slipstream.controller.pipeline import Node
 from slipstream.controller.weights import memory_of, transport_over
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.peer_messages import WeightsOffered
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.recipes import resolve
-from slipstream.core.types import WeightsOffered
 from slipstream.weight_sync.copying import BLOCK_BYTES, HOST
 from slipstream.weight_sync.cuda_ipc import CudaIpc, check_allocator
 from slipstream.weight_sync.device_memory import DeviceMemory

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.types import Holding, LinkMember, WeightsLinked, WeightsOffered
+from slipstream.core.peer_messages import Holding, LinkMember, WeightsLinked, WeightsOffered
 from slipstream.weight_sync import link_group
 from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.link_group import plan_of

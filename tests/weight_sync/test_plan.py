@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.types import Holding
+from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.copying import BLOCK_BYTES, HOST, checksum_of, gather, num_blocks
 from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.plan import Copies, Place, Plan, make_plan, price

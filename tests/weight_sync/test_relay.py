@@ -8,7 +8,7 @@ import time
 import numpy as np
 import torch
 
-from slipstream.core.types import Holding
+from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.relay import Shelf, State
 
 NONE = np.zeros((0, 1), np.int64)

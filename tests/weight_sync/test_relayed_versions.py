@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.types import Holding, WeightsLinked, WeightsOffered
+from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.links import LinkReader, Links, _Sender
 from slipstream.weight_sync.plan import Place

@@ -1,17 +1,30 @@
-"""Evaluations under way: who was asked what, and what has come back. Pure: it says what to send and sends nothing."""
+"""Evaluations of a run: when they are due, who was asked what, and what has come back. Pure: it sends nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from slipstream.core.types import EvalScored, Evaluate, Prompt
+from slipstream.core.held_out import Measured
+from slipstream.core.run_log import Event
+from slipstream.core.types import EvalScored, Evaluate, Prompt, StepDone, Swapped
 
 GREEDY, SAMPLED = 0.0, 1.0
+"""Temperatures of the answers."""
+
+
+class EvaluationDone(NamedTuple):
+    """The answers of `version` at `temperature` to the held-out prompts, and what they come to."""
+
+    version: int
+    temperature: float
+    found: Measured
+    scores: list[EvalScored]
 
 
 @dataclass
-class Evaluation:
+class PendingEvaluation:
     """Answers at `temperature` of the version that `replica` held when it was asked; None: no replica is there."""
 
     eval_id: int
@@ -27,29 +40,53 @@ class Evaluation:
 
 
 Request = tuple[int, Evaluate]
-"""What is to be sent to which replica."""
+"""A replica, and what is to be sent to it."""
 
 
-class Evaluations:
-    """`versions`, where it is asked for, are those that the replicas sample from: the newest one is evaluated."""
+class PendingEvaluations:
+    """The evaluations of a run of `steps` steps: at its ends, and every `every` steps (0: never). Of `versions`, the
+    newest is evaluated."""
 
-    def __init__(self) -> None:
-        self._pending: dict[int, Evaluation] = {}
+    def __init__(self, *, every: int = 0, steps: int = 0) -> None:
+        self._every, self._steps = every, steps
+        self._due: int | None = None  # once a replica holds this version
+        self._pending: dict[int, PendingEvaluation] = {}
         self._num_begun = 0
 
     def __bool__(self) -> bool:
-        """Whether answers are still to come."""
+        """Return whether answers are still to come."""
         return bool(self._pending)
+
+    def first(self, step: int, known: Collection[int]) -> tuple[float, ...]:
+        """Return the temperatures at which the policy that RL begins with is to be evaluated.
+
+        After a resume that is what a crash has cut off: version `step`, if it was due and is not among the `known`.
+        """
+        if step == 0:
+            return GREEDY, SAMPLED
+        return (GREEDY,) if self._is_due_at(step) and step not in known else ()
+
+    def next(self, event: Event) -> tuple[float, ...]:
+        """Return the temperatures at which an evaluation is to begin upon `event`."""
+        if isinstance(event, StepDone) and self._is_due_at(event.step + 1):
+            self._due = event.step + 1
+        if self._due is None or not isinstance(event, Swapped) or event.version < self._due:
+            return ()
+        self._due = None
+        return (GREEDY,)
+
+    def _is_due_at(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0 and step < self._steps
 
     def begin(
         self, prompts: Sequence[Prompt], temperatures: Sequence[float], versions: Mapping[int, int]
     ) -> list[Request]:
-        """Evaluate on `prompts`, at each of `temperatures`."""
+        """Begin an evaluation on `prompts` at each of `temperatures`; return what is to be sent."""
         asked = temperatures if prompts else ()
         return [request for temperature in asked for request in self._begin(temperature, tuple(prompts), versions)]
 
     def ask_again(self, versions: Mapping[int, int]) -> list[Request]:
-        """Begin anew what replicas that are gone were asked: another may hold another version, and none are mixed."""
+        """Begin anew what replicas were asked that are gone; answers of two versions are not mixed."""
         gone = [one for one in self._pending.values() if one.replica is None or one.replica not in versions]
         requests: list[Request] = []
         for evaluation in gone:
@@ -57,8 +94,8 @@ class Evaluations:
             requests += self._begin(evaluation.temperature, evaluation.prompts, versions)
         return requests
 
-    def scored(self, message: EvalScored) -> Evaluation | None:
-        """Take an answer; the whole evaluation when it was the last one. What nobody waits for any more is dropped."""
+    def scored(self, message: EvalScored) -> PendingEvaluation | None:
+        """Take an answer; return its evaluation when it was the last one. Answers that nobody waits for are dropped."""
         evaluation = self._pending.get(message.eval_id)
         if evaluation is None:
             return None
@@ -68,7 +105,7 @@ class Evaluations:
         return self._pending.pop(message.eval_id)
 
     def _begin(self, temperature: float, prompts: tuple[Prompt, ...], versions: Mapping[int, int]) -> list[Request]:
-        evaluation = Evaluation(self._num_begun, temperature, prompts)
+        evaluation = PendingEvaluation(self._num_begun, temperature, prompts)
         self._num_begun += 1
         self._pending[evaluation.eval_id] = evaluation
         evaluation.replica = max(versions, key=lambda replica: (versions[replica], -replica), default=None)

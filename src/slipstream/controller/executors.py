@@ -19,31 +19,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.controller.cluster import Cluster, MeetingPlace
-from slipstream.controller.host import Child, Host
-from slipstream.controller.members import Change
-from slipstream.controller.membership import Membership
+from slipstream.controller.host import Host
+from slipstream.controller.meeting import Cluster, MeetingPlace
+from slipstream.controller.membership import Change, Membership
 from slipstream.controller.pipeline import CONTROLLER, Node, Pipeline, replica_of
+from slipstream.controller.process import Child
 from slipstream.controller.restarts import Restarts
 from slipstream.core.addresses import AddressBook, LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost, SlipstreamError
-from slipstream.core.ranks import RANK_MARK, split_rank_name
 from slipstream.core.spans import Spans
-from slipstream.core.types import (
-    CompletionFinished,
-    Counters,
-    Failed,
-    Joined,
-    Left,
-    Message,
-    Ready,
-    ReplicaLost,
-    Stop,
-    Swapped,
-)
+from slipstream.core.peer_messages import Failed, Joined, Left
+from slipstream.core.ranks import RANK_MARK, split_rank_name
+from slipstream.core.types import CompletionFinished, Counters, Message, Ready, ReplicaLost, Stop, Swapped
 
 WAKE_EVERY_S = 1.0  # how often a silent run is looked at; decisions never wait for it
 STOP_DEADLINE_S = 10.0
@@ -53,13 +43,13 @@ CAUSE_DEADLINE_S = 2.0  # so long is a cause looked for, where an error may be t
 
 @dataclass(frozen=True)
 class _Gone:
-    """These processes are; what they have said before comes before."""
+    """These processes are gone; all that they said before has been taken."""
 
     members: tuple[str, ...]
 
 
 class Executors:
-    """Starts them, passes commands and events, starts again whom the run can do without for a while, ends them.
+    """Start the executors, pass commands and events, restart those that the run can do without for a while, end them.
 
     `note` is told, in words, who comes and goes; `lost` the names of processes that are gone; `spans` gets the instants
     of both. `restarts` counts per executor how often it was started again, and goes on counting.
@@ -80,7 +70,7 @@ class Executors:
         self.config, self.pipeline, self.run_dir = config, pipeline, run_dir
         self.ready: set[str] = set()
         self.heard_s = clock.now_s()
-        """When the last event came, other than a report of counters."""
+        """The time of the last event that was no report of counters."""
         self._clock, self._note, self._lost, self._spans = clock, note, lost, spans
         self._ports = Ports()
         self._inline: list[Host] = []
@@ -102,7 +92,7 @@ class Executors:
             place = MeetingPlace(cluster, self.pipeline, lease_s=self.config.lease_s, deadline_s=deadline_s)
             book, self._place = place.addresses(transport_dir), place
             generator = self.config.generator
-            place.announce(
+            place.open(
                 self.run_dir,
                 run_id,
                 delta=generator.delta,
@@ -123,11 +113,11 @@ class Executors:
 
     @property
     def missing(self) -> list[str]:
-        """Who has not said yet that it is ready."""
+        """Return the executors that have not said yet that they are ready."""
         return sorted(set(self.pipeline.members) - self.ready)
 
     def send(self, executor: str, message: Message) -> None:
-        """To a group of processes, if it is there: one that has ended is lost, and what it was sent with it."""
+        """Send `message` to a group of processes. One that has ended is lost, and `message` with it."""
         try:
             self._ports.outputs[f"to-{executor}"].put(message)
         except ChannelClosed:
@@ -138,7 +128,7 @@ class Executors:
             # Of a child the operating system tells.
 
     def receive(self) -> Message | None:
-        """The next event, or None. What is about the coming and going of groups ends here, but for what is lost."""
+        """Return the next event, or None. Of joins and losses, only the loss of a replica is returned."""
         while (message := self._next()) is not None:
             if not isinstance(message, Counters):
                 self.heard_s = self._clock.now_s()
@@ -185,7 +175,7 @@ class Executors:
         return has_worked
 
     def sleep(self, asleep: Callable[[], AbstractContextManager[None]]) -> None:
-        """Until there may be an event or work; a second at most. `asleep` is as in `core.channel.wait`."""
+        """Sleep until there may be an event or work, a second at most. `asleep` is as in `core.channel.wait`."""
         if self._found:
             return
         inboxes = [*self._ports.inputs.values(), *(i for host in self._inline for i in host.ports.inputs.values())]
@@ -198,7 +188,7 @@ class Executors:
         wait(inboxes, self._ports.outputs.values(), fds, min(ends), asleep=asleep)
 
     def accuse_the_silent(self) -> bool:
-        """The run does not go on: where that may be because a process says nothing, that one is lost; else False."""
+        """The run does not go on: shut out the process that is silent for longest, at least a lease; else False."""
         name = self._membership.most_silent()
         if name is None:
             return False
@@ -210,7 +200,7 @@ class Executors:
         return True
 
     def end(self, hear: Callable[[Message], None], *, is_failed: bool, is_at_once: bool = False) -> None:
-        """Stop who still listens, wait for it, kill what does not end. Runs after errors too.
+        """Stop all executors, wait for them, kill those that do not end. Runs after errors too.
 
         `hear` gets the last events. After a failure nobody is given time to do so, and other machines are told by their
         leases; `is_at_once`: nor to close what it has open.
@@ -238,7 +228,7 @@ class Executors:
                 self._take_last_words(who, hear)
 
     def close(self) -> None:
-        """Their ports and the controller's."""
+        """Close the executors' ports and the controller's."""
         with contextlib.ExitStack() as ends:
             for ports in (*(host.ports for host in self._inline), self._ports):
                 ends.callback(ports.close)
@@ -249,7 +239,7 @@ class Executors:
     # Silence
 
     def _busy(self) -> list[str]:
-        """Who of other machines may be at work for longer than a lease: loading a model, or training."""
+        """Return the processes of other machines that may be busy for longer than a lease."""
         return [
             name
             for name in self.pipeline.members
@@ -257,7 +247,7 @@ class Executors:
         ]
 
     def _patience(self) -> dict[str, float]:
-        """How long children may be at work without a word: `deadline_s` where they load a model, or train."""
+        """Return how long children may work without a message: `deadline_s` where they load a model, or train."""
         patience = {}
         for name in self._children:
             if name not in self.ready:
@@ -270,7 +260,7 @@ class Executors:
 
     @property
     def _vllm_s(self) -> float:
-        """The longest wait for vLLM in a step of a generator."""
+        """Return the longest wait for vLLM in a step of a generator, in seconds."""
         generator = self.config.generator
         if generator.engine != "vllm":
             return 0.0
@@ -283,7 +273,7 @@ class Executors:
     # Errors and losses
 
     def _failed(self, message: Failed) -> None:
-        """An executor says why it ends. Its error is the run's, but for one that may be another's fault."""
+        """Take an executor's error, which ends the run, unless it may follow from the end of another process."""
         name = message.executor
         if self._membership.is_remote(name) and replica_of(name) is not None:
             self._note(f"{name} failed: {message.error}")
@@ -294,7 +284,7 @@ class Executors:
             raise _error(message)
 
     def _bury(self) -> bool:
-        """See to the children that have ended, the cause before its consequences; whether there was one.
+        """Handle a child that has ended, causes before consequences; return whether there was one.
 
         A child that only gave up because of another is left until that one is found, for `CAUSE_DEADLINE_S` at most.
         """
@@ -312,7 +302,7 @@ class Executors:
         return False
 
     def _drain(self) -> None:
-        """All that was said so far is heard before somebody is taken for lost."""
+        """Take all messages sent so far before a process is declared lost."""
         while (message := self._ports.inputs["events"].get_nowait()) is not None:
             if isinstance(message, Failed):
                 self._failed(message)
@@ -356,7 +346,7 @@ class Executors:
         self._changed(self._membership.lost(executor, self._ports))
 
     def _changed(self, changes: Sequence[Change]) -> None:
-        """A lost generator's groups go elsewhere, and it is welcome back; without another group there is no run."""
+        """Take joins and losses. A lost generator may come back; any other loss ends the attempt (ExecutorLost)."""
         for change in changes:
             if not change.is_lost:
                 self._coming.pop(change.group, None)
@@ -374,7 +364,7 @@ class Executors:
             self._forget(change.group, change.members, [change])
 
     def _forget(self, group: str, members: Sequence[str], changes: Collection[Change]) -> None:
-        """What is known of processes that are gone; the schedule hears of a replica that was there."""
+        """Forget processes that are gone; the schedule is told of a replica that was there."""
         self.ready.difference_update(members)
         self._found.append(_Gone(tuple(members)))
         replica = replica_of(group)
@@ -402,7 +392,7 @@ class Executors:
             self._membership.watch(node.members)
 
     def _start_again(self, node: Node) -> None:
-        """It joins when it is ready, and nobody waits for it meanwhile."""
+        """Start `node` once more. It joins when it is ready; nothing waits for it meanwhile."""
         self._incarnations[node.name] += 1
         self._coming[node.name] = self._clock.now_s() + self._start_deadline_s
         self._spans.instant("started again", executor=node.name, incarnation=self._incarnations[node.name])
@@ -415,13 +405,13 @@ class Executors:
             del self._children[name]
 
     def _kill_children(self) -> None:
-        """Those that are still there: because it is to be at once, or an interrupt cut their end short."""
+        """Kill the children that are still there: after a second interrupt, or where one cut their end short."""
         for child in self._children.values():
             child.kill()
         self._children.clear()
 
     def _take_last_words(self, child: Child | None, hear: Callable[[Message], None]) -> None:
-        """Give a child that was told to stop its time to end by itself, or (None) all groups on other machines."""
+        """Wait for a child that was told to stop, or (None) all groups on other machines; hear their messages."""
         fds = [] if child is None else [child.pidfd]
         deadline_s = self._clock.now_s() + STOP_DEADLINE_S
         while self._clock.now_s() < deadline_s and (
@@ -439,5 +429,5 @@ def _error(message: Failed) -> ExecutorDied:
 
 
 def _indented(tail: str) -> str:
-    """The last lines of a log, below a note."""
+    """Return the last lines of a log, to stand below a note."""
     return "".join(f"\n    {line}" for line in tail.splitlines()[-3:])

@@ -1,64 +1,40 @@
-"""Where an executor runs: inside the controller's process, or in a process of its own with the same code around it.
-
-`python -m slipstream.controller.host SPEC` is such a process. It ends when its executor is finished, when it fails, or
-when its standard input closes: the other end of that pipe is the controller, so no child outlives it. Until it serves,
-it does not look at that pipe, and the system kills it with the controller (`core/lifeline.py`). Those of other
-machines (`controller/member.py`) have a lease instead.
-"""
+"""The code around an executor, the same inside the controller's process and in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.controller.pipeline import (
     CONTROLLER,
     MEMBERSHIP,
     Node,
-    decode_channel,
-    decode_node,
-    encode_node,
     has_weights,
     replica_of,
     weight_readers,
 )
-from slipstream.controller.placement import thread_environment
-from slipstream.core import lifeline
-from slipstream.core.addresses import LocalAddresses, StoreAddresses
-from slipstream.core.channel import ChannelSpec, Ports, connect_by_book, wait
+from slipstream.core.channel import ChannelSpec, Ports, wait
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, RankError
 from slipstream.core.executor import Context
-from slipstream.core.interrupts import leave_to_the_run
-from slipstream.core.keys import RunKeys
-from slipstream.core.lease import Lease
+from slipstream.core.peer_messages import Failed, Leaving, Left, PeerJoined, PeerLost
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
-from slipstream.core.run_lock import inherited
 from slipstream.core.scratch import file_prefix
-from slipstream.core.types import Counters, Failed, Joined, Leaving, Left, PeerJoined, PeerLost
+from slipstream.core.types import Counters
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
-    from slipstream.controller.cluster import MeetingPlace
     from slipstream.weight_sync.links import Links
     from slipstream.weight_sync.publisher import Publisher
     from slipstream.weight_sync.subscriber import Subscriber
 
 CHECK_TETHER_EVERY_S = 0.5
 COUNTERS_EVERY_S = 1.0
-LOG_TAIL_CHARS = 2000
-KILL_DEADLINE_S = 5.0
 
 
 class Host:
@@ -96,12 +72,11 @@ class Host:
         self.while_idle = ExitStack()
         if node.host == "inline":  # while the others of its process work
             self.while_idle.enter_context(self.timeline.idle())
-        publisher: Publisher | None = None
-        subscriber: Subscriber | None = None
+        weights: tuple[Publisher | None, Subscriber | None] = (None, None)
         if has_weights(node.name, channels):
             from slipstream.controller.weights import weights_ends
 
-            publisher, subscriber = weights_ends(node, ports, channels, run_id, group, links)
+            weights = weights_ends(node, ports, channels, run_id, group, links)
         self._peers: dict[str, tuple[int, bool]] = {}
         self._reader_ranks = weight_readers(channels)
         if MEMBERSHIP in ports.inputs:
@@ -111,7 +86,7 @@ class Host:
         self.ends = ExitStack()
         """Closed last in, first out, each whatever the others do: all that was opened, and only that."""
         self.ends.callback(self.timeline.close)
-        for end in (publisher, subscriber):
+        for end in weights:
             if end is not None:
                 self.ends.callback(end.close)
         self.context = Context(
@@ -123,8 +98,8 @@ class Host:
             clock=clock,
             num_threads=node.num_threads,
             num_threads_alone=node.num_threads_alone,
-            publisher=publisher,
-            subscriber=subscriber,
+            publisher=weights[0],
+            subscriber=weights[1],
             scratch_prefix=file_prefix(run_id),
             group=group,
         )
@@ -162,7 +137,7 @@ class Host:
             self.ends.close()
 
     def _meet(self) -> None:
-        """Take to those who joined, forget those who were lost. What is known already is told for others to hear."""
+        """Connect to processes that joined, shut out those that were lost. The same news again changes nothing."""
         inbox = self.ports.inputs.get(MEMBERSHIP)
         while inbox is not None and (message := inbox.get_nowait()) is not None:
             assert isinstance(message, PeerJoined | PeerLost), "the port is the controller's"
@@ -179,7 +154,7 @@ class Host:
                 self.executor.rejoined(message.executor)
 
     def _publish_to(self, executor: str, *, is_there: bool) -> None:
-        """Once for all ranks of a replica: it is gone with the first, and there with the last that is heard of."""
+        """Add or drop a replica as a reader of weights: drop it with its first rank, add it with its last."""
         publisher, replica = self.context.publisher, replica_of(executor)
         if publisher is None or replica is None or not self.context.group.is_leader:
             return
@@ -191,102 +166,16 @@ class Host:
             publisher.add_reader(replica)
 
 
-# In a process of its own
+# In a process of its own (`controller/process.py`)
 
 
 class Tether(Protocol):
-    """What ties a process to its controller: when it is cut, the process ends."""
+    """The tie between a process and its controller: when it is cut, the process ends."""
 
     fds: list[int]
     """Readable when it is time to look."""
 
     def is_cut(self) -> bool: ...
-
-
-class PipeTether:
-    """A pipe whose other end is the controller, or dies with it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.fds = [descriptor]
-
-    def is_cut(self) -> bool:
-        return bool(select.select(self.fds, [], [], 0)[0])
-
-
-class LeaseTether:
-    """Signs of life of a controller on another machine, and of this process to its peers; and the life of its agent.
-
-    A controller that still waits for other groups says nothing: until its first word a connection is enough. `agent` is
-    a pidfd: a process that outlives its agent would be in the way of the one that the next agent starts.
-    """
-
-    def __init__(self, ports: Ports, lease_s: float, *, agent: int) -> None:
-        self.fds = [agent]
-        self._ports = ports
-        self._lease = Lease(lease_s, WallClock())
-        self._lease.watch(CONTROLLER)
-
-    def is_cut(self) -> bool:
-        if self._lease.is_beat_due():
-            self._ports.beat()
-        has_begun = any(CONTROLLER in inbox.heard_s for inbox in self._ports.inputs.values())
-        self._ports.hear(self._lease, busy=[] if has_begun else [CONTROLLER])
-        return bool(self._lease.silent()) or bool(select.select(self.fds, [], [], 0)[0])
-
-
-def main(spec_path: str) -> int:
-    """Host one executor until it is finished, fails, or the controller is gone."""
-    leave_to_the_run()
-    spec = json.loads(Path(spec_path).read_text())
-    channels = tuple(decode_channel(channel) for channel in spec["channels"])
-    name = rank_name(spec["node"]["name"], spec["rank"])
-    transport_dir = Path(spec["transport_dir"])
-    ports = _connect(channels, name, transport_dir, spec)
-    host: Host | None = None
-    try:
-        node = decode_node(spec["node"])
-        group = _join(node, spec["rank"], transport_dir, timeout_s=spec["deadline_s"], incarnation=spec["incarnation"])
-        host = Host(node, ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"], group=group)
-        host.timeline.backdate("start_up", spec["started_s"])
-        with host.timeline.span("start_up"):
-            host.init()
-            if spec["incarnation"] > 1:  # the first ones need not join; later ones do when nobody has to wait for them
-                ports.outputs["events"].put(Joined(executor=name, incarnation=spec["incarnation"]))
-        lifeline.ends_with(sys.stdin.fileno())
-        return serve(host, PipeTether(sys.stdin.fileno()))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-        with nullcontext() if host is None else host.timeline.span("shut_down"):
-            return report(ports, name, error, num_ranks=spec["node"]["ranks"])
-    finally:
-        if host is not None:
-            host.close()
-        ports.close()
-
-
-def _join(node: Node, rank: int, transport_dir: Path, *, timeout_s: float, incarnation: int) -> RankGroup:
-    if not node.needs_group:
-        return RankGroup.alone()
-    from slipstream.controller.groups import join_on_one_machine
-
-    return join_on_one_machine(node, rank, transport_dir, timeout_s=timeout_s, incarnation=incarnation)
-
-
-def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, spec: Mapping[str, Any]) -> Ports:
-    """On one machine ports meet in `transport_dir`; where groups are on others, through the controller's store too."""
-    if spec["store"] is None:
-        local = LocalAddresses(channels, transport_dir, spec["incarnations"])
-        return connect_by_book(channels, [name], local, spec["incarnation"])[name]
-    from slipstream.controller.meeting import attend
-
-    book = StoreAddresses(
-        channels,
-        attend(spec["store"], timeout_s=spec["deadline_s"]),
-        RunKeys.take(),
-        host=spec["store_host"],
-        transport_dir=transport_dir,
-        deadline_s=spec["deadline_s"],
-    )
-    return connect_by_book(channels, [name], book, spec["incarnation"])[name]
 
 
 def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda: False) -> int:
@@ -344,123 +233,3 @@ def _may_follow(error: Exception, num_ranks: int) -> bool:
     from torch.distributed import DistError
 
     return type(error) is RuntimeError or isinstance(error, DistError)  # gloo has no type of its own
-
-
-# In the controller
-
-
-@dataclass
-class Child:
-    """A process that hosts an executor; `pidfd` is readable once it has ended."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    log_path: Path
-    log_start: int = 0
-
-    @classmethod
-    def start(
-        cls,
-        node: Node,
-        rank: int,
-        channels: tuple[ChannelSpec, ...],
-        *,
-        run_dir: Path,
-        transport_dir: Path,
-        run_id: str,
-        incarnation: int,
-        incarnations: Mapping[str, int],
-        deadline_s: float,
-        place: MeetingPlace | None = None,
-    ) -> Child:
-        """Start the process of one rank of `node`, which meets groups on other machines at `place`.
-
-        `incarnations` are those of processes that have been started again.
-        """
-        name = node.members[rank]
-        spec: dict[str, Any] = {
-            "node": encode_node(node),
-            "rank": rank,
-            "channels": [asdict(channel) for channel in channels],
-            "run_dir": str(run_dir.resolve()),
-            "transport_dir": str(transport_dir),
-            "run_id": run_id,
-            "incarnation": incarnation,
-            "incarnations": dict(incarnations),
-            "deadline_s": deadline_s,
-            "store": None if place is None else place.address,
-            "store_host": None if place is None else place.host,
-            "started_s": WallClock().now_s(),
-        }
-        spec_path = transport_dir / f"{name}.json"
-        spec_path.write_text(json.dumps(spec))
-        log_path = run_dir / "logs" / f"{name}.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
-        environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path}
-        if place is not None:
-            environment |= place.child_environment()
-        with log_path.open("ab") as log:
-            log_start = log.tell()
-            process = subprocess.Popen(
-                lifeline.command("slipstream.controller.host", str(spec_path)),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=inherited(run_dir),  # it writes there: the lock is to outlive a controller that is killed
-                start_new_session=True,  # a Ctrl-C at the terminal reaches the controller only
-            )
-        return cls(name, process, os.pidfd_open(process.pid), log_path, log_start)
-
-    @property
-    def has_ended(self) -> bool:
-        """Its number is not given to another process before `kill` or `end`."""
-        return self.process.returncode is not None or bool(select.select([self.pidfd], [], [], 0)[0])
-
-    @property
-    def how_it_ended(self) -> str:
-        """Of one that has."""
-        status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        assert status is not None, "it has ended"
-        is_exit = status.si_code == os.CLD_EXITED
-        return f"exit code {status.si_status}" if is_exit else f"killed by {signal.Signals(status.si_status).name}"
-
-    def log_tail(self) -> str:
-        """The end of what this process has logged; empty where its log is gone."""
-        with suppress(FileNotFoundError), self.log_path.open("rb") as log:
-            log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_CHARS))
-            return log.read().decode(errors="replace").strip()
-        return ""
-
-    def kill(self) -> None:
-        """End it and what it has started at once, so that it cannot come back."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # it is in the kernel, and comes out of it dead
-            self.process.wait(KILL_DEADLINE_S)
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        os.close(self.pidfd)
-
-    def let_go(self) -> None:
-        """Close the lifeline: the child ends by itself."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-
-    def end(self, deadline_s: float) -> None:
-        """Wait for the end; kill what does not end in time."""
-        try:
-            self.process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        else:
-            os.close(self.pidfd)
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # everything is flushed and closed; taking the interpreter apart would only hold up the run's end

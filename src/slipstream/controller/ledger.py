@@ -10,7 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slipstream.core.errors import CheckpointError
+import msgspec
+
+from slipstream.core.errors import CheckpointError, clip
+from slipstream.core.files import decode_json
 from slipstream.core.jsonl import JsonlWriter, cut_jsonl, intact_lines, read_jsonl
 from slipstream.core.run_log import LedgerLine, LedgerState, Snapshot
 
@@ -73,6 +76,27 @@ def counts(states: Mapping[int, LedgerState]) -> dict[str, int]:
     }
 
 
+class Cut(msgspec.Struct, frozen=True):
+    """The state of the run that a checkpoint holds besides its weights: the `Checkpoint` command that saved it."""
+
+    schedule: Snapshot
+    num_events: int
+    cut: str = ""
+    run: dict[str, float] = {}
+
+
+def read_cut(checkpoint: Path) -> Cut:
+    """Return the cut that `checkpoint` belongs to. CheckpointError for one that no run has saved."""
+
+    class State(msgspec.Struct):
+        extra: Cut
+
+    try:
+        return decode_json(checkpoint / "state.json", State).extra
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} is no checkpoint of a run", got=clip(error)) from error
+
+
 def cut_back(path: Path, snapshot: Snapshot) -> dict[int, LedgerState]:
     """Rewrite the ledger to what a checkpoint contains: the rest is admitted again, or was never admitted.
 
@@ -95,7 +119,7 @@ def cut_back(path: Path, snapshot: Snapshot) -> dict[int, LedgerState]:
 
 
 def check_fits(path: Path, snapshot: Snapshot) -> dict[int, LedgerState]:
-    """What the ledger `path` says, of all that a checkpoint contains.
+    """Return the states in the ledger `path` of all ordinals that a checkpoint contains.
 
     CheckpointError for a file that does not hold what the checkpoint says was trained and dropped: it is of another
     run, or was damaged.

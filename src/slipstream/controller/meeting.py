@@ -1,4 +1,4 @@
-"""Where the groups of a run on several machines meet: a c10d store beside the controller, with what all must know.
+"""The store where the groups of a run on several machines meet: c10d's, beside the controller, with the run's facts.
 
     run                        the run's specification: nodes, channels, folder (JSON), sealed with the run's key
     slipstream/channels/...    where ports listen, and how often groups were started (`core/addresses.py`)
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -21,8 +22,10 @@ from typing import Any
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 
-from slipstream.controller.pipeline import Node, decode_channel, decode_node, encode_node
+from slipstream.controller.pipeline import Node, Pipeline, decode_channel, decode_node, encode_node
+from slipstream.core.addresses import AddressBook, StoreAddresses
 from slipstream.core.channel import ChannelSpec
+from slipstream.core.clock import wall_minus_clock_s
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys
 
@@ -35,7 +38,7 @@ READ_AGAIN_S = 5.0  # a file with an address may be of an earlier start of the c
 
 @dataclass(frozen=True)
 class Listen:
-    """Where the controller of a run on several machines listens; loopback unless told otherwise. Port 0: any free one.
+    """The address at which the controller of a run on several machines listens. Port 0: any free one.
 
     The address is written to `address_file`, for jobs that are started elsewhere.
     """
@@ -45,9 +48,24 @@ class Listen:
     address_file: Path | None = None
 
 
+ALWAYS_REMOTE = frozenset({"trainer", "generator"})
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A run on several machines: where its controller listens, the run's keys, and which groups join it.
+
+    `remote` are names of groups, 'generator' for all replicas; the others are the controller's children.
+    """
+
+    listen: Listen
+    keys: RunKeys
+    remote: frozenset[str] = ALWAYS_REMOTE
+
+
 @dataclass(frozen=True)
 class RunSpec:
-    """What a group must know of its run."""
+    """The facts that a group must know of its run."""
 
     run_id: str
     start: str  # names this start of the controller
@@ -72,24 +90,16 @@ class RunSpec:
         return found
 
     def encode(self) -> str:
-        data = {
-            "run_id": self.run_id,
-            "start": self.start,
+        tables = {
             "run_dir": str(self.run_dir),
             "nodes": [encode_node(node) for node in self.nodes],
             "channels": [asdict(channel) for channel in self.channels],
-            "deadline_s": self.deadline_s,
-            "lease_s": self.lease_s,
-            "delta": self.delta,
-            "relays": self.relays,
-            "wall_minus_clock_s": self.wall_minus_clock_s,
-            "started_s": self.started_s,
         }
-        return json.dumps(data)
+        return json.dumps(vars(self) | tables)
 
     @classmethod
     def decode(cls, data: str) -> RunSpec:
-        """Inverse of `encode`. Imports the factories of all nodes: not for what anybody may have written."""
+        """Return what was encoded. Imports the factories of all nodes: not for what anybody may have written."""
         tables: dict[str, Any] = json.loads(data)
         return cls(
             **tables
@@ -102,19 +112,67 @@ class RunSpec:
 
 
 class Meeting:
-    """The controller's side: hosts the store."""
+    """The controller's side: host the store, at `address`, 'HOST:PORT'."""
 
     def __init__(self, listen: Listen, *, timeout_s: float) -> None:
         self.store = host_store(listen, timeout=timedelta(seconds=timeout_s))
         self.host, self.port = listen.host, self.store.port
+        self.address = f"{self.host}:{self.port}"
         if listen.address_file is not None:
             partial = listen.address_file.with_name(f".{listen.address_file.name}.partial")
-            partial.write_text(f"{self.host}:{self.port}\n")
+            partial.write_text(f"{self.address}\n")
             partial.rename(listen.address_file)
 
     def announce(self, spec: RunSpec, keys: RunKeys) -> None:
-        """From here on groups may join."""
+        """Let groups join the run of `spec` from here on."""
         self.store.set(SPEC_KEY, keys.seal(spec.encode(), SPEC_KEY))
+
+
+class MeetingPlace(Meeting):
+    """The meeting of a run on several machines, for its controller: the store, reached with the keys of this start."""
+
+    def __init__(self, cluster: Cluster, pipeline: Pipeline, *, lease_s: float, deadline_s: float) -> None:
+        super().__init__(cluster.listen, timeout_s=deadline_s)
+        self._pipeline, self._keys, self._start = pipeline, cluster.keys, secrets.token_hex(16)
+        self._channel_keys = self._keys.of_start(self._start)
+        self._deadline_s, self._lease_s = deadline_s, lease_s
+
+    def addresses(self, transport_dir: Path) -> AddressBook:
+        """Return where ports listen; children of this controller meet in `transport_dir`."""
+        return StoreAddresses(
+            self._pipeline.all_channels,
+            self.store,
+            self._channel_keys,
+            host=self.host,
+            transport_dir=transport_dir,
+            deadline_s=self._deadline_s,
+        )
+
+    def child_environment(self) -> dict[str, str]:
+        """Return the variables with which a child of the controller speaks with the groups."""
+        return self._channel_keys.as_environment()
+
+    def open(self, run_dir: Path, run_id: str, *, delta: bool, relays: bool, started_s: float) -> None:
+        """Let groups join from here on.
+
+        `delta`: versions travel as what they have changed; `relays`: through replicas that hand them on.
+        """
+        self.announce(
+            RunSpec(
+                run_id=run_id,
+                start=self._start,
+                run_dir=run_dir.resolve(),
+                nodes=self._pipeline.nodes,
+                channels=self._pipeline.all_channels,
+                deadline_s=self._deadline_s,
+                lease_s=self._lease_s,
+                delta=delta,
+                relays=relays,
+                wall_minus_clock_s=wall_minus_clock_s(),
+                started_s=started_s,
+            ),
+            self._keys,
+        )
 
 
 def host_store(listen: Listen, *, timeout: timedelta) -> TCPStore:

@@ -1,4 +1,4 @@
-"""The controller's dealings with groups of processes: who is there, who is silent, and who must be told of it.
+"""The groups of processes of a run, as the controller knows them: which are there, which are silent, and who is told.
 
     a group's agent starts it      -> Joined -> PeerJoined to all, who connect to its new addresses
     it has ended, or is silent     -> lost   -> PeerLost to all, who forget it and refuse what still comes of it
@@ -12,72 +12,149 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from slipstream.controller.members import Change, Members
 from slipstream.controller.pipeline import MEMBERSHIP, Pipeline
 from slipstream.core.channel import Ports
 from slipstream.core.clock import Clock
 from slipstream.core.lease import Lease
+from slipstream.core.peer_messages import Joined, PeerJoined, PeerLost
 from slipstream.core.ranks import split_rank_name
-from slipstream.core.types import Joined, PeerJoined, PeerLost
+
+
+@dataclass(frozen=True)
+class Change:
+    """Group `group`, with these processes, is there with `incarnation`; or that incarnation `is_lost`."""
+
+    group: str
+    members: tuple[str, ...]
+    incarnation: int
+    is_lost: bool
+
+
+@dataclass
+class _Presence:
+    members: tuple[str, ...]
+    incarnation: int = 0  # 0: has never joined
+    is_lost: bool = True
+    joining: dict[str, int] = field(default_factory=dict)  # member -> the incarnation it came with
+
+
+class Incarnations:
+    """The incarnation of each group, and whether it is there. Pure: no clock, no I/O.
+
+    A group has joined when all its ranks have said so with one incarnation; a higher one replaces it, since its agent,
+    or the controller, has started it again. A group that was lost comes back with a higher incarnation only.
+
+    `groups`: name -> the names of its processes, by rank; `present` are there from the beginning, with incarnation 1.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[str]], present: Collection[str] = ()) -> None:
+        self._groups = {
+            name: _Presence(tuple(members), 1, is_lost=False) if name in present else _Presence(tuple(members))
+            for name, members in groups.items()
+        }
+
+    @property
+    def groups(self) -> list[str]:
+        return list(self._groups)
+
+    def news(self) -> list[Change]:
+        """Return what a process must be told that knows each group as it was at first."""
+        return [
+            Change(name, group.members, group.incarnation, is_lost=group.is_lost)
+            for name, group in self._groups.items()
+            if group.incarnation > 1 or (group.is_lost and group.incarnation)
+        ]
+
+    @property
+    def absent(self) -> list[str]:
+        """Return the groups that have not joined, or were lost."""
+        return [name for name, group in self._groups.items() if group.is_lost]
+
+    def joined(self, executor: str, incarnation: int) -> list[Change]:
+        """Take that `executor` is there; return what follows: a loss, if it comes back unannounced, and a joining.
+
+        Nothing follows from a lower or the present incarnation, or while ranks of the group are missing.
+        """
+        name, _ = split_rank_name(executor)
+        group = self._groups[name]
+        if incarnation <= group.incarnation:
+            return []
+        group.joining[executor] = incarnation
+        if any(group.joining.get(member) != incarnation for member in group.members):
+            return []
+        changes = self.lost(name)
+        group.incarnation, group.is_lost = incarnation, False
+        group.joining.clear()
+        return [*changes, Change(name, group.members, incarnation, is_lost=False)]
+
+    def lost(self, executor: str) -> list[Change]:
+        """Take that rank `executor`, and with it its group, is gone; nothing follows if it was already."""
+        name, _ = split_rank_name(executor)
+        group = self._groups[name]
+        if group.is_lost:
+            return []
+        group.is_lost = True
+        return [Change(name, group.members, group.incarnation, is_lost=True)]
 
 
 class Membership:
-    """Which groups of processes of a pipeline are there. Inline executors are always.
+    """The groups of processes of a pipeline that are there. Inline executors always are.
 
-    Whoever calls hands in the controller's ports, to which everybody listens. A process that is silent for `lease_s` is
+    The caller hands in the controller's ports, to which everybody listens. A process that is silent for `lease_s` is
     taken for lost, also when the fault is the network's; `check` says who may be silent for longer.
     """
 
     def __init__(self, pipeline: Pipeline, *, lease_s: float, clock: Clock) -> None:
         local = [node.name for node in pipeline.nodes if node.host == "process"]
         self._remote = frozenset(node.name for node in pipeline.nodes if node.host == "torchrun")
-        self._members = Members(
+        self._known = Incarnations(
             {node.name: node.members for node in pipeline.nodes if node.host != "inline"}, present=local
         )
         self._lease = Lease(lease_s, clock)
 
     def __contains__(self, executor: str) -> bool:
-        return split_rank_name(executor)[0] in self._members.groups
+        return split_rank_name(executor)[0] in self._known.groups
 
     def is_remote(self, executor: str) -> bool:
-        """Whether its group is on another machine."""
+        """Return whether its group is on another machine."""
         return split_rank_name(executor)[0] in self._remote
 
     def is_absent(self, executor: str) -> bool:
-        """Whether `executor` is of a group that has not joined, or was lost."""
-        return split_rank_name(executor)[0] in self._members.absent
+        """Return whether `executor` is of a group that has not joined, or was lost."""
+        return split_rank_name(executor)[0] in self._known.absent
 
     @property
     def remote_present(self) -> list[str]:
-        """The groups on other machines that are there."""
-        return [name for name in self._members.groups if name in self._remote and name not in self._members.absent]
+        """Return the groups on other machines that are there."""
+        return [name for name in self._known.groups if name in self._remote and name not in self._known.absent]
 
     @property
     def incarnations(self) -> dict[str, int]:
-        """Of each process, that of its group, or of the last one that was there."""
-        return {member: change.incarnation for change in self._members.news() for member in change.members}
+        """Return the incarnation of each process: that of its group, or of the last one that was there."""
+        return {member: change.incarnation for change in self._known.news() for member in change.members}
 
     def watch(self, members: Sequence[str]) -> None:
-        """Children that have been started: their leases begin."""
+        """Begin the leases of children that have been started."""
         for member in members:
             self._lease.watch(member)
 
     def lost(self, executor: str, ports: Ports) -> list[Change]:
-        """`executor` has ended, and with it its group; nothing changes where that is known."""
-        changes = self._members.lost(executor)
+        """Take that `executor` has ended, and with it its group; nothing changes where that is known."""
+        changes = self._known.lost(executor)
         self._tell(changes, ports)
         return changes
 
     def joined(self, message: Joined, ports: Ports) -> list[Change]:
-        """`message.executor` is there: what changes by it, which everybody has been told."""
+        """Take that `message.executor` is there; return what changes, which everybody has been told."""
         if message.executor not in self:
             return []
-        changes = self._members.joined(message.executor, message.incarnation)
+        changes = self._known.joined(message.executor, message.incarnation)
         self._tell(changes, ports)
         if any(not change.is_lost for change in changes):
             # The newcomer knows the others as they were when it was started. To everybody else this is no news.
-            _broadcast([news for news in self._members.news() if news not in changes], ports)
+            _broadcast([news for news in self._known.news() if news not in changes], ports)
         return changes
 
     def check(self, ports: Ports, *, busy: Collection[str], patience: Mapping[str, float]) -> list[str]:
@@ -97,22 +174,22 @@ class Membership:
         return self._lease.silent()
 
     def silence_s(self, executor: str) -> float:
-        """Seconds since it was heard of."""
+        """Return the seconds since it was heard of."""
         return self._lease.silence_s(executor)
 
     def most_silent(self) -> str | None:
-        """Who has not been heard of for longest, where that is a lease at least."""
+        """Return the process that has been silent for longest, where that is a lease at least."""
         watched = [name for name in self._lease.watched if self._lease.silence_s(name) >= self._lease.lease_s]
         return max(watched, key=self._lease.silence_s, default=None)
 
     def left(self, executor: str) -> None:
-        """`executor` has ended as it was told to."""
+        """Take that `executor` has ended as it was told to."""
         if executor in self:
-            self._members.lost(executor)
+            self._known.lost(executor)
             self._lease.forget(executor)
 
     def wait_s(self) -> float:
-        """Seconds until `check` has work."""
+        """Return the seconds until `check` has work."""
         return self._lease.wait_s() if self._lease.watched or self._remote else math.inf
 
     def _tell(self, changes: Sequence[Change], ports: Ports) -> None:

@@ -96,45 +96,25 @@ def _with_folders(value: Any, tell: Callable[[str], None] | None = None) -> Any:
 
 
 def encode_node(node: Node) -> dict[str, Any]:
-    """The node in JSON types, for the process that will host it."""
+    """Return the node in JSON types, for the process that will host it."""
     kwargs = {
         key: {"$config": value.model_dump(mode="json")} if isinstance(value, RunConfig) else value
         for key, value in node.kwargs.items()
     }
-    return {
-        "name": node.name,
-        "factory": import_path(node.factory),
-        "kwargs": kwargs,
-        "num_threads": node.num_threads,
-        "num_threads_alone": node.num_threads_alone,
-        "host": node.host,
-        "ranks": node.ranks,
-        "device": node.device,
-        "is_replaceable": node.is_replaceable,
-    }
+    return vars(node) | {"factory": import_path(node.factory), "kwargs": kwargs}
 
 
 def decode_node(data: Mapping[str, Any]) -> Node:
-    """Inverse of `encode_node`: imports the factory."""
+    """Return the node that `encode_node` was given: imports the factory."""
     kwargs = {
         key: RunConfig.model_validate(value["$config"]) if isinstance(value, dict) and "$config" in value else value
         for key, value in data["kwargs"].items()
     }
-    return Node(
-        name=data["name"],
-        factory=resolve_import(data["factory"]),
-        kwargs=kwargs,
-        num_threads=data["num_threads"],
-        num_threads_alone=data["num_threads_alone"],
-        host=data["host"],
-        ranks=data["ranks"],
-        device=data["device"],
-        is_replaceable=data["is_replaceable"],
-    )
+    return Node(**{**data, "factory": resolve_import(data["factory"]), "kwargs": kwargs})
 
 
 def decode_channel(data: Mapping[str, Any]) -> ChannelSpec:
-    """A channel from JSON types, as `dataclasses.asdict` gives them."""
+    """Return a channel from JSON types, as `dataclasses.asdict` gives them."""
     return ChannelSpec(**{**data, "kind": Kind(data["kind"]), "accepts": tuple(data["accepts"])})
 
 
@@ -162,7 +142,7 @@ def import_path(factory: Callable[..., Any]) -> str:
 
 
 def resolve_import(path: str) -> Callable[..., Any]:
-    """What 'module:name' or 'file.py:name' stands for; ConfigError when there is no such thing."""
+    """Import 'module:name' or 'file.py:name'; ConfigError when there is no such thing."""
     module_name, _, name = path.rpartition(":")
     if not module_name:
         raise ConfigError("not an import path", got=path, allowed="'module:name' or 'path/to/file.py:name'")
@@ -305,7 +285,7 @@ def weights(name: str, source: str, target: str, *, deadline_s: float = 120.0) -
 
 
 def replica_of(executor: str) -> int | None:
-    """3 of 'generator-3' or 'generator-3@1'; None for what is no generator."""
+    """Return 3 of 'generator-3' or 'generator-3@1'; None for what is no generator."""
     prefix, _, number = split_rank_name(executor)[0].partition("-")
     return int(number) if prefix == "generator" and number.isdigit() else None
 

@@ -1,4 +1,4 @@
-"""Who computes, here or on other machines, and who gets which cores.
+"""The placement of processes: which groups compute here or on other machines, and on how many cores.
 
 Thread counts decide every number on a CPU, so they are fixed before torch is imported.
 
@@ -81,7 +81,7 @@ def _replicas(config: RunConfig) -> int:
 
 
 def most_processes() -> tuple[int, str]:
-    """How many processes a run can have here, and which limit that is."""
+    """Return how many processes a run can have here, and which limit that is."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory = memory_bytes()
@@ -128,7 +128,7 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
 
 
 def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
-    """The same for whole groups."""
+    """Return the threads of whole groups, before their ranks divide them."""
     replicas = config.generator.replicas
     beside = [  # the trainer: name, groups of that name, processes of all of them, device
         ("generator", replicas, replicas, config.generator.device),

@@ -8,8 +8,7 @@ rules, two things are alike: a lost group is regenerated first, and a group with
 
 from __future__ import annotations
 
-from slipstream.controller.machine import SchedulingPolicy
-from slipstream.controller.schedule import Schedule
+from slipstream.controller.schedule import Schedule, SchedulingPolicy
 from slipstream.core.config import RunConfig
 from slipstream.core.run_log import Command, Event, ScheduleConfig, Snapshot
 from slipstream.core.types import Swapped

@@ -1,4 +1,4 @@
-"""When a lost executor is started again, and how often. Pure: somebody else starts it, and tells the time."""
+"""The times at which lost executors are started again, and how often. Pure: the caller starts them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ FIRST_S, LONGEST_S = 0.5, 30.0
 
 
 def delay_s(count: int) -> float:
-    """Seconds before the `count`-th restart: min(0.5 * 2^(count - 1), 30). Moments pass."""
+    """Return the seconds before the `count`-th restart: min(0.5 * 2^(count - 1), 30)."""
     return min(FIRST_S * 2.0 ** min(count - 1, 32), LONGEST_S)
 
 
 class Restarts:
-    """Of each executor at most `max_restarts`, the first after half a second, each after twice the time of the last."""
+    """At most `max_restarts` of each executor, the first after half a second, each after twice the time of the last."""
 
     def __init__(self, max_restarts: int, clock: Clock, counts: Counter[str] | None = None) -> None:
         """`counts`: how often each was started again so far, those that wait for it included; goes on counting."""
@@ -26,7 +26,7 @@ class Restarts:
         self._due_s: dict[str, float] = {}
 
     def plan(self, executor: str) -> float | None:
-        """`executor` was lost: seconds until it is started again, or None where it has been so often enough."""
+        """Return the seconds until `executor`, which was lost, is started again; None after `max_restarts` times."""
         if self.counts[executor] >= self.max_restarts:
             return None
         self.counts[executor] += 1
@@ -38,7 +38,7 @@ class Restarts:
         return self.max_restarts - self.counts[executor]
 
     def take_due(self) -> list[str]:
-        """Those whose time has come, each once, the earliest first."""
+        """Return the executors whose time has come, each once, the earliest first."""
         now_s = self._clock.now_s()
         due = sorted((s, name) for name, s in self._due_s.items() if s <= now_s)
         for _, name in due:
@@ -46,5 +46,5 @@ class Restarts:
         return [name for _, name in due]
 
     def wait_s(self) -> float:
-        """Seconds until `take_due` has somebody."""
+        """Return the seconds until `take_due` has an executor."""
         return max(0.0, min(self._due_s.values(), default=math.inf) - self._clock.now_s())

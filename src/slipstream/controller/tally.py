@@ -1,4 +1,4 @@
-"""What the run has come to so far: the numbers behind the display, the metrics and `summary.json`."""
+"""The numbers of a run so far, behind the display, the metrics and `summary.json`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,40 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from slipstream.controller.evaluations import GREEDY, SAMPLED
+import msgspec
+
+from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone
 from slipstream.controller.ledger import counts
+from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics, is_right
+from slipstream.core.run_log import Command, Decision
 from slipstream.core.types import (
     Counters,
     EvalScored,
     GroupScored,
     Published,
+    Ready,
     Skip,
     SkipCause,
+    StartGroup,
     StepDone,
     Swapped,
+    TrainStep,
 )
 from slipstream.observe import summary as s
 from slipstream.observe.accounting import read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
 from slipstream.observe.metrics import rate
+from slipstream.observe.samples import Sample, read_samples, write_samples
+from slipstream.observe.waste import Wasted
+
+NUM_SAMPLES = 6
 
 
 @dataclass
-class Evaluated:
-    """What one version's answers to held-out prompts came to, and the greedy ones for the samples shown."""
+class VersionAnswers:
+    """The measures of one version's answers to held-out prompts, and the greedy answers for the samples shown."""
 
     greedy: Measured | None = None
     sampled: Measured | None = None
@@ -49,6 +60,7 @@ class Tally:
 
     config: RunConfig
     started_s: float
+    clock: Clock = field(default_factory=WallClock)
     status: s.Status = "running"
     ended_s: float = 0.0
     steps_done: int = 0
@@ -63,8 +75,7 @@ class Tally:
     staleness_updates_max: int = 0
     counters: dict[str, dict[str, float]] = field(default_factory=dict)
     generated: list[tuple[float, float]] = field(default_factory=list)  # (time, tokens so far), recent
-    evaluations: dict[int, Evaluated] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)  # replica -> version
+    evaluations: dict[int, VersionAnswers] = field(default_factory=dict)
     swaps: list[Swapped] = field(default_factory=list)
     publishes_skipped: int = 0
     payload_bytes: int = 0
@@ -79,44 +90,50 @@ class Tally:
     failed_completions: int = 0
     """Of these, the ones that could not be scored, trained or not."""
 
-    # Fed by the controller
+    # News
 
-    def started(self, now_s: float) -> None:
-        """The first command, an admission or (after a resume) a step, begins the RL phase, and the rates of it."""
-        if self.rl_started_s is None:
-            self.rl_started_s = self.last_step_s = now_s
-            self.generated = [(now_s, self.generated_tokens)]
+    def take(self, news: object) -> None:
+        """Count what `news` tells; a step is counted by `stepped`."""
+        match news:
+            case Decision(commands=commands):
+                for command in commands:
+                    self._command(command)
+            case GroupScored(num_failed=num_failed):
+                self.scored_completions += self.config.samples_per_group
+                self.failed_completions += num_failed
+            case Counters():
+                self.counters.setdefault(news.executor, {}).update(news.values)
+                if "generated_tokens" in news.values:
+                    self.generated = [*self.generated[-9:], (self.clock.now_s(), self.generated_tokens)]
+            case Swapped():
+                self.swaps.append(news)
+            case Published(skipped=skipped, payload_bytes=payload_bytes):
+                self.publishes_skipped += skipped
+                self.payload_bytes = payload_bytes
+            case Ready(num_params=num_params):
+                self.num_params = max(self.num_params, num_params)
+            case Wasted(cause="regenerated", tokens=tokens):
+                self.regenerated_tokens += tokens
+            case EvaluationDone():
+                self._evaluated(news)
 
-    def swapped(self, message: Swapped) -> None:
-        self.versions[message.replica] = message.version
-        self.swaps.append(message)
-
-    def published(self, message: Published) -> None:
-        self.publishes_skipped += message.skipped
-        self.payload_bytes = message.payload_bytes
+    def _command(self, command: Command) -> None:
+        """The first admission, or (after a resume) the first step, begins the RL phase and its rates."""
+        if isinstance(command, StartGroup | TrainStep) and self.rl_started_s is None:
+            self.rl_started_s = self.last_step_s = self.clock.now_s()
+            self.generated = [(self.rl_started_s, self.generated_tokens)]
+        elif isinstance(command, Skip):
+            self.dropped[command.cause] += len(command.ordinals)
 
     def lost(self, executors: Iterable[str]) -> None:
-        """What these processes have counted stays; when they come back they count from 0."""
+        """Keep what these processes have counted, which are gone: when they come back they count from 0."""
         for executor in executors:
             if executor in self.counters:
                 self.counters[f"{executor} until {len(self.counters)}"] = self.counters.pop(executor)
 
-    def skipped(self, command: Skip) -> None:
-        """Groups that no step will train, by cause; the next step's metrics tell of them."""
-        self.dropped[command.cause] += len(command.ordinals)
-
-    def scored(self, message: GroupScored) -> None:
-        self.scored_completions += self.config.samples_per_group
-        self.failed_completions += message.num_failed
-
-    def counted(self, message: Counters, now_s: float) -> None:
-        self.counters.setdefault(message.executor, {}).update(message.values)
-        if "generated_tokens" in message.values:
-            self.generated = [*self.generated[-9:], (now_s, self.generated_tokens)]
-
-    def stepped(self, message: StepDone, now_s: float) -> dict[str, float]:
-        """Take a step's metrics; returns them with the run's own added."""
-        metrics = dict(message.metrics)
+    def stepped(self, message: StepDone) -> dict[str, float]:
+        """Count a step; return its metrics with the run's own added."""
+        metrics, now_s = dict(message.metrics), self.clock.now_s()
         self.steps_done = message.step + 1
         self.trained_tokens += int(metrics["tokens_trained"])
         self.trained_completions += self.config.completions_per_step
@@ -139,28 +156,29 @@ class Tally:
         return metrics
 
     def _published_times(self, now_s: float, step_s: float) -> dict[str, float]:
-        """What the original RLHF code and the TL;DR reproduction (ppo/eps) log of the run's clock, under their names.
+        """Return what the original RLHF code and the TL;DR reproduction (ppo/eps) log of the run's clock.
 
         Theirs have completions of one length; fps counts ours at that length, too.
         """
         assert self.rl_started_s is not None
         steps = self.config.completions_per_step * self.config.generator.max_new_tokens
         fps = rate(steps, step_s)
-        return {"elapsed/time": self.wall_s(now_s)} | _known(
+        return {"elapsed/time": self.wall_s} | _known(
             {
                 "elapsed/fps": None if fps is None else float(int(fps)),
                 "ppo/eps": rate(self.trained_completions, now_s - self.rl_started_s),
             }
         )
 
-    def wall_s(self, now_s: float) -> float:
-        """Since the run began, without what was abandoned and the time between attempts."""
-        return self.earlier_s + now_s - self.started_s
+    @property
+    def wall_s(self) -> float:
+        """Return the seconds since the run began, without what was abandoned and the time between attempts."""
+        return self.earlier_s + self.clock.now_s() - self.started_s
 
-    def saved(self, now_s: float) -> dict[str, float]:
-        """What a checkpoint keeps of this, besides what `recall` finds in the metrics."""
+    def saved(self) -> dict[str, float]:
+        """Return what a checkpoint keeps of this, besides what `recall` finds in the metrics."""
         return {
-            "wall_s": self.wall_s(now_s),
+            "wall_s": self.wall_s,
             "regenerated_tokens": float(self.regenerated_tokens),
             "scored_completions": float(self.scored_completions),
             "failed_completions": float(self.failed_completions),
@@ -179,9 +197,9 @@ class Tally:
             self.steps_done = line["step"] + 1
             self._consume(line)
         if (greedy := in_metrics(line, GREEDY_PREFIX)) is not None:
-            self.evaluations.setdefault(line["version"], Evaluated()).greedy = greedy
+            self.evaluations.setdefault(line["version"], VersionAnswers()).greedy = greedy
         if (sampled := in_metrics(line, SAMPLED_PREFIX)) is not None:
-            self.evaluations.setdefault(line["version"], Evaluated()).sampled = sampled
+            self.evaluations.setdefault(line["version"], VersionAnswers()).sampled = sampled
 
     def _consume(self, metrics: Mapping[str, Any]) -> None:
         self.padding_weight += metrics["tokens_read"]
@@ -190,21 +208,21 @@ class Tally:
         for name in [name for name in metrics if name.startswith("staleness_tokens/")]:
             self.staleness[int(name.rpartition("_")[2])] += int(metrics[name])
 
-    def evaluated(self, version: int, found: Measured, scores: list[EvalScored], *, is_greedy: bool) -> None:
-        evaluation = self.evaluations.setdefault(version, Evaluated())
-        if is_greedy:
-            evaluation.greedy = found
-            evaluation.scores = sorted(scores, key=lambda score: score.ordinal)
+    def _evaluated(self, done: EvaluationDone) -> None:
+        answers = self.evaluations.setdefault(done.version, VersionAnswers())
+        if done.temperature == GREEDY:
+            answers.greedy = done.found
+            answers.scores = sorted(done.scores, key=lambda score: score.ordinal)
         else:
-            evaluation.sampled = found
+            answers.sampled = done.found
 
     def unevaluated(self, version: int) -> tuple[float, ...]:
-        """Temperatures at which `version` is still to be evaluated, of the two at which the ends of a run are."""
-        found = self.evaluations.get(version, Evaluated())
+        """Return the temperatures at which `version` is still to be evaluated, of the two at the ends of a run."""
+        found = self.evaluations.get(version, VersionAnswers())
         measured = {GREEDY: found.greedy, SAMPLED: found.sampled}
         return tuple(temperature for temperature, one in measured.items() if one is None)
 
-    # Asked by display and summary
+    # Asked by metrics and summary
 
     @property
     def generated_tokens(self) -> float:
@@ -212,7 +230,7 @@ class Tally:
 
     @property
     def generated_tokens_per_s(self) -> float | None:
-        """Over the last few reports of the generators; None before there are two."""
+        """Return the rate over the last few reports of the generators; None before there are two."""
         if len(self.generated) < 2:
             return None
         (first_s, first), (last_s, last) = self.generated[0], self.generated[-1]
@@ -230,8 +248,39 @@ class Tally:
         greedy, sampled = found.greedy or Measured(), found.sampled or Measured()
         return s.Evaluation.of(greedy, sampled, self.config.eval.num_prompts)
 
+    def write_samples(self, run_dir: Path) -> list[Sample]:
+        """Write the first few held-out prompts with their greedy answers before and after to `samples.json`.
+
+        After a resume, what was answered before it is known from there.
+        """
+        path, measure = run_dir / "samples.json", self.config.eval.measure
+        before, after = (self.evaluations.get(version, VersionAnswers()) for version in (0, self.steps_done))
+        samples = [
+            Sample(
+                one.prompt_text,
+                one.answer,
+                one.completion_text,
+                None,
+                before_reward=one.reward,
+                before_is_right=is_right(one, measure),
+            )
+            for one in before.scores[:NUM_SAMPLES]
+        ] or read_samples(path)
+        if self.steps_done and after.scores:
+            samples = [
+                msgspec.structs.replace(
+                    sample,
+                    after=last.completion_text,
+                    after_reward=last.reward,
+                    after_is_right=is_right(last, measure),
+                )
+                for sample, last in zip(samples, after.scores, strict=False)
+            ]
+        write_samples(samples, path)
+        return samples
+
     def summary(self, run_dir: Path) -> s.Summary:
-        """`summary.json` of the run; accounting is read back from the timelines, so a killed process is in it too."""
+        """Return `summary.json`; accounting is read back from the timelines, so a killed process is in it too."""
         rl_start_s = self.started_s if self.rl_started_s is None else self.rl_started_s
         rl_s = (self.last_step_s or rl_start_s) - rl_start_s  # 0 where this attempt has finished no step
         swaps = [swap for swap in self.swaps if swap.version > 0]
@@ -283,5 +332,5 @@ class Tally:
 
 
 def _known(rates: Mapping[str, float | None]) -> dict[str, float]:
-    """Those that are: a line of metrics leaves out what it has nothing to say of."""
+    """Return the rates that are known: a line of metrics leaves out the others."""
     return {name: value for name, value in rates.items() if value is not None}

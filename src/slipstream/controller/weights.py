@@ -61,7 +61,7 @@ def weights_ends(
 
 
 def memory_of(node: Node, group: RankGroup) -> Memory:
-    """Of this rank: that of its GPU in a run whose weights stay on GPUs (`RunConfig.weights_stay_on_gpu`)."""
+    """Return this rank's memory: its GPU's in a run whose weights stay on GPUs (`RunConfig.weights_stay_on_gpu`)."""
     config, replica = node.kwargs.get("config"), replica_of(node.name)
     if not isinstance(config, RunConfig) or not config.weights_stay_on_gpu:
         return HOST
@@ -73,5 +73,5 @@ def memory_of(node: Node, group: RankGroup) -> Memory:
 
 
 def transport_over(memory: Memory, run_id: str) -> Transport:
-    """Between processes of one machine. ConfigError where GPU memory cannot be shared."""
+    """Return the transport between processes of one machine. ConfigError where GPU memory cannot be shared."""
     return CudaIpc(run_id, memory) if isinstance(memory, DeviceMemory) else SharedMemory(run_id)

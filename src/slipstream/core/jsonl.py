@@ -25,7 +25,7 @@ CHECK_EVERY_S = 0.5  # two calls of the system, which cost as much as the line i
 
 
 class JsonlWriter:
-    """Appends msgspec-encodable objects, one a line; `write` hands each batch to the system in a single call.
+    """Append msgspec-encodable objects, one a line; `write` hands each batch to the system in a single call.
 
     DiskError where the disk refuses; the file then ends with the last whole batch, so that it can be gone on with. And
     where the file was removed, moved or replaced, since its lines would be seen by nobody: `sync` says so at once,
@@ -50,7 +50,7 @@ class JsonlWriter:
                 self._append(b"\n".join(map(self._encoder.encode, records)) + b"\n")
 
     def _append(self, data: bytes) -> None:
-        """All of `data` or nothing: a full disk takes a part first, which would end up in the middle of the file."""
+        """Write all of `data` or nothing: a full disk takes a part first, which would stay in the file's middle."""
         left = memoryview(data)
         try:
             while left:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.core.spans import Spans
 from slipstream.core.types import Holding, Message
+from slipstream.core.peer_messages import Holding
+from slipstream.core.types import Message
 
 if TYPE_CHECKING:
     import numpy as np

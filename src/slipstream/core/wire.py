@@ -15,13 +15,14 @@ from typing import Any, Union
 import msgspec
 import numpy as np
 
-from slipstream.core import types
+from slipstream.core import peer_messages, types
 from slipstream.core.errors import ChannelError, did_you_mean
 from slipstream.core.types import Message
 
 MessageTypes = tuple[type[Message], ...]
 
-MESSAGES: MessageTypes = tuple(kind for kind in Message.__subclasses__() if kind.__module__ == types.__name__)
+MODULES = (types.__name__, peer_messages.__name__)
+MESSAGES: MessageTypes = tuple(kind for kind in Message.__subclasses__() if kind.__module__ in MODULES)
 
 _ARRAY_CODE = 1  # msgpack extension type of an array
 _DTYPES = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "u2", "u4", "u8")

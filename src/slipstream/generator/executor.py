@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
+from slipstream.core.executor import Context, Executor, Spans
+from slipstream.core.peer_messages import Wake
 from slipstream.core.saved import SUFFIX, rollouts_dir
 from slipstream.core.spans import Spans
 from slipstream.core.types import (
@@ -36,7 +38,6 @@ from slipstream.core.types import (
     Stop,
     Swapped,
     Waiting,
-    Wake,
 )
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.lockstep import Agreement, LockStep

@@ -35,8 +35,9 @@ from slipstream.core import wire
 from slipstream.core.clock import Clock
 from slipstream.core.errors import RankError
 from slipstream.core.executor import Context
+from slipstream.core.peer_messages import Staged, Wake
 from slipstream.core.ranks import rank_name, split_rank_name
-from slipstream.core.types import Message, Staged, Wake
+from slipstream.core.types import Message
 from slipstream.generator.requests import Finished, GenerationEngine
 
 NS_PER_S = 1_000_000_000

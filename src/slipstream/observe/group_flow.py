@@ -24,7 +24,7 @@ MAX_POINTS = 20_000
 
 @dataclass
 class GroupPath:
-    """Where group `ordinal` was when, in nanoseconds on the newest attempt's clock.
+    """The places of group `ordinal` over time, in nanoseconds on the newest attempt's clock.
 
     It was admitted to `replica`, whose first completion of it began at `started_ns`; `last_sample` was the last to be
     scored. It went into step `step` of attempt `attempt`, or was dropped, at `dropped_ns`. None: not known.

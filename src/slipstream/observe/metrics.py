@@ -37,14 +37,16 @@ class MetricsWriter:
         self._writer = JsonlWriter(path)
         self._sinks = sinks
 
-    def write(self, *, step: int, version: int, wall_s: float, metrics: Mapping[str, Any]) -> None:
-        """One line, to the file and to all sinks. Nested mappings are flattened with `/`; nan and inf, which JSON
-        cannot say, become null.
+    def write(self, *, step: int, version: int, wall_s: float, metrics: Mapping[str, Any]) -> Metrics:
+        """Write one line to the file and to all sinks, and return it.
+
+        Nested mappings are flattened with `/`; nan and inf, which JSON cannot say, become null.
         """
         line = {"step": step, "version": version, "wall_s": wall_s} | flatten(metrics)
         self._writer.write(line)
         for sink in self._sinks:
             sink(line)
+        return line
 
     def sync(self) -> None:
         """Return once every line is on the disk."""

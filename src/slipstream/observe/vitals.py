@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slipstream.core.types import Counters, GroupScored, Message, Published, ReplicaLost, Swapped
+from slipstream.core.types import Counters, GroupScored, Published, ReplicaLost, Swapped
 from slipstream.observe.states import side_of
 from slipstream.observe.timeline import TIME_PREFIX
-from slipstream.observe.waste import RE_PREFILLED, WASTE
+from slipstream.observe.waste import RE_PREFILLED, WASTE, Wasted
 
 
 @dataclass
@@ -43,23 +43,21 @@ class Vitals:
     wasted: Counter[str] = field(default_factory=Counter)  # since the last step, by cause
     re_prefilled: dict[str, float] = field(default_factory=dict)  # executor -> tokens so far
 
-    def waste(self, cause: str, tokens: int) -> None:
-        """These tokens were sampled in vain."""
-        self.wasted[cause] += tokens
-
-    def take(self, message: Message) -> None:
-        """Messages of other kinds are not looked at."""
-        match message:
+    def take(self, news: object) -> None:
+        """Take a message, or `Wasted`; others are passed over."""
+        match news:
             case GroupScored():
-                self.scored.append(message)
+                self.scored.append(news)
             case Published():
-                self.published.append(message)
-            case Swapped():
-                self.versions[message.replica] = message.version
-            case ReplicaLost():
-                self.versions.pop(message.replica, None)
+                self.published.append(news)
+            case Swapped(replica=replica, version=version):
+                self.versions[replica] = version
+            case ReplicaLost(replica=replica):
+                self.versions.pop(replica, None)
             case Counters():
-                self._count(message)
+                self._count(news)
+            case Wasted(cause=cause, tokens=tokens):
+                self.wasted[cause] += tokens
             case _:
                 pass
 

@@ -27,7 +27,7 @@ RE_PREFILLED = "re_prefilled_tokens"
 
 
 class Wasted(NamedTuple):
-    """So many tokens, at a time of the run's clock."""
+    """Tokens that were wasted, at a time of the run's clock."""
 
     time_ns: int
     cause: str
@@ -36,7 +36,7 @@ class Wasted(NamedTuple):
 
 @dataclass
 class ReplicaTokens:
-    """What the timeline of a replica says: tokens read again, and those sampled by its last process since it began.
+    """The tokens in the timeline of a replica: those read again, and those sampled by its last process since it began.
 
     `sampled` is None where that process was killed: what was in its slots nobody knows.
     """
@@ -86,17 +86,19 @@ class SampledTokens:
         """Return the tokens of completions that are finished, and neither trained nor dropped."""
         return sum(sum(samples.values()) for samples in self._pending.values())
 
-    def take(self, decision: Decision) -> Iterator[tuple[str, int]]:
-        """Yield (cause, tokens) of the waste that one decision makes. Decisions are taken in order.
+    def take(self, decision: object) -> Iterator[Wasted]:
+        """Yield the waste that a decision makes; other news is passed over. Decisions are taken in order.
 
         A second copy of a group may still be sampled when the group is settled: the first one was not lost with its
         replica.
         """
-        event = decision.event
+        if not isinstance(decision, Decision):
+            return
+        event, time_ns = decision.event, round(decision.time_s * 1e9)
         if isinstance(event, CompletionFinished):
             is_again = event.ordinal in self._again
             if is_again:
-                yield "regenerated", event.num_tokens - event.num_restored
+                yield Wasted(time_ns, "regenerated", event.num_tokens - event.num_restored)
             if event.ordinal in self.loop.groups or not is_again:
                 self._pending.setdefault(event.ordinal, {})[event.sample] = event.num_tokens
         num_admitted = self.loop.next_ordinal
@@ -107,11 +109,11 @@ class SampledTokens:
             if move.fate is not None and move.fate != "cut":
                 tokens = sum(self._pending.pop(move.group.ordinal, {}).values())
                 if tokens and move.fate in WASTE:
-                    yield move.fate, tokens
+                    yield Wasted(time_ns, move.fate, tokens)
 
 
 def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens]) -> Iterator[Wasted]:
-    """Every waste of a run: of all that led to its final weights; re-prefill, and what was left begun, of this attempt.
+    """Yield the waste of a run: of all that led to its final weights; re-prefill and `left` of this attempt alone.
 
     Identity, where no process was lost: tokens sampled = trained + all causes but `re_prefilled`.
     """
@@ -122,8 +124,7 @@ def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens])
         event, time_ns = line.event, round(line.time_s * 1e9)
         if isinstance(event, CompletionFinished) and time_ns >= since_ns.get(event.replica, math.inf):
             begun[event.replica] -= event.num_tokens - event.num_restored
-        for cause, tokens in sampled.take(line):
-            yield Wasted(time_ns, cause, tokens)
+        yield from sampled.take(line)
     for replica in replicas.values():
         yield from replica.re_prefilled
     if left := sampled.num_pending + sum(max(0, tokens) for tokens in begun.values()):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from slipstream.controller.build import Reader, check, check_checkpoints, policy_tokenizer
+from slipstream.controller.checks import Reader, check, check_checkpoints, policy_tokenizer
 from slipstream.controller.placement import check_remote, num_cores
 from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.disk import HeldFolder

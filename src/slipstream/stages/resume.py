@@ -30,8 +30,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.controller.controller import Cut, read_cut
-from slipstream.controller.ledger import cut_back
+from slipstream.controller.ledger import Cut, cut_back, read_cut
 from slipstream.core.disk import disk_errors, sync, sync_files
 from slipstream.core.jsonl import cut_jsonl
 from slipstream.core.run_log import DecisionHead, MetricsHead, RolloutFate

@@ -9,22 +9,23 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import sleep
 from typing import Any
 
 import msgspec
 
-from slipstream.controller.build import build_work, check_room, default_pipeline
-from slipstream.controller.cluster import Cluster
-from slipstream.controller.controller import Controller, Work, read_cut
-from slipstream.controller.ledger import check_fits
+from slipstream.controller.build import build_work, default_pipeline
+from slipstream.controller.checks import check_room
+from slipstream.controller.controller import Controller, RunInput
+from slipstream.controller.ledger import check_fits, read_cut
+from slipstream.controller.meeting import Cluster
+from slipstream.controller.observers import Observers, Screen
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.policies import schedule_for
 from slipstream.controller.restarts import Restarts
 from slipstream.controller.tally import Tally
-from slipstream.controller.watch import ConsoleObserver, Observer, SilentObserver, write_samples
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
@@ -90,7 +91,7 @@ def run_rl(
     given: FromPython,
     *,
     resumed: Resumed | None = None,
-    prepared: tuple[Work, PromptSet] | None = None,
+    prepared: tuple[RunInput, PromptSet] | None = None,
 ) -> dict[str, Any]:
     """Train in `run_dir`, from where it was `resumed`; returns what `summary.json` says.
 
@@ -127,7 +128,7 @@ def _attempt(
     given: FromPython,
     restarts: Counter[str],
     resumed: Resumed | None,
-    prepared: tuple[Work, PromptSet] | None,
+    prepared: tuple[RunInput, PromptSet] | None,
 ) -> dict[str, Any]:
     """One run of the pipeline, to its end or to its first error. `restarts` goes on counting over attempts."""
     with_paths = with_stage_paths(config, run_dir)
@@ -140,18 +141,27 @@ def _attempt(
     tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
     tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
     cut = None if resumed is None else resumed.cut
-    if cut is not None:
+    if resumed is not None and cut is not None:
+        work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
         tally.restore(cut.run)
         for line in read_metrics(run_dir / "metrics.jsonl"):
             tally.recall(line)
-    observer: Observer = ConsoleObserver(config, run_dir) if given.display else SilentObserver()
+    screen = Screen(config, run_dir) if given.display else None
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
-    observer.started(report)
+    if screen is not None:
+        screen.started(report)
+    elif report.warning is not None:  # there is no screen: it belongs into the program's log
+        log.warning("%s", report.warning)
+
+    def note(text: str) -> None:
+        if screen is not None:
+            screen.note(text)
+
     first_step = 0 if cut is None else cut.schedule.steps_done
     with (
-        contextlib.closing(observer),
+        contextlib.nullcontext() if screen is None else contextlib.closing(screen),
         HeldFolder(run_dir) as folder,
-        open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers,
+        open_trackers(config, run_dir, first_step=first_step, note=note) as trackers,
     ):
         pipeline = (
             default_pipeline(with_paths, functions=given.functions, resume=checkpoint, remote=given.remote)
@@ -163,35 +173,31 @@ def _attempt(
             pipeline,
             schedule_for(with_paths, None if cut is None else cut.schedule),
             work,
+            Observers(with_paths, run_dir, tally, screen=screen, trackers=trackers),
             run_dir=run_dir,
-            tally=tally,
-            observer=observer,
             cluster=given.cluster,
-            partials=None if resumed is None else _admissible(config, resumed),
-            trackers=trackers,
             interrupts=given.interrupts,
-            num_events=0 if cut is None else cut.num_events,
         )
 
         def conclude() -> Summary:
             folder.check()
-            return _conclude(tally, run_dir, observer, trackers)
+            return _conclude(tally, run_dir, screen, trackers)
 
         tally.status = "failed"  # until the controller says otherwise
         try:
             with given.interrupts.deferred(config.shutdown_grace_s):
                 told = _run_and_conclude(controller, conclude)
             if told["status"] == "interrupted":
-                observer.note(f"go on with: {given.resume_call(run_dir)}")
+                note(f"go on with: {given.resume_call(run_dir)}")
             return told
         except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
             if tally.status == "failed":
                 tally.status = "interrupted"
-            observer.note(f"{interrupted}: ended at once, without a checkpoint of the present step")
+            note(f"{interrupted}: ended at once, without a checkpoint of the present step")
             with contextlib.suppress(DiskError):
                 folder.check()
                 write_summary(tally.summary(run_dir), run_dir / "summary.json")
-            observer.note(f"go on with: {given.resume_call(run_dir)}")
+            note(f"go on with: {given.resume_call(run_dir)}")
             raise
 
 
@@ -237,15 +243,16 @@ def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial,
     }
 
 
-def _conclude(tally: Tally, run_dir: Path, observer: Observer, trackers: Trackers) -> Summary:
-    """Summary, samples, timeline and report of what there was. The summary comes last: it says that a run is done."""
+def _conclude(tally: Tally, run_dir: Path, screen: Screen | None, trackers: Trackers) -> Summary:
+    """Write summary, samples, timeline and report of what there was. The summary says that a run is done."""
     summary = tally.summary(run_dir)
-    samples = write_samples(tally, run_dir)
+    samples = tally.write_samples(run_dir)
     merge_timelines(run_dir)
     write_summary(summary, run_dir / "summary.json")
     _draw(run_dir)
     trackers.end(summary.status, flatten(msgspec.to_builtins(summary, str_keys=True)))
-    observer.finished(samples, summary)
+    if screen is not None:
+        screen.finished(samples, summary)
     return summary
 
 
@@ -329,7 +336,7 @@ def extension(before: RunConfig, config: RunConfig, cut: Snapshot) -> list[str]:
     return notes
 
 
-def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[RunInput, PromptSet]:
     """Prompts and demonstrations. ConfigError for data that cannot be read, or that the rewards cannot score."""
     work, prompts = _build(config, given, is_resumed=is_resumed)
     check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
@@ -346,7 +353,7 @@ def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bo
     return work, prompts
 
 
-def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[Work, PromptSet]:
+def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[RunInput, PromptSet]:
     """Prompts and demonstrations, and whether memory has room for the longest of them."""
     local = with_folders(config)
     work, prompts = build_work(local, is_resumed=is_resumed)

@@ -19,6 +19,7 @@ from slipstream.core.disk import disk_errors, sync_files
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, NewCollector
+from slipstream.core.peer_messages import WeightsLinked
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import (
     Checkpoint,
@@ -36,7 +37,6 @@ from slipstream.core.types import (
     TrainStep,
     Waiting,
     WarmStart,
-    WeightsLinked,
 )
 from slipstream.core.vetting import Limits
 from slipstream.models.transformer import Transformer

@@ -11,20 +11,12 @@ from slipstream.core import wire
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
 from slipstream.core.packed import GroupCollector, NewCollector
+from slipstream.core.peer_messages import Arrived, Shares
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rollouts
 from slipstream.core.staleness import last_step
-from slipstream.core.types import (
-    Arrived,
-    Checkpoint,
-    Counters,
-    Group,
-    GroupScored,
-    Rollout,
-    RolloutHead,
-    Shares,
-)
+from slipstream.core.types import Checkpoint, Counters, Group, GroupScored, Rollout, RolloutHead
 from slipstream.core.vetting import Limits, is_of_run, vetted
 from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of

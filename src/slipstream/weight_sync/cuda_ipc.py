@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.core.types import Holding
+from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.copying import Checksums, Memory
 from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.segment import SegmentSlots, SharedMemory

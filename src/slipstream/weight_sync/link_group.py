@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from slipstream.core import wire
 from slipstream.core.errors import ChannelError, WeightSyncError
-from slipstream.core.types import Holding, LinkMember, WeightsLinked
+from slipstream.core.peer_messages import Holding, LinkMember, WeightsLinked
 from slipstream.weight_sync.copying import Memory
 from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.nccl import Pair

@@ -33,7 +33,7 @@ import torch
 
 from slipstream.core.background import start_thread
 from slipstream.core.errors import ChannelError, WeightSyncError
-from slipstream.core.types import WeightsLinked, WeightsOffered
+from slipstream.core.peer_messages import WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import HOST, Bytes, Memory
 from slipstream.weight_sync.delta import apply_changes, changes_of
 from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag

@@ -1,6 +1,6 @@
 """Which bytes go from which rank of the trainer to which rank of a generator: a pure function of who holds what.
 
-Both sides hold boxes of the checkpoint's tensors (`core.types.Holding`). Where a box of a source and a box of a
+Both sides hold boxes of the checkpoint's tensors (`core.peer_messages.Holding`). Where a box of a source and a box of a
 destination meet is a piece; the pieces of all pairs cover every destination exactly once. In five steps, each over
 arrays of all boxes at once, since there are hundreds of thousands:
 
@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.types import Holding
+from slipstream.core.peer_messages import Holding
 
 Array = np.ndarray[Any, Any]
 Extent = tuple[int, int]

@@ -13,8 +13,9 @@ import torch
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import Receiver, Sender
+from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Holding, Message, WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
+from slipstream.core.types import Message
 from slipstream.core.weights import WeightsPacker
 from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.relay import SlotSource

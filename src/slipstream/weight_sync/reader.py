@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.types import Holding, WeightsOffered
+from slipstream.core.peer_messages import Holding, WeightsOffered
 from slipstream.weight_sync.copying import checksum_of
 from slipstream.weight_sync.plan import Copies, make_plan
 from slipstream.weight_sync.slots import Slots, Transport

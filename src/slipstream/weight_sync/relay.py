@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from slipstream.core.types import Holding
+from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.plan import Extent
 from slipstream.weight_sync.slots import Slots

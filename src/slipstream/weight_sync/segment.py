@@ -27,8 +27,8 @@ import torch
 
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.peer_messages import Holding
 from slipstream.core.scratch import file_prefix, hold, scratch_directories
-from slipstream.core.types import Holding
 from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 from slipstream.weight_sync.slots import Commit
 

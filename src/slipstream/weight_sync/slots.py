@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.types import Holding
+from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
-from slipstream.core.types import Holding
+from slipstream.core.peer_messages import Holding
 from slipstream.generator.backend import Pin
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm import protocol

@@ -1,0 +1,185 @@
+"""The observers of a run: one list, each of which takes every piece of news and may make more of it, steering nothing.
+
+    Message           an executor sent it to the controller; `Noted` is for people, whoever sent it
+    Decision          the schedule was told of an event, and gave commands
+    EvaluationDone    all answers to an evaluation are scored
+    Wasted            tokens were sampled, or read, for nothing       made of a Decision
+    StepWritten       `metrics.jsonl` has the line of a step          made of StepDone
+    Alarm             began or ended with a step or a failure         made of StepWritten, GroupScored
+
+What observers make of news is taken by all of them once they have taken the news itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from slipstream.controller.evaluations import GREEDY, EvaluationDone
+from slipstream.controller.pipeline import CONTROLLER
+from slipstream.controller.tally import Tally
+from slipstream.core.config import RunConfig
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX
+from slipstream.core.run_log import Metrics
+from slipstream.core.types import Counters, GroupScored, Noted, Progress, StepDone, Swapped
+from slipstream.observe.display import Display, config_summary, in_numbers
+from slipstream.observe.health import Alarm, Watchman, in_a_line, unfit
+from slipstream.observe.metrics import MetricsWriter
+from slipstream.observe.samples import Sample
+from slipstream.observe.summary import Summary
+from slipstream.observe.trackers import Trackers
+from slipstream.observe.vitals import Vitals
+from slipstream.observe.waste import SampledTokens
+from slipstream.prompts import PromptReport
+
+FILES = ("summary.json", "report.html", "metrics.jsonl", "rollouts.jsonl", "timeline.json", "model")
+
+
+class StepWritten(NamedTuple):
+    """`metrics.jsonl` has this line of a step."""
+
+    line: Metrics
+
+
+class Observer(Protocol):
+    """Takes news at once, those that it does not know too; returns what all observers are to take next."""
+
+    def take(self, news: object) -> Iterable[object] | None: ...
+
+
+class Observers:
+    """The list. `screen` is one more of them, for people; `trackers` get the lines and alarms that are written."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        tally: Tally,
+        *,
+        screen: Observer | None = None,
+        trackers: Trackers | None = None,
+    ) -> None:
+        told = [] if trackers is None else [trackers]
+        vitals = Vitals(config.samples_per_group, config.max_staleness)
+        self.tally = tally
+        self._metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=[one.metrics for one in told])
+        self._watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told], silent=unfit(config))
+        self._all: list[Observer] = [
+            SampledTokens(),
+            tally,
+            vitals,
+            MetricLines(config, run_dir, self._metrics, tally, vitals),
+            Alarms(self._watchman, tally),
+            *([] if screen is None else [screen]),
+        ]
+
+    def take(self, news: object) -> None:
+        """Hand `news` to all observers, and then what they make of it."""
+        waiting = deque([news])
+        while waiting:
+            one = waiting.popleft()
+            for observer in self._all:
+                waiting.extend(observer.take(one) or ())
+
+    def note(self, text: str) -> None:
+        """Tell people, on the controller's behalf."""
+        self.take(Noted(executor=CONTROLLER, text=text))
+
+    def sync(self) -> None:
+        """Return once every line of metrics is on the disk."""
+        self._metrics.sync()
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._watchman.close)
+            ends.callback(self._metrics.close)
+
+
+class MetricLines:
+    """Write the metrics of steps and evaluations, put together from those who measure, and samples of the answers."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, writer: MetricsWriter, tally: Tally, vitals: Vitals) -> None:
+        self._config, self._run_dir, self._writer, self._tally, self._vitals = config, run_dir, writer, tally, vitals
+
+    def take(self, news: object) -> Iterator[StepWritten]:
+        match news:
+            case StepDone(step=step, version=version):
+                metrics = self._tally.stepped(news) | self._vitals.of_step(version)
+                line = self._writer.write(step=step, version=version, wall_s=self._tally.wall_s, metrics=metrics)
+                yield StepWritten(line)
+            case EvaluationDone(version=version, found=found):
+                is_greedy = news.temperature == GREEDY
+                measures = found.metrics(GREEDY_PREFIX if is_greedy else SAMPLED_PREFIX)
+                if is_greedy and self._config.has_critic:  # the TL;DR reproduction's name of it
+                    measures["objective/validation_score"] = found.reward
+                self._writer.write(step=version, version=version, wall_s=self._tally.wall_s, metrics=measures)
+                if is_greedy and version in (0, self._config.steps):
+                    self._tally.write_samples(self._run_dir)  # a resume knows them from there
+
+
+class Alarms:
+    """Ask the watchman about each step, and about failures to score, which may come before any step is done."""
+
+    def __init__(self, watchman: Watchman, tally: Tally) -> None:
+        self._watchman, self._tally = watchman, tally
+
+    def take(self, news: object) -> list[Alarm]:
+        match news:
+            case StepWritten(line=line):
+                return self._watchman.watch(line)
+            case GroupScored(failure=str() as failure):
+                count, num_scored = self._tally.failed_completions, self._tally.scored_completions
+                return self._watchman.failed(self._tally.steps_done, count, num_scored, failure)
+        return []
+
+
+class Screen:
+    """The live display on a terminal, plain lines elsewhere."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._run_dir, self._steps = run_dir, config.steps
+        self._display = Display(config_summary(config), steps=config.steps, max_staleness=config.staleness_bound)
+
+    def take(self, news: object) -> None:
+        match news:
+            case Noted(executor=executor, text=text):
+                self.note(text if executor == CONTROLLER else f"{executor}: {text}")
+            case Alarm():
+                self.note(in_a_line(news))
+            case Progress():
+                self._display.phase(news.phase, news.done, news.total, news.metrics)
+            case Counters(executor=executor, values=values) if executor != CONTROLLER:
+                self._display.counters(executor, values)
+            case Swapped(replica=replica, version=version):
+                self._display.swapped(replica, version)
+            case StepWritten(line=line):
+                self._display.step(line)
+            case EvaluationDone(version=version, found=found) if news.temperature == GREEDY:
+                label = {0: "before", self._steps: "after"}.get(version, f"at step {version}")
+                self._display.evaluation(label, found)
+            case EvaluationDone(found=found):
+                self.note(f"  sampled at temperature 1: {in_numbers(found)}")
+
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
+    def started(self, report: PromptReport) -> None:
+        """Tell what the run's prompts are."""
+        dropped = f", {report.num_too_long} dropped as too long" if report.num_too_long else ""
+        counts = f"{report.num_train} to train on, {report.num_eval} held out, overlap {report.overlap}"
+        self.note(f"prompts: {counts}{dropped}")
+        if report.warning is not None:
+            self.note(report.warning)
+
+    def finished(self, samples: list[Sample], summary: Summary) -> None:
+        """Show what the run came to, and its files."""
+        self._display.samples(samples)
+        files = {name: self._run_dir / name for name in FILES if (self._run_dir / name).exists()}
+        self._display.finish(summary, files)
+
+    def close(self) -> None:
+        """Give the terminal back: nothing more comes, also where the run failed. May be called twice."""
+        self._display.close()

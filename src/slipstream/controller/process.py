@@ -1,0 +1,334 @@
+"""An executor in a process of its own: a child of the controller, or a rank of a torchrun job on another machine.
+
+    python -m slipstream.controller.process SPEC                                       what `Child.start` starts
+    torchrun ... -m slipstream.controller.process --controller HOST:PORT --group ...   what `slipstream launch` starts
+
+A child ends when its executor is finished, when it fails, or when its standard input closes: the other end of that pipe
+is the controller, so no child outlives it. Until it serves, it does not look at that pipe, and the system kills it with
+the controller (`core/lifeline.py`). A rank on another machine has a lease instead. It ends with 0 when the run is over,
+and with 1 when its executor failed, it was shut out, or the controller is gone; then torchrun's agent starts the group
+again, with a higher incarnation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.controller.host import Host, report, serve
+from slipstream.controller.pipeline import CONTROLLER, Node, decode_channel, decode_node, encode_node
+from slipstream.controller.placement import thread_environment
+from slipstream.core import lifeline
+from slipstream.core.addresses import LOOPBACK, LocalAddresses, StoreAddresses, grant_incarnation
+from slipstream.core.channel import ChannelSpec, Ports, connect_by_book
+from slipstream.core.clock import ShiftedClock, WallClock, wall_minus_clock_s
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.interrupts import LEAVING, leave_to_the_run
+from slipstream.core.keys import RunKeys
+from slipstream.core.lease import Lease
+from slipstream.core.peer_messages import Joined
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.ranks import rank_name
+from slipstream.core.run_lock import inherited
+from slipstream.core.scratch import sweep
+
+if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from slipstream.controller.meeting import MeetingPlace
+
+LOG_TAIL_CHARS = 2000
+KILL_DEADLINE_S = 5.0
+
+MODULE = "slipstream.controller.process"
+
+
+class PipeTether:
+    """A pipe whose other end is the controller, or dies with it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.fds = [descriptor]
+
+    def is_cut(self) -> bool:
+        return bool(select.select(self.fds, [], [], 0)[0])
+
+
+class LeaseTether:
+    """Signs of life of a controller on another machine, and of this process to its peers; and the life of its agent.
+
+    A controller that still waits for other groups says nothing: until its first word a connection is enough. `agent` is
+    a pidfd: a process that outlives its agent would be in the way of the one that the next agent starts.
+    """
+
+    def __init__(self, ports: Ports, lease_s: float, *, agent: int) -> None:
+        self.fds = [agent]
+        self._ports = ports
+        self._lease = Lease(lease_s, WallClock())
+        self._lease.watch(CONTROLLER)
+
+    def is_cut(self) -> bool:
+        if self._lease.is_beat_due():
+            self._ports.beat()
+        has_begun = any(CONTROLLER in inbox.heard_s for inbox in self._ports.inputs.values())
+        self._ports.hear(self._lease, busy=[] if has_begun else [CONTROLLER])
+        return bool(self._lease.silent()) or bool(select.select(self.fds, [], [], 0)[0])
+
+
+def run_child(spec_path: str) -> int:
+    """Host one executor in a child of the controller until it is finished, fails, or the controller is gone."""
+    leave_to_the_run()
+    spec = json.loads(Path(spec_path).read_text())
+    channels = tuple(decode_channel(channel) for channel in spec["channels"])
+    name = rank_name(spec["node"]["name"], spec["rank"])
+    transport_dir = Path(spec["transport_dir"])
+    ports = _connect(channels, name, transport_dir, spec)
+    host: Host | None = None
+    try:
+        node = decode_node(spec["node"])
+        group = _join(node, spec["rank"], transport_dir, timeout_s=spec["deadline_s"], incarnation=spec["incarnation"])
+        host = Host(node, ports, channels, Path(spec["run_dir"]), run_id=spec["run_id"], group=group)
+        host.timeline.backdate("start_up", spec["started_s"])
+        with host.timeline.span("start_up"):
+            host.init()
+            if spec["incarnation"] > 1:  # the first ones need not join; later ones do when nobody has to wait for them
+                ports.outputs["events"].put(Joined(executor=name, incarnation=spec["incarnation"]))
+        lifeline.ends_with(sys.stdin.fileno())
+        return serve(host, PipeTether(sys.stdin.fileno()))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
+        with nullcontext() if host is None else host.timeline.span("shut_down"):
+            return report(ports, name, error, num_ranks=spec["node"]["ranks"])
+    finally:
+        if host is not None:
+            host.close()
+        ports.close()
+
+
+def _join(node: Node, rank: int, transport_dir: Path, *, timeout_s: float, incarnation: int) -> RankGroup:
+    if not node.needs_group:
+        return RankGroup.alone()
+    from slipstream.controller.groups import join_on_one_machine
+
+    return join_on_one_machine(node, rank, transport_dir, timeout_s=timeout_s, incarnation=incarnation)
+
+
+def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, spec: Mapping[str, Any]) -> Ports:
+    """Connect the ports: in `transport_dir`, and through the controller's store where groups are on other machines."""
+    if spec["store"] is None:
+        local = LocalAddresses(channels, transport_dir, spec["incarnations"])
+        return connect_by_book(channels, [name], local, spec["incarnation"])[name]
+    from slipstream.controller.meeting import attend
+
+    book = StoreAddresses(
+        channels,
+        attend(spec["store"], timeout_s=spec["deadline_s"]),
+        RunKeys.take(),
+        host=spec["store_host"],
+        transport_dir=transport_dir,
+        deadline_s=spec["deadline_s"],
+    )
+    return connect_by_book(channels, [name], book, spec["incarnation"])[name]
+
+
+def run_rank(options: argparse.Namespace) -> int:
+    """Be one rank of a group, in a process of a torchrun job, until the run is over."""
+    agent = os.pidfd_open(os.getppid())  # before anything takes time: it may end meanwhile
+    from slipstream.controller.groups import join_under_torchrun
+    from slipstream.controller.meeting import JOIN_TIMEOUT_S, attend, read_spec
+    from slipstream.controller.weights import memory_of
+    from slipstream.weight_sync.links import Links
+    from slipstream.weight_sync.plan import Place
+
+    leaving: list[int] = []
+    signal.signal(LEAVING, lambda number, _frame: leaving.append(number))
+    sweep()
+    keys = RunKeys.load(options.key_file) if options.key_file is not None else RunKeys.take()
+    if keys is None:
+        raise ConfigError("a group needs the run's key", allowed="--key-file, or SLIPSTREAM_RUN_KEY")
+    store = attend(options.controller, timeout_s=JOIN_TIMEOUT_S)
+    spec = read_spec(store, keys, timeout_s=JOIN_TIMEOUT_S)
+    node = replace(spec.node(options.group), num_threads=options.threads, num_threads_alone=options.threads)
+    group = join_under_torchrun(node, options.address, timeout_s=spec.deadline_s)
+    name = rank_name(node.name, group.rank)
+    incarnation = _incarnation(store, node.name, group)
+    book = StoreAddresses(
+        spec.channels, store, keys.of_start(spec.start), host=options.address, deadline_s=JOIN_TIMEOUT_S
+    )
+    ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
+    host: Host | None = None
+    try:
+        ports.outputs["events"].put(Joined(executor=name, incarnation=incarnation))
+        clock = ShiftedClock(wall_minus_clock_s() - spec.wall_minus_clock_s)
+        links = Links(
+            store,
+            hostname=options.address,
+            place=Place(host=options.address),  # a name would be no help: containers share theirs
+            timeout_s=spec.deadline_s,
+            delta=spec.delta,
+            relays=spec.relays,
+            memory=memory_of(node, group),
+        )
+        host = Host(node, ports, spec.channels, spec.run_dir, run_id=spec.run_id, group=group, clock=clock, links=links)
+        if incarnation == 1:
+            host.timeline.backdate("start_up", spec.started_s)
+        host.init()
+        return serve(host, LeaseTether(ports, spec.lease_s, agent=agent), is_leaving=lambda: bool(leaving))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
+        with nullcontext() if host is None else host.timeline.span("shut_down"):
+            return report(ports, name, error, num_ranks=node.ranks)
+    finally:
+        if host is not None:
+            host.close()
+        ports.close()
+
+
+def _incarnation(store: Store, name: str, group: RankGroup) -> int:
+    """Grant one incarnation to all ranks of the group."""
+    granted = grant_incarnation(store, name) if group.is_leader else 0
+    return int(group.broadcast(str(granted).encode()))
+
+
+# In the controller
+
+
+@dataclass
+class Child:
+    """A process that hosts an executor; `pidfd` is readable once it has ended."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    log_path: Path
+    log_start: int = 0
+
+    @classmethod
+    def start(
+        cls,
+        node: Node,
+        rank: int,
+        channels: tuple[ChannelSpec, ...],
+        *,
+        run_dir: Path,
+        transport_dir: Path,
+        run_id: str,
+        incarnation: int,
+        incarnations: Mapping[str, int],
+        deadline_s: float,
+        place: MeetingPlace | None = None,
+    ) -> Child:
+        """Start the process of one rank of `node`, which meets groups on other machines at `place`.
+
+        `incarnations` are those of processes that have been started again.
+        """
+        name = node.members[rank]
+        spec: dict[str, Any] = {
+            "node": encode_node(node),
+            "rank": rank,
+            "channels": [asdict(channel) for channel in channels],
+            "run_dir": str(run_dir.resolve()),
+            "transport_dir": str(transport_dir),
+            "run_id": run_id,
+            "incarnation": incarnation,
+            "incarnations": dict(incarnations),
+            "deadline_s": deadline_s,
+            "store": None if place is None else place.address,
+            "store_host": None if place is None else place.host,
+            "started_s": WallClock().now_s(),
+        }
+        spec_path = transport_dir / f"{name}.json"
+        spec_path.write_text(json.dumps(spec))
+        log_path = run_dir / "logs" / f"{name}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
+        environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path}
+        if place is not None:
+            environment |= place.child_environment()
+        with log_path.open("ab") as log:
+            log_start = log.tell()
+            process = subprocess.Popen(
+                lifeline.command(MODULE, str(spec_path)),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=inherited(run_dir),  # it writes there: the lock is to outlive a controller that is killed
+                start_new_session=True,  # a Ctrl-C at the terminal reaches the controller only
+            )
+        return cls(name, process, os.pidfd_open(process.pid), log_path, log_start)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it has ended; its number is not given to another process before `kill` or `end`."""
+        return self.process.returncode is not None or bool(select.select([self.pidfd], [], [], 0)[0])
+
+    @property
+    def how_it_ended(self) -> str:
+        """Return 'exit code 1' or 'killed by SIGKILL', of a process that has ended."""
+        status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        assert status is not None, "it has ended"
+        is_exit = status.si_code == os.CLD_EXITED
+        return f"exit code {status.si_status}" if is_exit else f"killed by {signal.Signals(status.si_status).name}"
+
+    def log_tail(self) -> str:
+        """Return the end of what this process has logged; empty where its log is gone."""
+        with suppress(FileNotFoundError), self.log_path.open("rb") as log:
+            log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_CHARS))
+            return log.read().decode(errors="replace").strip()
+        return ""
+
+    def kill(self) -> None:
+        """End it and what it has started at once, so that it cannot come back."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # it is in the kernel, and comes out of it dead
+            self.process.wait(KILL_DEADLINE_S)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        os.close(self.pidfd)
+
+    def let_go(self) -> None:
+        """Close the lifeline: the child ends by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def end(self, deadline_s: float) -> None:
+        """Wait for the end; kill what does not end in time."""
+        try:
+            self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        else:
+            os.close(self.pidfd)
+
+
+def main(argv: list[str]) -> int:
+    """Run a child, whose specification is the only argument, or a rank of a group."""
+    if len(argv) == 1:
+        return run_child(argv[0])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--controller", required=True)
+    parser.add_argument("--group", required=True)
+    parser.add_argument("--address", default=LOOPBACK)
+    parser.add_argument("--key-file", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    try:
+        return run_rank(parser.parse_args(argv))
+    except SlipstreamError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is flushed and closed; taking the interpreter apart would only hold up the run's end

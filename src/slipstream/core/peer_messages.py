@@ -1,0 +1,176 @@
+"""The messages between processes that do one thing together: ranks of a group, hosts, the ends of weight sync.
+
+Frozen structs, as those of `core/types.py`. No schedule and no algorithm looks at them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.core.types import Group, Message, RolloutHead
+
+# Between the ranks of a trainer
+
+
+class Arrived(Message):
+    """A data-parallel rank has these rollouts; rank 0 may count on them from now on."""
+
+    heads: tuple[RolloutHead, ...]
+
+
+class Shares(Message):
+    """What a data-parallel rank was dealt of a step's groups, for its tensor-parallel peers."""
+
+    groups: tuple[Group, ...]
+
+
+# Between the ranks of a generator's replica
+
+
+class Wake(Message):
+    """Rank 0 calls the others, who sleep, to a step: all have staged a version."""
+
+
+class Staged(Message):
+    """A rank without work says which version it holds ready to commit, since the replica's step `after_round`."""
+
+    rank: int
+    version: int | None
+    after_round: int
+
+
+# Hosts -> controller
+
+
+class Joined(Message):
+    """The process of `executor` is there for the `incarnation`-th time and knows its peers."""
+
+    executor: str
+    incarnation: int
+
+
+class Leaving(Message):
+    """A scheduler has told the group of `executor`, which is on another machine, to end: it does so within a while."""
+
+    executor: str
+
+
+class Left(Message):
+    """The process of `executor` has done what it was told to, and ends: its last word."""
+
+    executor: str
+
+
+# Controller -> hosts; no executor sees these
+
+
+class PeerJoined(Message):
+    """`executor` listens at new addresses, with a higher incarnation than before."""
+
+    executor: str
+    incarnation: int
+
+
+class PeerLost(Message):
+    """`executor` is shut out: of it and its earlier incarnations nothing is taken any more."""
+
+    executor: str
+    incarnation: int
+
+
+class Failed(Message):
+    """The executor cannot go on; `traceback` is for the log, `error` for the user.
+
+    `may_follow`: it may be the consequence of another process's end, which is then to be told instead.
+    """
+
+    executor: str
+    error: str
+    traceback: str
+    may_follow: bool = False
+
+
+# Weight sync, trainer <-> generators
+
+
+class Holding(Message):
+    """What a rank's bytes of a version hold: parts of tensors (boxes), and where their elements lie.
+
+    Tensors are those of the Hugging Face checkpoint; the scales of a quantised one's rows or columns are a tensor
+    '<name>/scales'. Box n is of tensor `tensor[n]`: start[n] <= index < stop[n]. Its first element lies at byte
+    `offset[n]`, and `strides[n]` bytes are between neighbours. D: the most dimensions of a tensor; those with fewer
+    have further ones of size 1. N boxes do not overlap in the bytes.
+    """
+
+    num_bytes: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    types: tuple[str, ...]  # torch's names: 'float32', 'int8'
+    item_bytes: tuple[int, ...]
+    tensor: np.ndarray  # int32 [N]
+    start: np.ndarray  # int64 [N, D]
+    stop: np.ndarray  # int64 [N, D]
+    offset: np.ndarray  # int64 [N]
+    strides: np.ndarray  # int64 [N, D]
+
+
+class WeightsOffered(Message):
+    """Version `version` lies complete in slot `slot` of every one of `segments`, one of each rank of the trainer.
+
+    `checksums` cover the checksums of their blocks. `probe_logprobs` are the trainer's logprobs of the probe text under
+    these weights; a generator that cannot reproduce them refuses the version. `replica`: for this one; -1: for all.
+    """
+
+    version: int
+    slot: int
+    segments: tuple[str, ...]
+    checksums: tuple[int, ...]
+    probe_tokens: np.ndarray  # int32 [Tprobe]
+    probe_logprobs: np.ndarray  # float32 [Tprobe - 1]
+    replica: int = -1
+
+
+class WeightsReleased(Message):
+    """Rank `rank` of replica `replica` will not read slot `slot` for `version` again."""
+
+    replica: int
+    version: int
+    slot: int
+    rank: int = 0
+
+
+class WeightsWanted(Message):
+    """Rank `rank` of the `world` of replica `replica` wants versions from now on: it is new, or has lost its link.
+
+    `is_linked`: over a point-to-point link; else it reads the segments itself. What was offered last is offered to it
+    again, once all ranks of the replica have asked. `host`: the machine it runs on.
+    """
+
+    replica: int
+    rank: int
+    world: int
+    is_linked: bool
+    host: str = ""
+
+
+class WeightsLinked(Message):
+    """The `sources` ranks of `parent` and the `world` of `replica` are to make link `epoch`, in place of others.
+
+    `parent`: a replica that hands on what it gets; -1: the trainer. `is_renewed`: what was offered to `replica` before
+    this is void, and its last version is offered again.
+    """
+
+    replica: int
+    world: int
+    sources: int
+    epoch: int
+    parent: int = -1
+    is_renewed: bool = False
+
+
+class LinkMember(Message):
+    """What a rank of a link tells the others: what it holds, and where it runs."""
+
+    holding: Holding
+    host: str = ""
+    device: str = ""
