@@ -148,7 +148,7 @@ FORBIDDEN_NAMES = {
     "recv_object_list": "pickles of peers",
 }
 PATTERNS_ON_BOUNDED_TEXT = {
-    "core/hub.py",  # linear ones, for names of the configuration, and commits that the hub tells
+    "models/hub.py",  # linear ones, for names of the configuration, and commits that the hub tells
     "core/plain.py",  # linear ones, for paths and flags of the user
     "evals/judge.py",  # linear ones, see docs/rewards.md
     "observe/outlet.py",  # a linear one, for what a run itself has shown
