@@ -351,7 +351,7 @@ class SimulateOptions(WithFields):
 
 
 def simulate_command(argv: Sequence[str]) -> int:
-    """What a finished run would have been with other dials: step time, who waits, staleness, from its own files."""
+    """Predict a finished run with other dials from its own files: step time, who waits, staleness."""
     from slipstream.plan.dials import DIALS
 
     options = parse(SimulateOptions, argv, simulate_command, shown=_shown_of_run, only=DIALS)
@@ -540,7 +540,7 @@ def _print_error(error: SlipstreamError) -> None:
 
 
 def script() -> NoReturn:
-    """The process `slipstream`: `main`, and an end that no thread can spoil.
+    """Run the process `slipstream`: `main`, and an end that no thread can spoil.
 
     A daemon thread that comes back from C++ (a wait for the store, for gloo) while Python takes itself apart aborts the
     process. Where one is left, nothing is taken apart.

@@ -15,7 +15,7 @@ from slipstream.core.recipes import check_path
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 
 PROMPTS_FILE = "prompts.jsonl"
-"""In a run's directory: the prompts given from Python."""
+"""The prompts given from Python, in a run's directory."""
 
 
 @contextmanager
