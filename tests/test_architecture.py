@@ -1,7 +1,7 @@
 """The architecture as a test: who may import whom, and what may not be in the library at all.
 
 core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages
-     < api, doctor, jobs, launch < cli < __main__
+     < api, doctor, flags, jobs, launch < cli < __main__
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYERS = (
     ("controller",),
     ("plan",),
     ("stages",),
-    ("api", "doctor", "jobs", "launch"),
+    ("api", "doctor", "flags", "jobs", "launch"),
     ("cli",),
     ("__main__",),
 )
