@@ -214,12 +214,12 @@ def _job(options: LaunchOptions) -> Job:
     if options.remote is not None:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
     not_ours = [name for name in ("recipe", "preset", "out", "resume") if getattr(options, name) is not None]
-    not_ours += [name for name in options.overrides if name != "max_restarts"]
+    not_ours += [name for name in options.overrides if name not in names]
     if not_ours:
         raise ConfigError(
             "a group takes its configuration from the controller",
             got=f"{', '.join(not_ours)} with --group {options.group}",
-            allowed="what `slipstream launch --help` calls a group's, and --max-restarts",
+            allowed="what `slipstream launch --help` calls a group's, --max-restarts and --shutdown-grace-s",
             hint="give it to the controller's command",
         )
     if options.controller is None:

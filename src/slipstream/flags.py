@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from pydantic import BaseModel
@@ -147,12 +147,12 @@ def _flag_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all fields that have a flag."""
     for name, info in model.model_fields.items():
         if _is_section(info.annotation):
-            yield from _flag_fields(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+            yield from _flag_fields(info.annotation, f"{prefix}{name}.")
         elif _has_flag(name, info.annotation):
             yield prefix + name
 
 
-def _is_section(kind: Any) -> bool:
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
