@@ -428,7 +428,8 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     model, name = _owner(first["loc"])
     path = _dotted(first["loc"])
     if first["type"] == "extra_forbidden":
-        elsewhere = sentences(leaf for error in errors for leaf in _unknown_leaves(error))
+        unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+        elsewhere = sentences(leaf for error in unknown for leaf in leaves(_dotted(error["loc"]), error["input"]))
         guess = None if elsewhere else _guess_field(path, first["input"], model)
         return ConfigError(
             f"unknown field '{name}'" + (f"; {guess}" if guess else ""),
@@ -438,7 +439,8 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
         )
     template = _ALLOWED.get(first["type"])
     info = model.model_fields.get(name)
-    guess = sentence_of_value(_field_at(first["loc"]), first["input"]) or _guess_value(first) or _as_table(first)
+    field = _dotted([part for part in first["loc"] if isinstance(part, str)])
+    guess = sentence_of_value(field, first["input"]) or _guess_value(first) or _as_table(first)
     hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
@@ -462,12 +464,6 @@ def _owner(loc: Sequence[str | int]) -> tuple[type[BaseModel], str]:
     return model, name
 
 
-def _unknown_leaves(error: Any) -> Iterator[str]:
-    """Yield the paths of the fields that `error` is about, where they are unknown ones."""
-    if error["type"] == "extra_forbidden":
-        yield from leaves(_dotted(error["loc"]), error["input"])
-
-
 def _guess_field(path: str, value: Any, model: type[BaseModel]) -> str | None:
     """Return a field of that very name in another section, as a full path, else a near one of the same section."""
     name = path.rpartition(".")[2]
@@ -480,11 +476,6 @@ def same_name(path: str) -> str | None:
     """Return the first field of the schema whose name is the last one of `path`."""
     name = path.rpartition(".")[2]
     return next((known for known in field_paths() if known.rpartition(".")[2] == name), None)
-
-
-def _field_at(loc: Sequence[str | int]) -> str:
-    """Return the path of the field at `loc`, without the places in lists."""
-    return _dotted([part for part in loc if isinstance(part, str)])
 
 
 def _guess_value(error: Any) -> str | None:
