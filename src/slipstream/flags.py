@@ -77,7 +77,7 @@ def parse(
     wanted = dataclasses.make_dataclass(options.__name__, fields, kw_only=True)
     with _on_one_screen():
         prog = f"slipstream {command.__name__.removesuffix('_command')}"
-        found = tyro.cli(wanted, args=list(argv), prog=prog, description=command.__doc__, registry=_strict())
+        found: Any = tyro.cli(wanted, args=list(argv), prog=prog, description=command.__doc__, registry=_strict())
     values = vars(found)
     for name, value in values.items():
         for path in value if isinstance(value, tuple) else (value,):
@@ -116,7 +116,8 @@ def override_flags(model: type[BaseModel], shown: Mapping[str, Any], only: Colle
     annotated: Any = Annotated
     make_typed_dict: Any = TypedDict
     for name, info in model.model_fields.items():
-        kind, value = info.annotation, shown.get(name)
+        kind: Any = info.annotation
+        value = shown.get(name)
         hint = "" if value is None else f"(default: {value})"
         if _is_section(kind):
             inside = {field.removeprefix(f"{name}.") for field in only if field.startswith(f"{name}.")}
@@ -134,7 +135,7 @@ def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) 
     """Return what tyro parsed as nested tables: pairs become tables again, sections without a flag vanish."""
     tables: dict[str, Any] = {}
     for name, value in parsed.items():
-        kind = model.model_fields[name].annotation
+        kind: Any = model.model_fields[name].annotation
         if _is_section(kind):
             if section := as_overrides(value, kind):
                 tables[name] = section
@@ -217,7 +218,7 @@ def _unknown_flag(flag: str, own: Collection[str], known: Collection[str]) -> Co
         hint: str | None = f"'{field}' is a section: its fields have flags"
     elif known and field in field_paths():
         hint = f"'{field}' has no flag here: write a recipe, or `overrides` in Python"
-    elif same in known:
+    elif same is not None and same in known:
         hint = f"did you mean '{_flag(same)}'?"
     else:
         hint = did_you_mean(flag, map(_flag, [*own, *known]))
