@@ -426,6 +426,7 @@ def test_a_group_starts_on_each_of_its_nodes(
         assert folder == str(cluster.work)
         assert (options.group, options.address, options.threads) == (group, "10.1.2.3", 8)
         assert (options.controller, options.key_file) == (str(cluster.folder / "address"), cluster.folder / "key")
+        assert cli._job(options).shutdown_grace_s == 25.0, "a group takes what its own job file gives it"
         if num_nodes == 1:
             assert (options.nnodes, options.node_rank, options.rendezvous) == (None, None, None)
         else:
@@ -633,6 +634,7 @@ def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, 
         assert controller in names
         assert int(port) == service["ports"][0]["port"]
         assert options.address == "10.2.0.7"
+        assert cli._job(options).group == options.group
         if options.rendezvous is not None:
             assert options.rendezvous.split(":")[0] in names
             assert f"-{options.group.replace('_', '-')}-0." in options.rendezvous

@@ -10,12 +10,8 @@ a reward given as a Python function (a lambda, too) is called in the caller's pr
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import inspect
 import json
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,36 +24,36 @@ from rich.console import Console
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
-from slipstream.core.errors import ConfigError, DiskError, did_you_mean
-from slipstream.core.hub import Tell, pinned, with_folders
+from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name
-from slipstream.core.run_lock import LOCK_FILE, check_free, holding
+from slipstream.core.run_lock import holding
+from slipstream.models.hub import Tell, pinned, with_folders
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.rewards.given import Functions, Reward, with_given
 from slipstream.stages.named import check_named
+from slipstream.stages.run_folder import PROMPTS_FILE, folder_of, new_run_dir
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.meeting import Cluster
     from slipstream.stages.rl import FromPython
 
-PROMPTS_FILE = "prompts.jsonl"  # in the run's directory: the prompts given from Python
 ScoredBy = tuple[Reward | Sequence[Reward] | None, Sequence[float] | None]
 """`reward` and `reward_weights`."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its directory, and `summary.json` as a dict."""
+    """A run that has ended: its directory, and `summary.json` as a dict."""
 
     out: Path
     summary: dict[str, Any]
 
     @property
     def status(self) -> str:
-        """'done' or 'interrupted'; a run that failed raises instead."""
+        """Return 'done' or 'interrupted'; a run that failed raises instead."""
         return str(self.summary["status"])
 
 
@@ -103,11 +99,10 @@ def run(
         if resume is not None:
             if given_too := [name for name, value in (("preset", preset), ("prompts", prompts), ("out", out)) if value]:
                 raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
+            resolved, functions = _saved(Path(resume), overrides, (reward, reward_weights), tell=_tell(display=display))
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
-        resolved: RunConfig | None = None
-        functions: Functions = {}
-        if config is not None and resume is None:
+        else:
             over = nested(overrides or {})
             resolved = _resolved(config, over, preset, has_prompts=prompts is not None)
             is_measure_given = isinstance(own := over.get("eval"), Mapping) and "measure" in own
@@ -119,10 +114,9 @@ def run(
         given = FromPython(
             functions=functions, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts
         )
-        if resolved is not None:
-            return _run(resolved, prompts, out, given)
-        assert resume is not None, "there is a configuration, or a run to go on with"
-        return _resume(Path(resume), overrides, (reward, reward_weights), given)
+        if resume is not None:
+            return _resume(resolved, Path(resume), given)
+        return _run(resolved, prompts, out, given)
 
 
 def _unknown_arguments(names: Sequence[str]) -> ConfigError:
@@ -146,7 +140,7 @@ def _unknown_arguments(names: Sequence[str]) -> ConfigError:
 
 @contextmanager
 def _interruptible() -> Iterator[Interrupts]:
-    """Signals end the run within; afterwards they have the effect that they had before."""
+    """End the run within on signals; afterwards they have the effect that they had before."""
     interrupts = Interrupts()
     try:
         with interrupts:
@@ -173,110 +167,57 @@ def _resolved(
     return resolve(config, overrides, preset)
 
 
+def _saved(
+    run_dir: Path, overrides: Mapping[str, Any] | None, scored_by: ScoredBy, *, tell: Tell | None
+) -> tuple[RunConfig, Functions]:
+    """Return the configuration that the run in `run_dir` goes on with, and the functions that it is given anew."""
+    check_path(run_dir, "the run's directory")
+    config = pinned(resumed_config(run_dir, overrides), tell=tell, is_resumed=True)
+    return with_given(config, *scored_by)
+
+
 def _run(
     config: RunConfig, prompts: Sequence[str | Mapping[str, Any]] | None, out: str | Path | None, given: FromPython
 ) -> Result:
-    """A new run, with the arguments of `run`."""
-    from slipstream.controller.meeting import check_listening
-    from slipstream.stages.chain import check_data, check_stages, run_stages
+    """Make a new run, with the arguments of `run`."""
+    from slipstream.stages.chain import check_data, run_stages
     from slipstream.stages.rl import run_rl
 
-    run_dir = _new_run_dir(config, out)
-    with_folders(config, tell=_tell(display=given.display))  # what is large comes before anything starts
-    check_stages(config, given=given.functions, remote=given.remote)
-    if given.cluster is not None:
-        check_listening(given.cluster.listen)
-    with _made(run_dir, is_named=out is not None) as run_dir:
+    run_dir = new_run_dir(config.recipe, out)
+    _check(config, given)
+    with folder_of(run_dir, is_named=out is not None) as run_dir:
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir)
         check_data(config, run_dir, given.functions)
         with lasting_output(run_dir / "logs" / CONSOLE_LOG):
-            if config.stages == ["rl"]:
-                return Result(out=run_dir, summary=run_rl(config, run_dir, given))
-            return Result(out=run_dir, summary=run_stages(config, run_dir, given))
+            work = run_rl if config.stages == ["rl"] else run_stages
+            return Result(out=run_dir, summary=work(config, run_dir, given))
 
 
-@contextmanager
-def _made(run_dir: Path, *, is_named: bool) -> Iterator[Path]:
-    """The folder of a new run: `run_dir`, or one beside it where another run has taken a name that nobody asked for.
+def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
+    """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
+    from slipstream.stages.chain import run_stages
+    from slipstream.stages.rl import resume_rl
 
-    It exists within, and no other run writes to it; it goes again where that ends before it has become that of a run.
-    """
-    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    try:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=is_named)
-        except FileExistsError:
-            if is_named:
-                raise
-            run_dir = run_dir.with_name(f"{run_dir.name}-{os.getpid()}")
-            new = [run_dir]
-            run_dir.mkdir()
-        if not os.access(run_dir, os.W_OK):
-            raise OSError(errno.EROFS, "it cannot be written to")
-    except OSError as error:
-        _remove(new)
-        raise ConfigError(
-            f"the run's directory '{run_dir}' cannot be made",
-            got=error.strerror,
-            allowed="a folder that this user can make and write to",
-            hint="choose another one with --out",
-        ) from error
-    try:
-        with holding(run_dir):
-            _check_unused(run_dir)  # once more: another run may have come and gone
-            try:
-                yield run_dir
-            except (ConfigError, DiskError, Interrupted):
-                if not (run_dir / "config.toml").exists():
-                    (run_dir / PROMPTS_FILE).unlink(missing_ok=True)
-                raise
-    except (ConfigError, DiskError, Interrupted):
-        _remove(new)
-        raise
+    _check(config, given)
+    with holding(run_dir), lasting_output(run_dir / "logs" / CONSOLE_LOG):
+        work = resume_rl if config.stages == ["rl"] else run_stages
+        return Result(out=run_dir, summary=work(config, run_dir, given))
 
 
-def _remove(folders: Sequence[Path]) -> None:
-    """Those of `folders`, inner ones first, that are there and empty."""
-    for folder in folders:
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+def _check(config: RunConfig, given: FromPython) -> None:
+    """Fetch the checkpoints, which takes longest, and raise ConfigError for what any stage would stumble over."""
+    from slipstream.controller.meeting import check_listening
+    from slipstream.stages.chain import check_stages
 
-
-def _new_run_dir(config: RunConfig, out: str | Path | None) -> Path:
-    if out is not None:
-        check_path(out, "the run's directory")
-    run_dir = Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}" if out is None else Path(out)
-    if out is None and run_dir.exists():
-        run_dir = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns() % 1000:03d}")
-    check_free(run_dir)
-    _check_unused(run_dir)
-    return run_dir
-
-
-def _check_unused(run_dir: Path) -> None:
-    try:
-        is_file = run_dir.exists() and not run_dir.is_dir()
-        is_used = run_dir.is_dir() and any(path.name != LOCK_FILE for path in run_dir.iterdir())
-    except OSError as error:
-        raise ConfigError(
-            f"the run's directory '{run_dir}' cannot be made", got=error.strerror, allowed="a new or empty directory"
-        ) from error
-    if is_file:
-        raise ConfigError(
-            "the run's directory is a file", got=str(run_dir), allowed="a new or empty directory", hint="see --out"
-        )
-    if is_used:
-        raise ConfigError(
-            "the run's directory is not empty",
-            got=str(run_dir),
-            allowed="a new or empty directory",
-            hint=f"choose another --out, or continue that run with --resume {run_dir}",
-        )
+    with_folders(config, tell=_tell(display=given.display))
+    check_stages(config, given=given.functions, remote=given.remote)
+    if given.cluster is not None:
+        check_listening(given.cluster.listen)
 
 
 def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]], run_dir: Path) -> RunConfig:
-    """The config with `prompts` as its dataset, written into the run's directory so that a resume finds them."""
+    """Return `config` with `prompts` as its dataset, written to the run's directory, where a resume finds it."""
     if len(prompts) < 2:
         raise ConfigError("too few prompts", got=len(prompts), allowed="at least 2: one is held out")
     path = (run_dir / PROMPTS_FILE).resolve()
@@ -304,26 +245,5 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
 
 
 def _tell(*, display: bool) -> Tell | None:
-    """What tells of a download, which comes before there is anything else to watch."""
+    """Return a function that prints news of a download, which comes before there is anything else to watch."""
     return partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True) if display else None
-
-
-def _resume(run_dir: Path, overrides: Mapping[str, Any] | None, scored_by: ScoredBy, given: FromPython) -> Result:
-    """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
-    from slipstream.controller.meeting import check_listening
-    from slipstream.stages.chain import check_stages, run_stages
-    from slipstream.stages.rl import resume_rl
-
-    check_path(run_dir, "the run's directory")
-    tell = _tell(display=given.display)
-    config = pinned(resumed_config(run_dir, overrides), tell=tell, is_resumed=True)
-    config, functions = with_given(config, *scored_by)
-    given = dataclasses.replace(given, functions=functions)
-    with_folders(config, tell=tell)
-    check_stages(config, given=functions, remote=given.remote)
-    if given.cluster is not None:
-        check_listening(given.cluster.listen)
-    with holding(run_dir), lasting_output(run_dir / "logs" / CONSOLE_LOG):
-        if config.stages == ["rl"]:
-            return Result(out=run_dir, summary=resume_rl(config, run_dir, given))
-        return Result(out=run_dir, summary=run_stages(config, run_dir, given))

@@ -43,8 +43,6 @@ from slipstream.core.run_lock import check_free
 from slipstream.flags import REQUIRED, WithFields, flag, parse
 
 if TYPE_CHECKING:
-    from slipstream.controller.replay import Replay
-    from slipstream.evals.evaluate import EvalResult
     from slipstream.launch import Job
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -132,10 +130,15 @@ def _train(config: RunConfig, options: RunOptions, **more: Any) -> int:
 
 
 def _run_config(options: RunOptions) -> RunConfig:
-    """Return the configuration for `run` and `launch`; a run that is going on in the folder is refused before torch is
+    """Return the configuration for `run` and `launch`; a folder in which a run goes on is refused before torch is
     imported."""
     if options.resume is not None:
-        return _resumed_config(options.resume, options)
+        if refused := [flag for flag in ("recipe", "preset", "out") if vars(options)[flag] is not None]:
+            allowed = f"--resume alone, or with {', '.join(RESUMED_WITH)}"
+            raise ConfigError("a resumed run keeps its configuration", got=", ".join(refused), allowed=allowed)
+        config = resumed_config(options.resume, options.overrides)
+        check_free(options.resume)
+        return config
     if options.recipe is None:
         raise ConfigError(
             "a recipe is needed",
@@ -148,19 +151,6 @@ def _run_config(options: RunOptions) -> RunConfig:
     check_named(config)
     if options.out is not None:
         check_free(options.out)
-    return config
-
-
-def _resumed_config(run_dir: Path, options: RunOptions) -> RunConfig:
-    """Return the configuration that the run saved, with the overrides that a resume takes."""
-    if refused := [flag for flag in ("recipe", "preset", "out") if getattr(options, flag) is not None]:
-        raise ConfigError(
-            "a resumed run keeps its configuration",
-            got=", ".join(refused),
-            allowed=f"--resume alone, or with {', '.join(RESUMED_WITH)}",
-        )
-    config = resumed_config(run_dir, options.overrides)
-    check_free(run_dir)
     return config
 
 
@@ -186,10 +176,10 @@ class LaunchOptions(RunOptions):
     threads: int | None = flag("Group: compute threads per process. Default: the machine's cores, divided.")
     slurm: Path | None = flag("Folder for the files of SLURM jobs; nothing is started.")
     kubernetes: Path | None = flag("Folder for Kubernetes manifests; nothing is started.")
-    gpus_per_node: int | None = flag("Job files: GPUs of a machine. Default: 8.")
+    gpus_per_node: int = flag("Job files: GPUs of a machine.", default=8)
     partition: str | None = flag("SLURM: partition.")
     account: str | None = flag("SLURM: account.")
-    time: str | None = flag("SLURM: time limit. Default: 24:00:00.")
+    time: str = flag("SLURM: time limit.", default="24:00:00")
     image: str | None = flag("Kubernetes: container image with Slipstream installed.")
     namespace: str | None = flag("Kubernetes: namespace. Default: kubectl's present one.")
 
@@ -224,12 +214,12 @@ def _job(options: LaunchOptions) -> Job:
     if options.remote is not None:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
     not_ours = [name for name in ("recipe", "preset", "out", "resume") if getattr(options, name) is not None]
-    not_ours += [name for name in options.overrides if name != "max_restarts"]
+    not_ours += [name for name in options.overrides if name not in names]
     if not_ours:
         raise ConfigError(
             "a group takes its configuration from the controller",
             got=f"{', '.join(not_ours)} with --group {options.group}",
-            allowed="what `slipstream launch --help` calls a group's, and --max-restarts",
+            allowed="what `slipstream launch --help` calls a group's, --max-restarts and --shutdown-grace-s",
             hint="give it to the controller's command",
         )
     if options.controller is None:
@@ -262,18 +252,11 @@ def eval_command(argv: Sequence[str]) -> int:
             "the answers cannot be written there", got=options.out, allowed="a file in an existing folder"
         )
     from slipstream.evals.evaluate import evaluate, write_answers
+    from slipstream.evals.table import show
 
     num_samples = 1 if options.num_samples is None else options.num_samples
     result = evaluate(config, num_prompts=options.num_prompts, num_samples=num_samples)
-    title = f"{model}, {result.num_prompts} held-out prompts"
-    table = Table("", "greedy", "sampled", title=title, title_justify="left")
-    for name, *values in _rows_of(result):
-        if values != [None, None]:
-            table.add_row(Text(name), *("" if value is None else f"{value:.3f}" for value in values))
-    _console.print(table)
-    if result.num_failed:
-        told = "they count as wrong, with the reward rewards.failure_reward"
-        _say(f"{result.num_failed} answers could not be scored: {told}", "yellow")
+    show(result, model, _console)
     if options.out is not None:
         write_answers(result, options.out)
         _say(f"answers: {options.out}")
@@ -287,21 +270,6 @@ def _eval_config(options: EvalOptions) -> tuple[Path, RunConfig]:
     from slipstream.evals.target import eval_target
 
     return eval_target(options.model, recipe=options.recipe, overrides=options.overrides, tell=_say)
-
-
-def _rows_of(result: EvalResult) -> list[tuple[str, float | None, float | None]]:
-    """Return name, greedy value and sampled value of each line of the table."""
-    rows: list[tuple[str, float | None, float | None]] = [
-        ("accuracy", result.accuracy, result.sampled_accuracy),
-        ("reward", result.reward, result.sampled_reward),
-    ]
-    greedy, sampled = result.reward_parts, result.sampled_reward_parts
-    if len(parts := greedy | sampled) > 1:
-        rows += [(f"  {name}", greedy.get(name), sampled.get(name)) for name in parts]
-    rows += [(f"pass@{k}", None, value) for k, value in result.pass_at_k.items() if k > 1]
-    if result.num_samples > 1:
-        rows.append(("with signal", None, result.signal_frac))  # groups that RL could learn from
-    return rows
 
 
 @dataclass(frozen=True)
@@ -359,40 +327,12 @@ def replay_command(argv: Sequence[str]) -> int:
     """Run a run's recorded events through the schedule again; the first line that it would decide otherwise."""
     options = parse(ReplayOptions, argv, replay_command)
     from slipstream.controller.replay import replay
+    from slipstream.controller.replay_table import show
 
     started_s = time.perf_counter()
     found = replay(options.path)
-    for name, value in _facts_of(found, time.perf_counter() - started_s).items():
-        _say(f"{name:<14} {value}")
-    faults = [f"broken: {violation}" for violation in found.violations]
-    if (first := found.divergence) is not None:
-        faults += [f"line {first.line} differs: {first.event}", f"  recorded: {first.recorded}"]
-        faults.append(f"  now: {first.replayed}")
-    for fault in faults + [f"incomplete: {lost}" for lost in found.missing]:
-        _say(fault, "red")
-    if found.is_sound and found.is_complete:
-        _say("the schedule decides as it did, and nothing is broken", "green")
-        return EXIT_DONE
-    if found.is_sound:
-        _say(
-            f"nothing differs in the {found.num_decisions:,} decisions that could be checked; "
-            f"{found.num_unchecked:,} lines could not"
-        )
-    return EXIT_FAILED
-
-
-def _facts_of(found: Replay, wall_s: float) -> dict[str, str]:
-    resumed = f", resumed {len(found.policies) - 1} times" if len(found.policies) > 1 else ""
-    dropped = ", ".join(f"{count} {cause}" for cause, count in sorted(found.num_dropped.items())) or "none"
-    facts = {
-        "decisions": f"{found.num_decisions:,} in {wall_s:.2f} s ({found.num_decisions / wall_s:,.0f} a second)",
-        "policy": found.policies[0] + resumed,
-        "steps": f"{found.num_steps:,}",
-        "groups": f"{found.num_admitted:,} admitted, {found.num_trained:,} trained, dropped: {dropped}",
-        "staleness": f"{found.max_staleness} at most",
-        "replicas lost": f"{found.num_lost}",
-    }
-    return facts if found.ended_with is None else facts | {"the run ended": found.ended_with}
+    show(found, time.perf_counter() - started_s, _console)
+    return EXIT_DONE if found.is_sound and found.is_complete else EXIT_FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,7 +351,7 @@ class SimulateOptions(WithFields):
 
 
 def simulate_command(argv: Sequence[str]) -> int:
-    """What a finished run would have been with other dials: step time, who waits, staleness, from its own files."""
+    """Predict a finished run with other dials from its own files: step time, who waits, staleness."""
     from slipstream.plan.dials import DIALS
 
     options = parse(SimulateOptions, argv, simulate_command, shown=_shown_of_run, only=DIALS)
@@ -600,7 +540,7 @@ def _print_error(error: SlipstreamError) -> None:
 
 
 def script() -> NoReturn:
-    """The process `slipstream`: `main`, and an end that no thread can spoil.
+    """Run the process `slipstream`: `main`, and an end that no thread can spoil.
 
     A daemon thread that comes back from C++ (a wait for the store, for gloo) while Python takes itself apart aborts the
     process. Where one is left, nothing is taken apart.

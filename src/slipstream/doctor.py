@@ -26,7 +26,7 @@ _MAX_MISSING = 3
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """One line of the verdict."""
+    """A line of the verdict."""
 
     name: str
     works: bool

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from pydantic import BaseModel
@@ -77,7 +77,7 @@ def parse(
     wanted = dataclasses.make_dataclass(options.__name__, fields, kw_only=True)
     with _on_one_screen():
         prog = f"slipstream {command.__name__.removesuffix('_command')}"
-        found = tyro.cli(wanted, args=list(argv), prog=prog, description=command.__doc__, registry=_strict())
+        found: Any = tyro.cli(wanted, args=list(argv), prog=prog, description=command.__doc__, registry=_strict())
     values = vars(found)
     for name, value in values.items():
         for path in value if isinstance(value, tuple) else (value,):
@@ -116,7 +116,8 @@ def override_flags(model: type[BaseModel], shown: Mapping[str, Any], only: Colle
     annotated: Any = Annotated
     make_typed_dict: Any = TypedDict
     for name, info in model.model_fields.items():
-        kind, value = info.annotation, shown.get(name)
+        kind: Any = info.annotation
+        value = shown.get(name)
         hint = "" if value is None else f"(default: {value})"
         if _is_section(kind):
             inside = {field.removeprefix(f"{name}.") for field in only if field.startswith(f"{name}.")}
@@ -134,7 +135,7 @@ def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) 
     """Return what tyro parsed as nested tables: pairs become tables again, sections without a flag vanish."""
     tables: dict[str, Any] = {}
     for name, value in parsed.items():
-        kind = model.model_fields[name].annotation
+        kind: Any = model.model_fields[name].annotation
         if _is_section(kind):
             if section := as_overrides(value, kind):
                 tables[name] = section
@@ -147,12 +148,12 @@ def _flag_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all fields that have a flag."""
     for name, info in model.model_fields.items():
         if _is_section(info.annotation):
-            yield from _flag_fields(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+            yield from _flag_fields(info.annotation, f"{prefix}{name}.")
         elif _has_flag(name, info.annotation):
             yield prefix + name
 
 
-def _is_section(kind: Any) -> bool:
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -217,7 +218,7 @@ def _unknown_flag(flag: str, own: Collection[str], known: Collection[str]) -> Co
         hint: str | None = f"'{field}' is a section: its fields have flags"
     elif known and field in field_paths():
         hint = f"'{field}' has no flag here: write a recipe, or `overrides` in Python"
-    elif same in known:
+    elif same is not None and same in known:
         hint = f"did you mean '{_flag(same)}'?"
     else:
         hint = did_you_mean(flag, map(_flag, [*own, *known]))

@@ -47,7 +47,7 @@ SAME_RANKS = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
 
 @dataclass(frozen=True)
 class Job:
-    """How a group joins: `controller` is HOST:PORT or the file with that, `address` where others reach this machine.
+    """Arguments of a group that joins: `controller` is HOST:PORT or the file with that, others reach it at `address`.
 
     With `nnodes` machines for the group, the command runs on each, as `node_rank`, and they meet at `rendezvous`
     (HOST:PORT of machine 0). `threads` per process; None: the cores of this machine, divided.
@@ -79,7 +79,7 @@ def allow_connections() -> None:
 def cluster_of(
     listen: str, key_file: Path | None, address_file: Path | None, also_remote: Collection[str] = ()
 ) -> Cluster:
-    """What makes a run one on several machines. `key_file` is made where there is none; without one, the environment's.
+    """Return the cluster of a run on several machines. A `key_file` that is not there is made; None: the environment's.
 
     Groups of `also_remote` ('reward_models', 'reference') join it as trainer and generators do.
     Raises ConfigError for an address that is none of this machine's, and without a key.
@@ -101,7 +101,7 @@ def cluster_of(
 
 
 def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
-    """The keys in `key_file`, or else in the environment."""
+    """Return the keys in `key_file`, or else in the environment."""
     if key_file is None:
         keys = RunKeys.take()
         if keys is None:
@@ -118,7 +118,7 @@ def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
 
 
 def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
-    """The arguments of the group's torchrun agent on this machine, what its environment needs besides, and the keys.
+    """Return the arguments of the group's torchrun agent on this machine, additions to its environment, and the keys.
 
     Waits for the controller, which knows how many ranks the group has. Raises ConfigError for another run's key, for a
     group that the run does not have, and for one whose ranks do not divide over `nnodes`.
@@ -171,7 +171,7 @@ def _say(line: str) -> None:
 
 
 def meet(job: Job) -> Store:
-    """The store over which the group's agents meet: on machine 0 it is made here. Waits for it on the others.
+    """Return the store over which the group's agents meet: machine 0 makes it, the others wait for it.
 
     Raises ConfigError where it cannot listen, SlipstreamError when machine 0 does not answer.
     """
@@ -186,8 +186,7 @@ def meet(job: Job) -> Store:
 
 
 def _own_address(name: str, address: str) -> str:
-    """Where to listen for others who know this machine by `name`; `address` where that means nothing here, or loopback,
-    as it may to the machine itself."""
+    """Return where to listen: at `name`, which others know; at `address` where it means nothing or loopback here."""
     try:
         return address if numeric_address(name).is_loopback else name
     except ConfigError:

@@ -17,12 +17,12 @@ from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.core import recipes
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.hub import hub_id
 from slipstream.core.recipes import list_recipes, load_recipe, resolve, save_config
 from slipstream.core.sections import GeneratorConfig, ModelConfig, PromptsConfig, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.training_sections import LossConfig, OptimizerConfig, TrainerConfig
 from slipstream.flags import parse
+from slipstream.models.hub import hub_id
 
 BASE: dict[str, Any] = {"recipe": "base", "steps": 7, "prompts": {"tasks": [{"name": "spell_backward"}]}}
 

@@ -10,12 +10,12 @@ import torch
 from slipstream.controller.placement import Threads, place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
 from slipstream.generator.device import USABLE_MEMORY, check_device, kv_bytes_beside, most_on_one, replica_device
 from slipstream.generator.native import move_but_linear
 from slipstream.models.build import build_policy
 from slipstream.models.linear import Linear
+from slipstream.stages.named import resolve
 
 GIB = 2**30
 

@@ -10,6 +10,8 @@ import slipstream
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_metrics
+from slipstream.observe.metrics import read_metrics
+from slipstream.stages.named import resolve
 
 
 @pytest.mark.parametrize(("precision", "largest_gap"), [("int8", 0.5), ("bfloat16", 0.1)])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import read_jsonl
 
@@ -112,8 +111,8 @@ def test_a_row_without_a_number_is_no_rating(tmp_path: Path, wrong: dict[str, An
 
 
 def test_the_stage_preferences_rates_nothing() -> None:
-    with pytest.raises(ValueError, match="compares completions and rates none"):
-        RunConfig.model_validate(
+    with pytest.raises(ConfigError, match="compares completions and rates none"):
+        slipstream.resolve(
             {
                 "stages": ["preferences", "reward_model", "rl"],
                 "prompts": {"tasks": [{"name": "chain_sum"}]},

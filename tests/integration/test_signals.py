@@ -25,6 +25,7 @@ from slipstream.core.run_lock import LOCK_FILE, holding
 from slipstream.core.types import StepDone
 from slipstream.launch import cluster_of
 from slipstream.stages import chain, rl
+from slipstream.stages.run_folder import folder_of
 
 DEADLINE_S = 120.0
 ENDLESS = 100_000  # steps
@@ -318,6 +319,6 @@ def test_a_folder_that_was_used_between_the_look_and_the_lock_is_not_empty(
 def test_two_that_take_the_same_default_name_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
-    with slipstream.api._made(Path("a"), is_named=False) as folder:
+    with folder_of(Path("a"), is_named=False) as folder:
         assert folder != Path("a")
         assert {path.name for path in folder.iterdir()} == {LOCK_FILE}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import slipstream
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve
+from slipstream.stages.named import resolve
 
 CHAIN = {
     "stages": ["sft", "preferences", "reward_model", "rl", "evaluate"],

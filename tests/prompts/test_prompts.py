@@ -475,3 +475,17 @@ def test_records_are_counted_as_lines_are(tmp_path: Path, tokenizer: PreTrainedT
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
     with pytest.raises(ConfigError, match="record 2: the prompt"):
         build_prompts(run_config(dataset=str(tmp_path / "p.parquet"), num_eval=1), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("field", "columns", "told"),
+    [
+        ("prompts.template", {"question": "q", "answer": "a"}, "write prompts.template = '{question}': '{word}>' is"),
+        ("warm_start.demonstrations[0].template", {"question": "q", "answer": "a"}, "template = '{answer}'"),
+    ],
+)
+def test_a_template_for_other_data_is_told_what_suits_this_one(field: str, columns: dict[str, str], told: str) -> None:
+    """`slipstream.run("quickstart", prompts=[...])` has the template of the recipe's tasks."""
+    with pytest.raises(ConfigError, match="names a column that the row does not have") as refused:
+        Template("{word}>", field=field).render(columns)
+    assert told in str(refused.value.hint)

@@ -20,9 +20,18 @@ from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
+from slipstream.core.other_names import sentence_of_value
 from slipstream.core.types import WarmStart
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
+from slipstream.generator.vllm.backend import check_vllm
+from slipstream.models.build import build_tokenizer, check_division
+from slipstream.models.device import check_gpus
+from slipstream.models.foreign_text import rehearse_tokenizer
+from slipstream.models.hub import check_model_path
+from slipstream.models.preflight import Head, check_checkpoint, check_policy
+from slipstream.models.sizes import check_sizes
+from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.given import Functions

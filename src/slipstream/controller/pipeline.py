@@ -20,8 +20,8 @@ from slipstream.core.channel import ChannelSpec, Kind
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
-from slipstream.core.hub import with_folders
 from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
+from slipstream.models.hub import with_folders
 
 CONTROLLER = "controller"
 MEMBERSHIP = "membership"

@@ -36,7 +36,7 @@ from slipstream.core.training_sections import CriticConfig, KLConfig, LossConfig
 
 Stage = Literal["sft", "preferences", "reward_model", "rl", "evaluate"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-"""In the order in which a run goes through them."""
+"""All stages, in the order in which a run goes through them."""
 JUST_RL: tuple[Stage, ...] = ("rl",)
 STAGE_PREFIX = "stage:"
 MAX_SEED = 2**62 - 1
@@ -149,7 +149,7 @@ class RunConfig(Section):
 
     @property
     def staleness_bound(self) -> int | None:
-        """The most steps a consumed token may be old; None under a scheduling policy that promises no bound."""
+        """Return the most steps that a consumed token may be old; None under a policy that promises no bound."""
         return self.max_staleness if self.schedule.policy in HARD_BOUND else None
 
     @property
@@ -164,7 +164,7 @@ class RunConfig(Section):
 
     @property
     def logprob_temperature(self) -> float:
-        """By which the trainer divides all logits: those of policy and reference."""
+        """Return the temperature by which the trainer divides all logits of policy and reference."""
         own = self.trainer.logprob_temperature
         return self.generator.temperature if own is None else own
 
@@ -182,17 +182,17 @@ class RunConfig(Section):
         return self.loss.advantages == "gae"
 
     def longest_prompt(self, max_positions: int) -> int:
-        """Tokens of the longest prompt that is taken, in a model of so many positions."""
+        """Return the tokens of the longest prompt that is taken, in a model of so many positions."""
         asked = self.prompts.max_prompt_tokens
         return max_positions - self.generator.max_new_tokens if asked is None else asked
 
     def longest_sequence(self, max_positions: int) -> int:
-        """Tokens of the longest prompt and completion together, in a model of so many positions."""
+        """Return the tokens of the longest prompt and completion together, in a model of so many positions."""
         return min(max_positions, self.longest_prompt(max_positions) + self.generator.max_new_tokens)
 
     @property
     def least_sequence(self) -> int:
-        """The same as far as it is known before prompts are read: without a limit, prompts have one token or more."""
+        """Return what is known of `longest_sequence` before prompts are read: without a limit, they have a token."""
         return (self.prompts.max_prompt_tokens or 1) + self.generator.max_new_tokens
 
     def check_lengths(self, max_positions: int, *, of: str, hint: str) -> None:
@@ -209,7 +209,7 @@ class RunConfig(Section):
 
     @property
     def samples_per_group(self) -> int:
-        """Completions sampled per prompt: G, and ReMax's greedy one behind them."""
+        """Return the completions sampled per prompt: G, and ReMax's greedy one behind them."""
         return self.completions_per_group + (self.loss.advantages == "greedy_baseline")
 
     @property

@@ -134,19 +134,19 @@ class DiskError(SlipstreamError):
 
 
 def _in_part(text: str) -> str:
-    """`text`, or its beginning and end: an error may quote a value of megabytes, and has one screen."""
+    """Return `text`, or its beginning and end: an error may quote a value of megabytes, and has one screen."""
     if len(text) <= 2 * _MAX_SHOWN:
         return text
     return f"{text[:_MAX_SHOWN]} ... ({len(text):,} characters) ... {text[-_MAX_SHOWN:]}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """`did you mean 'max_staleness'?` for the nearest of `known`, or None when nothing is near."""
+    """Return `did you mean 'max_staleness'?` for the nearest of `known`, or None when nothing is near."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else None
 
 
 def clip(value: object, length: int = 200) -> str:
-    """`value` as one line of at most `length` characters: what a foreign file holds need not fit a screen."""
+    """Return `value` as one line of at most `length` characters: what a foreign file holds need not fit a screen."""
     text = " ".join(str(value)[: 4 * length].split())
     return text if len(text) <= length else f"{text[:length]}..."

@@ -11,17 +11,17 @@ from pydantic_core import PydanticCustomError
 from slipstream.core.plain import wrong_path, wrong_with
 
 MAX_INTEGER = 2**31 - 1
-"""Of any integer: what libraries in C take. Unbounded fields mean 'as many as there are'."""
+"""Largest integer that libraries in C take. Unbounded fields mean 'as many as there are'."""
 MAX_COUNT = 2**16
-"""Of what takes memory or time one by one: layers, processes, the groups of a step, completions of a group."""
+"""Most items that each take memory or time: layers, processes, groups of a step, completions of a group."""
 MAX_STEPS = 10**8
-"""At 10 ms each twelve days; metrics.jsonl alone has hundreds of GB then."""
+"""Most steps: at 10 ms each twelve days; metrics.jsonl alone has hundreds of GB then."""
 MAX_EPOCHS = 1000
-"""Over one batch, or one data set: far beyond any use, and a batch is only left when all are done."""
+"""Most passes over a batch or a data set, far beyond any use: a batch is only left when all are done."""
 MAX_NUMBER, MIN_POSITIVE = 1e30, 1e-30
-"""Of numbers that meet tensors: products of two are in the range of float32, and none becomes 0 or inf there."""
+"""Range of numbers that meet tensors: products of two stay in the range of float32, and none becomes 0 or inf."""
 MAX_WAIT_S, MIN_WAIT_S = 2_000_000.0, 0.001
-"""Of a wait: epoll and ZeroMQ count milliseconds, in 31 bits (24.8 days)."""
+"""Range of waits: epoll and ZeroMQ count milliseconds, in 31 bits (24.8 days)."""
 
 
 def _null_in(value: Any) -> str | None:
@@ -64,15 +64,15 @@ NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_NUMBER, strict=True)]
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Seconds = Annotated[float, Field(ge=MIN_WAIT_S, le=MAX_WAIT_S, strict=True)]
 Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True), AfterValidator(_not_huge)]
-"""inf: there is none. All other numbers are finite."""
+"""A limit; inf means that there is none. All other numbers are finite."""
 FilePath = Annotated[str, AfterValidator(_path)]
-"""Of a file, a folder or a hub id; a function's too, 'file.py:function'."""
+"""Path of a file or a folder, a hub id, or a function as 'file.py:function'."""
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda)$")]
 FolderName = Annotated[str, Field(max_length=100), AfterValidator(_name)]
 
 
 Precision = Literal["float32", "bfloat16", "int8", "fp8"]
-"""How a generator's weights are stored and multiplied; the trainer's are float32."""
+"""Type in which a generator's weights are stored and multiplied; the trainer's are float32."""
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""What held-out answers come to: their mean reward, and the share of right ones where a reward term says which are."""
+"""Summaries of held-out answers: their mean reward, and the share of right ones where a reward term says which are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RIGHT_FROM = 1 - 1e-6
 """From here on the measure counts as 1, and the answer as right."""
 PARTS = "reward_parts"
 GREEDY_PREFIX, SAMPLED_PREFIX = "eval_", "eval_sampled_"
-"""Of the metrics of an evaluation."""
+"""Prefixes of an evaluation's metrics."""
 
 
 class Scored(Protocol):
@@ -43,17 +43,17 @@ class Measured:
 
     @property
     def headline(self) -> tuple[str, float | None]:
-        """Name and value of the number to show first: accuracy, and the mean reward where there is none."""
+        """Return name and value of the number to show first: accuracy, or the mean reward where there is none."""
         return ("reward", self.reward) if self.accuracy is None else ("accuracy", self.accuracy)
 
     def metrics(self, prefix: str) -> dict[str, Any]:
-        """These as metrics of an evaluation, for `metrics.jsonl`."""
+        """Return these as metrics of an evaluation, for `metrics.jsonl`."""
         found = {f"{prefix}reward": self.reward, prefix + PARTS: self.reward_parts}
         return found if self.accuracy is None else found | {f"{prefix}accuracy": self.accuracy}
 
 
 def measured(answers: Sequence[Scored], measure: str | None) -> Measured:
-    """What `answers`, at least one, come to; `measure` is the config's `eval.measure`."""
+    """Return the means over `answers`, at least one; `measure` is the config's `eval.measure`."""
     parts: dict[str, list[float]] = {}
     for answer in answers:
         for name, value in answer.reward_parts.items():

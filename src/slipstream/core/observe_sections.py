@@ -11,7 +11,7 @@ from slipstream.core.fields import NonNegative, Number, Positive, Seconds, Secti
 
 
 class ObserveConfig(Section):
-    """What is written only for people to look at."""
+    """Files that are written only for people to look at."""
 
     tokens_every: NonNegative = Field(
         32,
@@ -74,7 +74,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class TrackersConfig(Section):
-    """Where metrics go besides metrics.jsonl (`observe/trackers.py`)."""
+    """Trackers, to which metrics go besides metrics.jsonl (`observe/trackers.py`)."""
 
     names: list[TrackerName] = Field(
         default_factory=list,

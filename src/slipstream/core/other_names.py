@@ -25,9 +25,9 @@ def _filled(tables: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]
 
 
 FIELDS = _filled(_TABLES["fields"])
-"""By trainer, what it calls our fields."""
+"""The names of our fields, by trainer."""
 VALUES = _filled(_TABLES["values"])
-"""By field, what others write for a value of ours."""
+"""The words of others for our values, by field."""
 KEYWORDS: dict[str, str] = _TABLES["keywords"]
 """Arguments of other trainers in Python, as arguments of `slipstream.run`."""
 

@@ -67,7 +67,7 @@ class RecipeInfo:
 
     @property
     def needs(self) -> list[str]:
-        """The checkpoints and data sets that it reads, as hub ids or relative paths: no wheel has them."""
+        """Return the checkpoints and data sets that it reads, as hub ids or relative paths: no wheel has them."""
         tables = read_toml(self.path)
         named = [tables.get(section, {}).get(field) for section, field in (*CHECKPOINTS, *DATA)]
         named += [term["path"] for section in ("rewards", "gold") for term in tables.get(section, {}).get("models", ())]
@@ -75,19 +75,19 @@ class RecipeInfo:
 
 
 def recipes_dir() -> Path:
-    """Folder of the shipped recipes: inside the package in a wheel, at the top of a checkout otherwise."""
+    """Return the folder of the shipped recipes: inside the package in a wheel, at the top of a checkout otherwise."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parents[1] / "recipes"
 
 
 def list_recipes() -> list[RecipeInfo]:
-    """The shipped recipes, by name."""
+    """Return the shipped recipes, by name."""
     return [RecipeInfo(p.stem, _first_comment(p), p) for p in sorted(recipes_dir().glob("*.toml"))]
 
 
 def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
-    """The tables of a shipped recipe (by name) or of a TOML file (anything with a separator or ending in `.toml`).
+    """Return the tables of a shipped recipe (by name) or of a TOML file (with a separator or ending in `.toml`).
 
     `recipe` is filled with the file's stem where the file does not set it. Raises ConfigError for an unknown name, an
     unreadable file or invalid TOML; field names and values are checked by `resolve`.
@@ -97,7 +97,7 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. ConfigError when it cannot be read, or is none."""
+    """Return the tables of a TOML file. ConfigError when it cannot be read, or is none."""
     try:
         text = read_whole(path, MAX_TOML_BYTES).decode("utf-8")
     except OSError as error:
@@ -135,7 +135,7 @@ def check_path(path: str | Path, what: str) -> None:
 def resolve(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> RunConfig:
-    """The run's configuration: `recipe` (name, path or tables), then `preset`, then `overrides`.
+    """Return the run's configuration: `recipe` (name, path or tables), then `preset`, then `overrides`.
 
     Tables and overrides are nested, or have keys with dots (`{"loss.name": "ppo"}`), or both. A value of the preset
     and an explicit override that contradict each other are an error: neither silently wins.
@@ -163,11 +163,11 @@ RESUMED_WITH = (
     "shutdown_grace_s",
     "max_restarts",
 )
-"""What may change when a run goes on: its length, how often it is saved, and how long it waits."""
+"""Fields that may change when a run goes on: its length, how often it is saved, and how long it waits."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """The configuration that the run in `run_dir` goes on with: what it saved, with `overrides` of RESUMED_WITH.
+    """Return the configuration that the run in `run_dir` saved, with `overrides` of RESUMED_WITH.
 
     An override that changes nothing may name any field. ConfigError for one that does, and for a folder of no run.
     """
@@ -188,7 +188,7 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def value_at(config: BaseModel, path: str) -> Any:
-    """The value of the field at the dotted `path`."""
+    """Return the value of the field at the dotted `path`."""
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name)
@@ -196,12 +196,12 @@ def value_at(config: BaseModel, path: str) -> Any:
 
 
 def defaults() -> dict[str, Any]:
-    """The schema's defaults as nested tables; merging onto them keeps a section's own (`warm_start.optimizer.lr`)."""
+    """Return the schema's defaults as tables; merging onto them keeps a section's own (`warm_start.optimizer.lr`)."""
     return RunConfig.model_construct().model_dump()
 
 
 def validate(tables: Mapping[str, Any]) -> RunConfig:
-    """`tables` as a RunConfig; pydantic's complaints become one ConfigError with path, got, allowed and hint."""
+    """Return `tables` as a RunConfig; pydantic's complaints become one ConfigError with path, got, allowed and hint."""
     try:
         return RunConfig.model_validate(dict(tables))
     except ValidationError as invalid:
@@ -278,7 +278,7 @@ def _join(tables: dict[str, Any], name: str, value: Any, at: str) -> None:
 
 
 def config_toml(config: RunConfig) -> str:
-    """Every field as TOML, so that `resolve` of it gives an equal config. Unset optional fields are left out."""
+    """Return every field as TOML, so that `resolve` of it gives an equal config. Unset optional fields are left out."""
     tables = config.model_dump(mode="python", exclude_none=True)
     nulls = list(_nulls_in(config.model_dump(mode="python"), RunConfig, ()))
     if nulls:
@@ -294,12 +294,12 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 
 def stage_dir(run_dir: Path, stage: str) -> Path:
-    """Folder of a stage's output; its checkpoint, where it makes one, is `model` in there."""
+    """Return the folder of a stage's output; its checkpoint, where it makes one, is `model` in there."""
     return run_dir / stage
 
 
 def with_stage_paths(config: RunConfig, run_dir: Path) -> RunConfig:
-    """`config` with the folders under `run_dir` that 'stage:sft' and 'stage:reward_model' stand for."""
+    """Return `config` with the folders under `run_dir` that 'stage:sft' and 'stage:reward_model' stand for."""
 
     def folder(_field: str, path: str) -> str:
         stage = stage_of(path)
@@ -320,7 +320,7 @@ DATA = (("prompts", "dataset"), ("prompts", "eval_dataset"), ("sft", "dataset"),
 
 
 def with_checkpoints(config: RunConfig, replaced: Callable[[str, str], str]) -> RunConfig:
-    """`config` with `replaced(field, path)` in place of every path of a checkpoint in it."""
+    """Return `config` with `replaced(field, path)` in place of every path of a checkpoint in it."""
     tables = config.model_dump()
     named = [(tables[section], field, f"{section}.{field}") for section, field in CHECKPOINTS]
     named += [
@@ -337,7 +337,7 @@ def with_checkpoints(config: RunConfig, replaced: Callable[[str, str], str]) -> 
 
 
 def field_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all fields of the schema that are not sections themselves."""
+    """Yield the dotted paths of all fields of the schema that are not sections themselves."""
     for name in model.model_fields:
         section = _section_of(model, name)
         if section is None:
@@ -383,7 +383,7 @@ def _preset(name: str | None) -> dict[str, Any]:
 
 
 def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The section class of field `name`; None where it is a plain value, a list or unknown."""
+    """Return the section class of field `name`; None where it is a plain value, a list or unknown."""
     info = model.model_fields.get(name)
     if info is None or not isinstance(info.annotation, type) or not issubclass(info.annotation, BaseModel):
         return None
@@ -391,7 +391,7 @@ def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def _nulls_in(value: Any, model: type[BaseModel] | None, path: tuple[str, ...]) -> Iterator[str]:
-    """Paths of None inside free-form values, where leaving them out would not bring them back."""
+    """Yield the paths of None inside free-form values, where leaving them out would not bring them back."""
     if value is None and model is None:
         yield ".".join(path)
     elif isinstance(value, dict):
@@ -406,7 +406,7 @@ def _nulls_in(value: Any, model: type[BaseModel] | None, path: tuple[str, ...]) 
 
 
 def _model_inside(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The section class of field `name`, or that of the items where the field is a list of sections."""
+    """Return the section class of field `name`, or that of the items where the field is a list of sections."""
     section = _section_of(model, name)
     if section is not None or name not in model.model_fields:
         return section
@@ -417,7 +417,7 @@ def _model_inside(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def _as_config_error(invalid: ValidationError) -> ConfigError:
-    """The first problem in full, misspelt fields before wrong values; the paths of the others in the hint."""
+    """Return the first problem in full, misspelt fields before wrong values; the paths of the others in the hint."""
     errors = sorted(invalid.errors(), key=lambda error: error["type"] != "extra_forbidden")
     first = errors[0]
     inner = first.get("ctx", {}).get("error")
@@ -428,7 +428,8 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     model, name = _owner(first["loc"])
     path = _dotted(first["loc"])
     if first["type"] == "extra_forbidden":
-        elsewhere = sentences(leaf for error in errors for leaf in _unknown_leaves(error))
+        unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+        elsewhere = sentences(leaf for error in unknown for leaf in leaves(_dotted(error["loc"]), error["input"]))
         guess = None if elsewhere else _guess_field(path, first["input"], model)
         return ConfigError(
             f"unknown field '{name}'" + (f"; {guess}" if guess else ""),
@@ -438,7 +439,8 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
         )
     template = _ALLOWED.get(first["type"])
     info = model.model_fields.get(name)
-    guess = sentence_of_value(_field_at(first["loc"]), first["input"]) or _guess_value(first) or _as_table(first)
+    field = _dotted([part for part in first["loc"] if isinstance(part, str)])
+    guess = sentence_of_value(field, first["input"]) or _guess_value(first) or _as_table(first)
     hints = [text for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
@@ -449,7 +451,7 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
 
 
 def _owner(loc: Sequence[str | int]) -> tuple[type[BaseModel], str]:
-    """The section class that holds the field at `loc`, and the field's name."""
+    """Return the section class that holds the field at `loc`, and the field's name."""
     model: type[BaseModel] = RunConfig
     name = ""
     for part in loc:
@@ -462,14 +464,8 @@ def _owner(loc: Sequence[str | int]) -> tuple[type[BaseModel], str]:
     return model, name
 
 
-def _unknown_leaves(error: Any) -> Iterator[str]:
-    """The paths of the fields in what `error` is about, where that is not known."""
-    if error["type"] == "extra_forbidden":
-        yield from leaves(_dotted(error["loc"]), error["input"])
-
-
 def _guess_field(path: str, value: Any, model: type[BaseModel]) -> str | None:
-    """A field of that very name in another section, as a full path, else a near one of the same section."""
+    """Return a field of that very name in another section, as a full path, else a near one of the same section."""
     name = path.rpartition(".")[2]
     near = did_you_mean(name, model.model_fields)
     elsewhere = same_name(name) or (None if near else next(filter(None, map(same_name, leaves(path, value))), None))
@@ -477,18 +473,13 @@ def _guess_field(path: str, value: Any, model: type[BaseModel]) -> str | None:
 
 
 def same_name(path: str) -> str | None:
-    """The first field of the schema whose name is the last one of `path`."""
+    """Return the first field of the schema whose name is the last one of `path`."""
     name = path.rpartition(".")[2]
     return next((known for known in field_paths() if known.rpartition(".")[2] == name), None)
 
 
-def _field_at(loc: Sequence[str | int]) -> str:
-    """The path of the field at `loc`, without the places in lists."""
-    return _dotted([part for part in loc if isinstance(part, str)])
-
-
 def _guess_value(error: Any) -> str | None:
-    """A near value of those that the field knows, for a misspelt one."""
+    """Return a near value of those that the field knows, for a misspelt one."""
     if error["type"] != "literal_error" or not isinstance(error["input"], str):
         return None
     return did_you_mean(error["input"], re.findall(r"'([^']*)'", error["ctx"]["expected"]))

@@ -30,13 +30,13 @@ from slipstream.core.fields import (
 PolicyName = Literal["oldest_first", "drop_stale", "areal", "one_step", "sample_budget", "finish_order"]
 """Scheduling policies (`controller/schedule.py`, `controller/policies.py`)."""
 HARD_BOUND: tuple[PolicyName, ...] = ("oldest_first", "drop_stale", "one_step")
-"""Those under which no token is staler than `max_staleness`."""
+"""Policies under which no token is staler than `max_staleness`."""
 BY_VERSION: tuple[PolicyName, ...] = (*HARD_BOUND, "areal")
-"""Those that admit or discard by `max_staleness`, and so need versions that are fresh enough."""
+"""Policies that admit or discard by `max_staleness`, and so need versions that are fresh enough."""
 
 
 class SchedulingConfig(Section):
-    """Which groups start, and which a step trains. The default is ours; the others are there to be compared with."""
+    """The order of groups: which start, and which a step trains. Other policies are there to be compared with."""
 
     policy: PolicyName = Field(
         "oldest_first",
@@ -124,7 +124,7 @@ class TaskConfig(Section):
 
 
 class PromptsConfig(Section):
-    """Where questions come from: reasoning-gym `tasks`, or a `dataset` (JSONL, parquet, folder or hub id)."""
+    """The source of questions: reasoning-gym `tasks`, or a `dataset` (JSONL, parquet, folder or hub id)."""
 
     tasks: list[TaskConfig] = Field(default_factory=list, description="reasoning-gym tasks, mixed by weight.")
     dataset: FilePath | None = Field(
@@ -333,7 +333,7 @@ class GeneratorConfig(Section):
 
     @property
     def max_probe_error(self) -> float:
-        """`probe_tolerance`, or what suits the precision, in nats."""
+        """Return `probe_tolerance`, or what suits the precision, in nats."""
         return PROBE_TOLERANCES[self.precision] if self.probe_tolerance is None else self.probe_tolerance
 
     @property
@@ -345,7 +345,7 @@ class GeneratorConfig(Section):
 MAX_GROUP_SCORES = 4096
 """Rewards that terms with per = 'group' give a group, all together: a worker's answer has at most 64 KiB."""
 FROM_PYTHON = "python:"
-"""How a term's function begins that was handed over from Python: its name follows."""
+"""Prefix of a term's function that was handed over from Python: its name follows."""
 
 
 class RewardTerm(Section):
@@ -382,7 +382,7 @@ class RewardModelTerm(Section):
 
 
 class RewardsConfig(Section):
-    """How completions are scored: by functions in sandboxed workers, by reward models in an executor of their own."""
+    """Scoring of completions: by functions in sandboxed workers, by reward models in an executor of their own."""
 
     terms: list[RewardTerm] = Field(
         default_factory=lambda: [RewardTerm(function="task")],
@@ -451,12 +451,12 @@ class RewardsConfig(Section):
 
     @property
     def weighted(self) -> list[RewardTerm | RewardModelTerm]:
-        """All terms of the sum in the order of their parts: functions, then models."""
+        """Return all terms of the sum in the order of their parts: functions, then models."""
         return [*self.terms, *self.models]
 
     @property
     def part_names(self) -> list[str]:
-        """The names of their parts, each another one."""
+        """Return the names of their parts, each another one."""
         return [*names_of([term.function for term in self.terms]), *(model.name for model in self.models)]
 
     def check_terms(self, samples_per_group: int) -> None:

@@ -21,18 +21,18 @@ from slipstream.core.packed import check_kept_sets
 from slipstream.core.types import Completion, Rollout, Segment
 
 MAX_LOGPROB = 1e-3
-"""Nats. A logprob is at most 0; engines that compute in bfloat16 and subtract come out slightly above."""
+"""Largest logprob in nats: at most 0, but engines that compute in bfloat16 and subtract come out slightly above."""
 
 MAX_REWARD = 1e12
-"""Of a reward's size: whitening squares it in float32, and sums the squares of a batch."""
+"""Largest size of a reward: whitening squares it in float32, and sums the squares of a batch."""
 
 POISONED = "poisoned completion: "
-"""How the `failure` of a poisoned completion begins."""
+"""Prefix of the `failure` of a poisoned completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the receiver knows; None where it does not, or does not care.
+    """Limits that the receiver knows; None where it does not, or does not care.
 
     `max_new_tokens` bounds sampled tokens, `max_positions` prompt and completion together. With `keeps_sets` (True or
     False) every sampled token has the set it was drawn from, or none has; of the first `num_trained` samples of a group
@@ -51,7 +51,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: RunConfig, *, vocab_size: int, max_positions: int, brings_reference: bool) -> Limits:
-        """Those of a run's trainer; `vocab_size` and `max_positions` are its policy's."""
+        """Return the limits of a run's trainer; `vocab_size` and `max_positions` are its policy's."""
         return cls(
             vocab_size=vocab_size,
             max_new_tokens=config.generator.max_new_tokens,
@@ -64,7 +64,7 @@ class Limits:
 
 
 def vetted(rollout: Rollout, limits: Limits, *, newest_version: int | None = None) -> Rollout:
-    """`rollout`, or what is left of it: poisoned where its completion cannot be, failed where only its reward cannot.
+    """Return `rollout`, poisoned where its completion cannot be, failed where only its reward cannot.
 
     `newest_version` is the newest one published so far, where the caller knows it. Idempotent. Of a failed reward the
     completion stays as it is, and is trained on with `limits.failure_reward` like that of any failed verifier.
@@ -83,7 +83,7 @@ def vetted(rollout: Rollout, limits: Limits, *, newest_version: int | None = Non
 
 
 def emptied(rollout: Rollout, failure: str, *, failure_reward: float) -> Rollout:
-    """`rollout` as a failed one without a token; its text stays, to be read."""
+    """Return `rollout` as a failed one without a token; its text stays, to be read."""
     return msgspec.structs.replace(
         rollout,
         completion=without_tokens(rollout.completion),
@@ -96,7 +96,7 @@ def emptied(rollout: Rollout, failure: str, *, failure_reward: float) -> Rollout
 
 
 def without_tokens(completion: Completion) -> Completion:
-    """`completion` with a prompt of one token and no other: what can be packed, and has nothing to train on."""
+    """Return `completion` with one token of a prompt: it can be packed, and has nothing to train on."""
     prompt = msgspec.structs.replace(completion.prompt, tokens=np.zeros(1, dtype=np.int32))
     times = (completion.started_s, completion.finished_s)
     started_s, finished_s = times if all(map(math.isfinite, times)) else (0.0, 0.0)
@@ -110,7 +110,7 @@ def without_tokens(completion: Completion) -> Completion:
 
 
 def completion_fault(completion: Completion, limits: Limits, *, newest_version: int | None = None) -> str | None:
-    """What cannot be about `completion`, in words that name the place; None for a sound one.
+    """Return what cannot be about `completion`, in words that name the place; None for a sound one.
 
     Checked: shapes and types of all arrays, token ids, lengths, behaviour logprobs (finite, at most 0), version spans
     (from the first token on, ascending, none from the future), kept sets, times.
@@ -124,7 +124,7 @@ def completion_fault(completion: Completion, limits: Limits, *, newest_version: 
 
 
 def reward_fault(rollout: Rollout) -> str | None:
-    """What cannot be about the reward and its parts; None for a sound one."""
+    """Return what cannot be about the reward and its parts; None for a sound one."""
     for name, value in {"reward": rollout.reward, **rollout.reward_parts}.items():
         if value is not None and not abs(value) <= MAX_REWARD:  # a comparison with NaN is false
             return f"{name} is {value}, allowed are numbers up to {MAX_REWARD:g}"

@@ -8,9 +8,9 @@ from typing import Any
 
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
-from slipstream.core.hub import Tell, checkpoint_folder, hub_id, pinned, with_folders
 from slipstream.core.recipes import load_recipe, merge, nested, resolve, with_stage_paths
 from slipstream.generator.vllm.settings import check_settings
+from slipstream.models.hub import Tell, checkpoint_folder, hub_id, pinned, with_folders
 
 
 def eval_target(

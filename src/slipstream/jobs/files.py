@@ -46,10 +46,10 @@ def _for_slurm(config: RunConfig, options: Any, folder: Path) -> dict[str, str]:
         working_dir=Path.cwd(),
         out=options.out if options.resume is None else options.resume,
         remote=options.remote,
-        gpus_per_node=_gpus_per_node(options),
+        gpus_per_node=options.gpus_per_node,
         partition=options.partition,
         account=options.account,
-        time=options.time or "24:00:00",
+        time=options.time,
         program=(sys.executable, "-m", "slipstream"),
     )
 
@@ -68,9 +68,5 @@ def _for_kubernetes(config: RunConfig, options: Any, folder: Path) -> dict[str, 
         image=options.image,
         namespace=options.namespace,
         remote=options.remote,
-        gpus_per_node=_gpus_per_node(options),
+        gpus_per_node=options.gpus_per_node,
     )
-
-
-def _gpus_per_node(options: Any) -> int:
-    return 8 if options.gpus_per_node is None else int(options.gpus_per_node)

@@ -15,11 +15,11 @@ from typing import Any, get_args
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.fields import MAX_COUNT, MAX_INTEGER, Precision
-from slipstream.core.hub import config_file, hub_id
 from slipstream.core.plain import shortened, shown
 from slipstream.core.recipes import check_path, list_recipes, load_recipe, read_toml, resolve
 from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.hf_fields import read_object
+from slipstream.models.hub import config_file, hub_id
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.hardware import DEVICES, GB, Cluster, Device
 from slipstream.plan.layouts import Workload

@@ -29,7 +29,7 @@ def with_given(
     *,
     keeps_measure: bool = False,
 ) -> tuple[RunConfig, Functions]:
-    """`config` with `reward` as its terms, and the functions among them; as it is without any.
+    """Return `config` with `reward` as its terms, and the functions among them; as it is without any.
 
     Terms have weight 1, or those of `weights`, or of their own table. A run that is resumed keeps the terms of its
     configuration where they name these functions. An `eval.measure` that names a replaced term goes with it, unless
@@ -80,7 +80,7 @@ def _tables(listed: Sequence[Any]) -> tuple[list[dict[str, Any]], Functions]:
 
 
 def _name(function: Callable[..., Any], taken: Collection[str]) -> str:
-    """As metrics show it: `__name__`, numbered from the second of the same name on; 'reward' where there is none."""
+    """Return the name that metrics show: `__name__`, numbered from the second on; 'reward' where there is none."""
     while isinstance(function, functools.partial):
         function = function.func
     name = function.__name__ if inspect.isroutine(function) else type(function).__name__

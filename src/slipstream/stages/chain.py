@@ -15,9 +15,9 @@ from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.files import load_json
 from slipstream.core.held_out import check_measure
-from slipstream.core.hub import check_model_path, with_folders
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.models.device import check_gpus
+from slipstream.models.hub import check_model_path, with_folders
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_sizes
 from slipstream.observe.display import duration
@@ -52,7 +52,7 @@ def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Coll
     """Raise ConfigError for what any stage would stumble over, before the first of them starts.
 
     `given` are the names of the reward functions that were handed over from Python: to RL alone. Hub ids of `config`
-    are pinned (`core/hub.py`).
+    are pinned (`models/hub.py`).
     """
     check_conflicts(config)
     config = with_folders(config)

@@ -13,8 +13,8 @@ from slipstream.algorithms.losses import loss_named
 from slipstream.core import recipes
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import check_measure
-from slipstream.core.hub import check_model_path
 from slipstream.generator.vllm.settings import check_settings
+from slipstream.models.hub import check_model_path
 from slipstream.prompts.dataset import check_source
 from slipstream.prompts.tasks import check_task_names, task_table
 from slipstream.rewards.checks import setup_of

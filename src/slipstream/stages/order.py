@@ -1,4 +1,4 @@
-"""What stages ask of each other: their order, whose checkpoint stands for 'stage:sft', what labels preferences."""
+"""Checks of the stages: their order, whose checkpoint stands for 'stage:sft', what labels preferences."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError
 from slipstream.core.files import open_regular
-from slipstream.core.hub import with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import last_step
 from slipstream.core.types import Partial, Prompt
+from slipstream.models.hub import with_folders
 from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.evaluation import EVALUATION_FILE

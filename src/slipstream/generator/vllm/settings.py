@@ -1,4 +1,4 @@
-"""What vLLM cannot do of `[generator]`: asked before a run starts, without importing torch or vLLM."""
+"""Checks of `[generator]` for vLLM: what it cannot do is refused before a run starts, without torch or vLLM."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def manifest(*parts: tuple[str, Mapping[str, Any]]) -> str:
     """Return objects, each from its template and values, as one YAML file under the first template's comment."""
     comment = "".join(line for line in _read(parts[0][0]).splitlines(keepends=True) if line.startswith("#"))
     objects = [_filled_object(yaml.safe_load(_read(template)), values) for template, values in parts]
-    return comment + yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000)
+    text: str = yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000)
+    return comment + text
 
 
 def _read(template: str) -> str:

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 from fake_hub import Hub, Repo, hub
 
-import slipstream.core.hub
+import slipstream.models.hub
 from slipstream.controller.pipeline import Node, decode_node, encode_node
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.hub import HubId, hub_id
 from slipstream.core.recipes import CHECKPOINTS, resolve
 from slipstream.evals.target import eval_target
+from slipstream.models.hub import HubId, hub_id
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 SMALL = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"}
@@ -54,7 +54,7 @@ TOKEN = "hf_not_to_be_seen_anywhere"
 
 ASK = """
 import json, sys
-from slipstream.core import hub
+from slipstream.models import hub
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import config_toml, resolve
 
@@ -286,7 +286,7 @@ def test_a_node_is_built_with_the_folder_of_the_machine_that_builds_it(
     sent = json.loads(json.dumps(encode_node(Node("reader", Reader, {"config": config}))))
     assert sent["kwargs"]["config"]["$config"]["model"]["path"] == f"org/name@{COMMIT}"
     for machine in ("one", "two"):
-        monkeypatch.setattr(slipstream.core.hub, "_cached", lambda wanted, files, at=machine: tmp_path / at / COMMIT)
+        monkeypatch.setattr(slipstream.models.hub, "_cached", lambda wanted, files, at=machine: tmp_path / at / COMMIT)
         executor: Any = decode_node(sent).build()
         assert executor.path == str(tmp_path / machine / COMMIT)
 
@@ -303,8 +303,8 @@ def test_an_evaluation_takes_an_id_and_reads_the_reward_models_of_its_recipe(
         asked.append(str(wanted))
         return HubId(wanted.repo, COMMIT)
 
-    monkeypatch.setattr(slipstream.core.hub, "_located", located)
-    monkeypatch.setattr(slipstream.core.hub, "_folder_of", lambda *_: snapshot)
+    monkeypatch.setattr(slipstream.models.hub, "_located", located)
+    monkeypatch.setattr(slipstream.models.hub, "_folder_of", lambda *_: snapshot)
     recipe = {
         "prompts": {"tasks": [{"name": "spell_backward"}]},
         "model": {"path": "org/trained", "revision": "x"},
@@ -321,7 +321,7 @@ def test_an_evaluation_takes_an_id_and_reads_the_reward_models_of_its_recipe(
 
 DATA = """
 import json, os, sys
-from slipstream.core import hub
+from slipstream.models import hub
 from slipstream.core.errors import ConfigError
 from slipstream.prompts.dataset import read_records
 

@@ -26,7 +26,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import with_checkpoints
 
 ASK_TIMEOUT_S = 10.0
-"""Of the one question that finds out whether there is a hub; the connection and the answer each."""
+"""Longest wait of the one question that finds out whether there is a hub: for connection and answer each."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 FILES = (
     "config.json",
@@ -37,7 +37,7 @@ FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
-"""What a checkpoint is read from, as patterns: its shape, its weights, its tokenizer."""
+"""Files that a checkpoint is read from, as patterns: its shape, its weights, its tokenizer."""
 
 CONFIG = ("config.json",)
 _ID = re.compile(
@@ -51,7 +51,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class HubId:
-    """A repository on the hub and what of it: a branch, a tag, a commit; None for its main branch."""
+    """A repository on the hub, and a branch, a tag or a commit of it; None for its main branch."""
 
     repo: str
     revision: str | None = None
@@ -65,12 +65,12 @@ class HubId:
 
     @property
     def download(self) -> str:
-        """The command that puts it into the cache of a machine."""
+        """Return the command that puts it into the cache of a machine."""
         return f"hf download {self.repo}" + ("" if self.revision is None else f" --revision {self.revision}")
 
 
 def hub_id(path: str | None) -> HubId | None:
-    """The id that `path` is, where it has the form of one and there is nothing of that name here; else None."""
+    """Return the id that `path` is, where it has the form of one and there is nothing of that name here; else None."""
     if path is None or stage_of(path) is not None or (found := _ID.fullmatch(path)) is None or Path(path).exists():
         return None
     revision = found["revision"]
@@ -95,7 +95,7 @@ def check_model_path(config: RunConfig) -> None:
 def pinned(
     config: RunConfig, *, tell: Tell | None = None, is_resumed: bool = False, only: Collection[str] | None = None
 ) -> RunConfig:
-    """`config` with a commit in every hub id that this run reads. Nothing large is downloaded.
+    """Return `config` with a commit in every hub id that this run reads. Nothing large is downloaded.
 
     With `is_resumed`, ids have their commits already: one without was a folder when the run began, and ConfigError
     says that it is gone. So it does for what neither hub nor cache has, with the reason and a command. `only` these
@@ -115,7 +115,7 @@ def pinned(
 
 
 def with_folders(config: RunConfig, *, tell: Tell | None = None) -> RunConfig:
-    """`config` with the folders in this machine's cache that its pinned hub ids stand for, filled where they are not.
+    """Return `config` with folders of this machine's cache, filled where they are not, for its pinned hub ids.
 
     What reads a checkpoint gets this; what is saved or sent to other machines keeps the ids.
     """
@@ -128,13 +128,13 @@ def with_folders(config: RunConfig, *, tell: Tell | None = None) -> RunConfig:
 
 
 def checkpoint_folder(path: str, *, what: str, tell: Tell | None = None) -> Path:
-    """The folder that `path` is, or that stands for the hub id that it is; `what` names it in errors."""
+    """Return the folder that `path` is, or that stands for the hub id that it is; `what` names it in errors."""
     wanted = hub_id(path)
     return Path(path) if wanted is None else _folder_of(_located(wanted, what, tell), what, tell)
 
 
 def config_file(path: str, *, what: str) -> Path:
-    """The config.json of a checkpoint, without its weights: from its folder, or from the cache or the hub by its id."""
+    """Return the config.json of a checkpoint, without its weights: from its folder, the cache, or the hub."""
     wanted = hub_id(path)
     folder = Path(path) if wanted is None else _cached(_located(wanted, what, None), CONFIG)
     assert folder is not None, "it was just located"
@@ -142,7 +142,7 @@ def config_file(path: str, *, what: str) -> Path:
 
 
 def _with_revision(config: RunConfig) -> RunConfig:
-    """`model.revision` where every other id has it: behind the name."""
+    """Move `model.revision` where every other id has it: behind the name."""
     model = config.model
     if model.revision is None:
         return config
@@ -204,7 +204,7 @@ def reached_for_dataset(name: str) -> Iterator[None]:
 
 
 class _Refused(Exception):
-    """The hub does not give it: the reason, and what to do besides downloading it elsewhere."""
+    """The hub does not give it, for a reason; `hint` is what to do besides downloading it elsewhere."""
 
     def __init__(self, reason: str, hint: str | None = None, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -212,7 +212,7 @@ class _Refused(Exception):
 
 
 def _located(wanted: HubId, what: str, tell: Tell | None) -> HubId:
-    """`wanted` with its commit: the hub's, or the cache's where the hub is out of reach.
+    """Return `wanted` with its commit: the hub's, or the cache's where the hub is out of reach.
 
     Of its files config.json alone is fetched, by which the cache knows the commit of a branch without a hub.
     """
@@ -234,7 +234,7 @@ def _located(wanted: HubId, what: str, tell: Tell | None) -> HubId:
 
 
 def _folder_of(wanted: HubId, what: str, tell: Tell | None) -> Path:
-    """The snapshot folder of a commit, filled where it is not."""
+    """Return the snapshot folder of a commit, filled where it is not."""
     if (folder := _cached(wanted, FILES)) is not None:
         return folder
     if tell is not None:
@@ -246,7 +246,7 @@ def _folder_of(wanted: HubId, what: str, tell: Tell | None) -> Path:
 
 
 def _cached(wanted: HubId, files: Collection[str]) -> Path | None:
-    """Its snapshot in the cache; None where that lacks something. Asks nobody."""
+    """Return its snapshot in the cache; None where that lacks something. Asks nobody."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -282,7 +282,7 @@ def _ask(wanted: HubId) -> None:
 
 
 def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Path:
-    """Its snapshot. By the name that it was asked for by, which the cache then knows without a hub.
+    """Return its snapshot, by the name that it was asked for by, which the cache then knows without a hub.
 
     Waits for: the download, as long as that takes. A connection that is silent is ended by the library, after
     HF_HUB_DOWNLOAD_TIMEOUT (10 s). An interrupt ends the wait; the files that have arrived stay in the cache.
@@ -310,7 +310,7 @@ def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Pat
 
 
 def _as_refused(error: Exception, wanted: HubId, *, kind: str = "") -> _Refused:
-    """Why, in words of ours: an answer's text is the network's."""
+    """Return why, in words of ours: an answer's text is the network's."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HFValidationError):
@@ -350,7 +350,7 @@ def _not_there(wanted: HubId, what: str, refused: _Refused) -> ConfigError:
 
 
 def _endpoint() -> str:
-    """The hub's address without what else may stand in HF_ENDPOINT, such as a password."""
+    """Return the hub's address without what else may stand in HF_ENDPOINT, such as a password."""
     from huggingface_hub import constants
 
     parts = urlsplit(constants.ENDPOINT)

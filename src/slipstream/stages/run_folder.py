@@ -1,0 +1,98 @@
+"""The folder of a new run: named, made and locked, and removed again where nothing comes of the run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError, DiskError
+from slipstream.core.interrupts import Interrupted
+from slipstream.core.recipes import check_path
+from slipstream.core.run_lock import LOCK_FILE, check_free, holding
+
+PROMPTS_FILE = "prompts.jsonl"
+"""The prompts given from Python, in a run's directory."""
+
+
+@contextmanager
+def folder_of(run_dir: Path, *, is_named: bool) -> Iterator[Path]:
+    """Make the folder of a new run: `run_dir`, or one beside it where another run took a name that nobody asked for.
+
+    No other run writes to it within. It is removed where the work ends before it has become the folder of a run.
+    """
+    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    try:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=is_named)
+        except FileExistsError:
+            if is_named:
+                raise
+            run_dir = run_dir.with_name(f"{run_dir.name}-{os.getpid()}")
+            new = [run_dir]
+            run_dir.mkdir()
+        if not os.access(run_dir, os.W_OK):
+            raise OSError(errno.EROFS, "it cannot be written to")
+    except OSError as error:
+        _remove(new)
+        raise ConfigError(
+            f"the run's directory '{run_dir}' cannot be made",
+            got=error.strerror,
+            allowed="a folder that this user can make and write to",
+            hint="choose another one with --out",
+        ) from error
+    try:
+        with holding(run_dir):
+            _check_unused(run_dir)  # once more: another run may have come and gone
+            try:
+                yield run_dir
+            except (ConfigError, DiskError, Interrupted):
+                if not (run_dir / "config.toml").exists():
+                    (run_dir / PROMPTS_FILE).unlink(missing_ok=True)
+                raise
+    except (ConfigError, DiskError, Interrupted):
+        _remove(new)
+        raise
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    """Remove those of `folders`, inner ones first, that are there and empty."""
+    for folder in folders:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def new_run_dir(recipe: str, out: str | Path | None) -> Path:
+    """Return the folder of a new run: `out`, or a name of its own under runs/. ConfigError for one that is in use."""
+    if out is not None:
+        check_path(out, "the run's directory")
+    run_dir = Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}" if out is None else Path(out)
+    if out is None and run_dir.exists():
+        run_dir = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns() % 1000:03d}")
+    check_free(run_dir)
+    _check_unused(run_dir)
+    return run_dir
+
+
+def _check_unused(run_dir: Path) -> None:
+    try:
+        is_file = run_dir.exists() and not run_dir.is_dir()
+        is_used = run_dir.is_dir() and any(path.name != LOCK_FILE for path in run_dir.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"the run's directory '{run_dir}' cannot be made", got=error.strerror, allowed="a new or empty directory"
+        ) from error
+    if is_file:
+        raise ConfigError(
+            "the run's directory is a file", got=str(run_dir), allowed="a new or empty directory", hint="see --out"
+        )
+    if is_used:
+        raise ConfigError(
+            "the run's directory is not empty",
+            got=str(run_dir),
+            allowed="a new or empty directory",
+            hint=f"choose another --out, or continue that run with --resume {run_dir}",
+        )
