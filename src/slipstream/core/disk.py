@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from safetensors import SafetensorError
@@ -95,9 +94,7 @@ class HeldFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise DiskError in place of `error` where the folder is gone, or where the disk refused to be written."""
         try:
             self.check()
