@@ -176,6 +176,16 @@ def test_the_receivers_end_closes_the_senders(connector: Connector) -> None:
         ports["b"].inputs["in"].get_nowait()
 
 
+def test_a_flush_ends_when_the_receiver_closes(connector: Connector) -> None:
+    """Messages to a closed port will never be taken, so it must not wait for that until its deadline."""
+    ports = connector([spec()])
+    ports["a"].outputs["out"].put(item(0))
+    assert wait([ports["b"].inputs["in"]], timeout_s=30)
+    ports["b"].inputs["in"].close()
+    ports["a"].outputs["out"].flush(5)
+    assert ports["a"].outputs["out"].depth == 0
+
+
 def test_close_wakes_a_waiting_reader(connector: Connector) -> None:
     ports = connector([spec()])
     inbox = ports["b"].inputs["in"]
