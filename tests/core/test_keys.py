@@ -108,7 +108,7 @@ def test_a_seal_is_of_one_run_one_place_and_one_text() -> None:
     flipped = ("1" if sealed[0] == "0" else "0") + sealed[1:]
     elsewhere = [other.seal(text, "run"), keys.seal(text, "rendezvous/run"), keys.seal(text, "")]
     for refused in (*elsewhere, sealed + " ", sealed[:-1], flipped, text, "", "\u00e9"):
-        with pytest.raises(ConfigError, match="not of the run"):
+        with pytest.raises(ConfigError, match="not sealed with the key of the run"):
             keys.unseal(refused, "run")
 
 

@@ -55,14 +55,21 @@ def _number(error: BaseException | None) -> int | None:
     return None if found is None else int(found[1])
 
 
+def is_in_place(path: Path, descriptor: int) -> bool:
+    """Whether `path` is the file or folder that `descriptor` has open."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 def check_in_place(path: Path, descriptor: int) -> None:
-    """Raise DiskError where `path` is not the file that `descriptor` has open: it was removed, moved or replaced.
+    """Raise DiskError where `path` is not in place: it was removed, moved or replaced.
 
     Bytes written through the descriptor since then are lost, or lie somewhere else.
     """
-    with contextlib.suppress(OSError):
-        if os.path.samestat(path.stat(), os.fstat(descriptor)):
-            return
+    if is_in_place(path, descriptor):
+        return
     raise DiskError(
         f"{path.name} was removed, moved or replaced while the run wrote to it",
         got=f"{path} is {_whereabouts(descriptor)}",
