@@ -163,5 +163,5 @@ def test_what_cannot_be_is_said_before_anything_is_started(job: Job, wrong: dict
 
 def test_a_group_with_another_key_is_refused_before_it_starts(job: Job, tmp_path: Path) -> None:
     RunKeys.new().save(tmp_path / "other")
-    with pytest.raises(ConfigError, match="not of the run"):
+    with pytest.raises(ConfigError, match="not sealed with the key of the run"):
         torchrun(replace(job, key_file=tmp_path / "other"))

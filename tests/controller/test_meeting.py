@@ -59,7 +59,7 @@ def test_a_specification_that_somebody_else_wrote_is_not_even_decoded() -> None:
     keys, meeting = RunKeys.new(), Meeting(Listen(), timeout_s=10)
     for forged in (RunKeys.new().seal(SPEC.encode(), SPEC_KEY), SPEC.encode(), "not JSON at all", b"\xff" * 80):
         meeting.store.set(SPEC_KEY, forged)
-        with pytest.raises(ConfigError, match="not of the run"):
+        with pytest.raises(ConfigError, match="not sealed with the key of the run"):
             read_spec(meeting.store, keys, timeout_s=5)
 
 

@@ -1,4 +1,4 @@
-"""One behaviour of channels, over queues and over ZeroMQ."""
+"""Channels behave alike over queues and over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_broadcast_that_times_out_reaches_nobody(connector: Connector) -> None
     assert ports["c"].inputs["in"].get_nowait() is None
 
 
-def test_back_pressure_yields_when_a_thread_drains(connector: Connector) -> None:
+def test_back_pressure_ends_when_a_thread_takes(connector: Connector) -> None:
     ports = connector([spec(capacity=2)])
     got: list[Message] = []
     reader = threading.Thread(target=lambda: got.extend(take(ports["b"], 200)))
@@ -176,6 +176,16 @@ def test_the_receivers_end_closes_the_senders(connector: Connector) -> None:
         ports["b"].inputs["in"].get_nowait()
 
 
+def test_a_flush_ends_when_the_receiver_closes(connector: Connector) -> None:
+    """Messages to a closed port will never be taken, so it must not wait for that until its deadline."""
+    ports = connector([spec()])
+    ports["a"].outputs["out"].put(item(0))
+    assert wait([ports["b"].inputs["in"]], timeout_s=30)
+    ports["b"].inputs["in"].close()
+    ports["a"].outputs["out"].flush(5)
+    assert ports["a"].outputs["out"].depth == 0
+
+
 def test_close_wakes_a_waiting_reader(connector: Connector) -> None:
     ports = connector([spec()])
     inbox = ports["b"].inputs["in"]
@@ -205,7 +215,7 @@ def test_wait_sees_messages_descriptors_and_time(connector: Connector) -> None:
     os.close(write_fd)
 
 
-def test_a_dead_target_is_passed_by(connector: Connector) -> None:
+def test_broadcasts_pass_a_dead_target_by(connector: Connector) -> None:
     ports = connector([spec("to_b", capacity=1), spec("to_c", target="c.in", capacity=4)])
     outbox = ports["a"].outputs["out"]
     outbox.put(item(0))
@@ -217,7 +227,7 @@ def test_a_dead_target_is_passed_by(connector: Connector) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.GATHER, Kind.SCATTER])
-def test_what_is_for_a_dead_target_alone_is_refused(connector: Connector, kind: Kind) -> None:
+def test_a_message_for_a_dead_target_alone_is_refused(connector: Connector, kind: Kind) -> None:
     ports = connector([spec(kind=kind)])
     ports["a"].outputs["out"].disconnect("b")
     prompt = Prompt(prompt_id="p", text="", tokens=np.zeros(2, np.int32), task="t")
@@ -225,7 +235,7 @@ def test_what_is_for_a_dead_target_alone_is_refused(connector: Connector, kind: 
         ports["a"].outputs["out"].put(Admit(ordinal=0, replica=0, prompt=prompt, num_samples=1))
 
 
-def test_offers_do_not_mind_that_nobody_is_left_and_the_others_do(connector: Connector) -> None:
+def test_offers_without_a_target_are_no_error_and_broadcasts_are(connector: Connector) -> None:
     ports = connector([spec("offers", Kind.WEIGHTS, "a.weights"), spec("other", source="a.out", target="b.other")])
     take_none = [ports["b"].inputs["in"], ports["b"].inputs["other"]]
     for name in ("weights", "out"):
@@ -239,7 +249,7 @@ def test_offers_do_not_mind_that_nobody_is_left_and_the_others_do(connector: Con
         ports["a"].outputs["weights"].put(item(step))
 
 
-def test_a_full_target_holds_up_only_what_is_for_it(connector: Connector) -> None:
+def test_a_full_target_blocks_only_messages_for_it(connector: Connector) -> None:
     ports = connector([spec(f"to_{i}", Kind.SCATTER, target=f"g{i}.in", capacity=1, deadline_s=0.05) for i in range(2)])
     outbox = ports["a"].outputs["out"]
     prompt = Prompt(prompt_id="p", text="", tokens=np.zeros(2, np.int32), task="t")
@@ -253,7 +263,7 @@ def test_a_full_target_holds_up_only_what_is_for_it(connector: Connector) -> Non
         outbox.put(first)
 
 
-def test_a_deadline_is_that_of_the_full_target(connector: Connector) -> None:
+def test_the_deadline_of_the_full_target_counts(connector: Connector) -> None:
     specs = [
         spec("short", Kind.SCATTER, target="g0.in", capacity=1, deadline_s=0.02),
         spec("long", Kind.SCATTER, target="g1.in", capacity=1, deadline_s=0.2),

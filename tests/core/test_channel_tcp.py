@@ -1,4 +1,4 @@
-"""Channels between machines, as far as one machine shows them: TCP, keys, cut connections, executors that come back."""
+"""Channels between machines, tested on one: TCP, keys, cut connections, executors that come back."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def drain(inbox: Inbox) -> list[int]:
 
 
 def take(target: Ports, count: int, source: Ports | None = None, *, timeout_s: float = 10.0) -> list[int]:
-    """`count` messages of `in`, while the source looks after its connections."""
+    """Take `count` messages of `in`, while the source pumps its connections."""
     taken: list[int] = []
     deadline_s = time.monotonic() + timeout_s
     while len(taken) < count:
@@ -157,10 +157,10 @@ def test_a_peer_without_the_key_is_refused_counted_and_harmless(
     assert b.inputs["in"].stats.received == 1
 
 
-def test_refusals_that_nobody_reads_hold_up_no_channel_and_no_end(
+def test_unread_refusals_block_no_channel_and_no_close(
     books: Callable[..., Books], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An executor in a long step looks at no connection; ZeroMQ's thread must not wait for it to do so."""
+    """An executor in a long step reads no connection events; ZeroMQ's thread must not wait for it."""
     monkeypatch.setattr(links, "_RECONNECT_MS", 1)
     run = books()
     b = run.connect("b")
@@ -182,8 +182,8 @@ def test_a_listener_without_the_key_gets_nothing(books: Callable[..., Books]) ->
     assert a.outputs["out"].depth == 1
 
 
-def test_an_address_that_something_else_of_the_run_has_now_leads_nowhere() -> None:
-    """Keys differ by port and incarnation, so a stale address cannot deliver to a stranger of the same run."""
+def test_an_address_that_another_port_of_the_run_has_now_delivers_nothing() -> None:
+    """Keys differ by port and incarnation, so an outdated address cannot deliver to another port of the run."""
     store = HashStore()
     other = [ChannelSpec("c", Kind.GATHER, "a.out", "x.in")]
     with ExitStack() as stack:
@@ -270,7 +270,7 @@ GOOD = frames.pack_data(b"d", 1, 1, 1, wire.encode(CheckpointSaved(step=5, path=
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.lists(FRAMES, min_size=1, max_size=3), min_size=1, max_size=12))
 def test_fuzzed_frames_of_a_member_never_crash_or_block(messages: list[list[bytes]]) -> None:
-    """Whatever comes on one channel, the other one of the port goes on: every frame is taken, answered or refused."""
+    """Every frame is taken, answered or refused, and the other channel of the port goes on."""
     specs = [
         ChannelSpec("d", Kind.GATHER, "x.out", "b.in", capacity=8),
         ChannelSpec("good", Kind.GATHER, "a.out", "b.in", capacity=8, deadline_s=5.0),
@@ -392,7 +392,7 @@ def test_a_peer_that_does_not_come_is_named(books: Callable[..., Books]) -> None
 
 
 def test_a_signal_ends_the_wait_for_a_peer() -> None:
-    """As the second Ctrl-C does at a controller to which groups do not come."""
+    """The second Ctrl-C at a controller that waits for groups depends on it."""
 
     class Interrupted(Exception):
         pass
@@ -432,7 +432,7 @@ def test_incarnations_are_granted_once_and_a_replaced_one_may_not_announce_itsel
     assert book.find("b.in") == Address("tcp://127.0.0.1:3", 3)
 
 
-def test_executors_of_one_machine_meet_by_ipc_and_others_by_tcp() -> None:
+def test_executors_of_one_machine_connect_by_ipc_and_others_by_tcp() -> None:
     specs = [ChannelSpec(f"{s}b", Kind.GATHER, f"{s}.out", "b.in", capacity=8, deadline_s=5.0) for s in ("a", "far")]
     store, here, there = HashStore(), make_transport_dir(), make_transport_dir()
     dirs = {"b": here, "a": here, "far": there, "near": None}
@@ -462,7 +462,7 @@ def test_executors_of_one_machine_meet_by_ipc_and_others_by_tcp() -> None:
 # Membership
 
 
-def test_an_executor_that_came_back_gets_what_is_new_and_nothing_else(books: Callable[..., Books]) -> None:
+def test_an_executor_that_came_back_gets_new_messages_only(books: Callable[..., Books]) -> None:
     specs = [
         ChannelSpec("to_b", Kind.BROADCAST, "a.out", "b.in", capacity=8, deadline_s=5.0),
         ChannelSpec("to_c", Kind.BROADCAST, "a.out", "c.in", capacity=8, deadline_s=5.0),
@@ -514,8 +514,8 @@ def test_a_replaced_executor_is_told_and_its_puts_raise(books: Callable[..., Boo
     assert take(b, 1, new) == [101]
 
 
-def test_the_words_of_a_replaced_executor_are_no_sign_of_life(books: Callable[..., Books]) -> None:
-    """Else one that hangs on would keep up the lease of its successor."""
+def test_messages_of_a_replaced_executor_are_no_sign_of_life(books: Callable[..., Books]) -> None:
+    """Otherwise they would renew the lease of its successor."""
     run = books()
     b, old = run.connect("b"), run.connect("a")
     inbox = b.inputs["in"]
@@ -529,7 +529,7 @@ def test_the_words_of_a_replaced_executor_are_no_sign_of_life(books: Callable[..
 
 
 def test_one_target_that_knows_a_successor_is_enough_to_be_told(books: Callable[..., Books]) -> None:
-    """The others may not know yet; a replaced executor must not go on with them."""
+    """The other targets may not know yet; a replaced executor must not go on with them."""
     specs = [
         ChannelSpec("to_b", Kind.BROADCAST, "a.out", "b.in", capacity=8, deadline_s=5.0),
         ChannelSpec("to_c", Kind.BROADCAST, "a.out", "c.in", capacity=8, deadline_s=5.0),
@@ -545,7 +545,7 @@ def test_one_target_that_knows_a_successor_is_enough_to_be_told(books: Callable[
     assert take(c, 1) == [0]
 
 
-def test_old_news_of_a_loss_loses_nothing_but_what_was_on_its_way(books: Callable[..., Books]) -> None:
+def test_late_news_of_a_loss_loses_only_messages_on_their_way(books: Callable[..., Books]) -> None:
     """A process that started late finds the new incarnation first, and hears of the old one's end afterwards."""
     run = books()
     b, a = run.connect("b", incarnation=2), run.connect("a")
@@ -655,7 +655,7 @@ def test_a_link_that_is_cut_for_a_while_needs_no_call(books: Callable[..., Books
     assert take(b, 39, a) == take(a, 39, b) == list(range(1, 40))
 
 
-def test_an_address_that_was_something_elses_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_a_foreign_program_had_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ gives up an address at which it finds another protocol."""
     monkeypatch.setattr(links, "_REOPEN_S", 0.2)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)  # no security
@@ -705,7 +705,7 @@ def test_back_pressure_holds_across_a_cut(books: Callable[..., Books]) -> None:
 
 
 class Interleaving:
-    """A source and a target that both may be replaced, over connections that break; and what must come of it."""
+    """A source and a target that both may be replaced, over connections that break, and the messages still owed."""
 
     def __init__(self) -> None:
         specs = [ChannelSpec("c", Kind.BROADCAST, "a.out", "b.in", capacity=6, deadline_s=5.0)]
@@ -820,7 +820,7 @@ def test_a_lease_sees_who_answers_who_is_busy_and_who_is_gone(books: Callable[..
     of_b.watch("a")
 
     def live() -> None:
-        """`busy` is in a long step: it reads nothing."""
+        """Let all but `busy` read their ports: that one is in a long step."""
         if strict.is_beat_due():
             a.beat()
         wait(b.inputs.values(), a.outputs.values(), timeout_s=strict.wait_s() or 0.01)
@@ -878,7 +878,7 @@ def start_child(store: TCPStore, keys: RunKeys) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", CHILD, str(store.port)], env=environment)
 
 
-def test_processes_meet_by_the_store_and_a_killed_one_is_replaced() -> None:
+def test_processes_connect_by_the_store_and_a_killed_one_is_replaced() -> None:
     specs = [
         ChannelSpec("to", Kind.GATHER, "a.out", "b.in", capacity=16, deadline_s=60.0),
         ChannelSpec("back", Kind.GATHER, "b.out", "a.in", capacity=16, deadline_s=60.0),

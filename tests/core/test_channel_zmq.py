@@ -1,4 +1,4 @@
-"""What only channels between processes can meet: lost connections, restarts, stale incarnations, junk on the socket."""
+"""Channels between processes: lost connections, restarts, outdated incarnations, junk on the socket."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_a_sender_may_come_first_and_a_restarted_receiver_gets_what_was_not_take
     restarted.close()
 
 
-def test_no_socket_is_watched_at_an_address_that_another_was_watched_at(directory: Path) -> None:
-    """ZeroMQ gives up the address of a closed one when it comes to it, after the descriptor that it was named after."""
+def test_every_socket_is_monitored_at_an_address_of_its_own(directory: Path) -> None:
+    """The system assigns the descriptor of a closed socket again before ZeroMQ gives up an address named after it."""
     seen = set()
     for incarnation in range(1, 51):
         ports = connect(SPECS, "b", directory, incarnation)
@@ -94,8 +94,8 @@ def test_no_socket_is_watched_at_an_address_that_another_was_watched_at(director
     assert len(seen) == 50
 
 
-def test_a_successor_listens_elsewhere_and_is_found_by_whoever_starts_after_it(directory: Path) -> None:
-    """What was on its way to a dead process never reaches the next one."""
+def test_a_successor_has_a_new_address_and_later_processes_find_it(directory: Path) -> None:
+    """A message on its way to a dead process never reaches the next one."""
     a = connect(SPECS, "a", directory, 1)
     a.outputs["out"].put(item(0))
     b = connect(SPECS, "b", directory, 2)
@@ -111,7 +111,7 @@ def test_a_successor_listens_elsewhere_and_is_found_by_whoever_starts_after_it(d
 
 
 def test_nothing_of_a_successor_is_read_before_it_is_announced(directory: Path) -> None:
-    """Whoever reads hears first that the old one is lost, and then what the new one says, all of it and in order."""
+    """The reader learns of the loss first; then it gets all messages of the successor, in order."""
     b = connect(SPECS, "b", directory, 1)
     inbox = b.inputs["in"]
     inbox.await_word()
@@ -134,7 +134,7 @@ def test_nothing_of_a_successor_is_read_before_it_is_announced(directory: Path) 
 
 
 def until_empty(inboxes: list[Inbox], source: Ports) -> None:
-    """What was taken is acknowledged."""
+    """Wait until all messages of `source` are acknowledged."""
     for _ in range(100):
         if not source.outputs["out"].depth:
             return
@@ -325,7 +325,7 @@ def test_sockets_need_a_private_directory_with_a_short_path(tmp_path: Path) -> N
 
 
 def test_twenty_thousand_messages_are_cheap(directory: Path) -> None:
-    """A guard against a round trip per message (which takes seconds here), not a benchmark."""
+    """A round trip per message would take seconds here. This is no benchmark."""
     a, b = connect(SPECS, "a", directory, 1), connect(SPECS, "b", directory, 1)
     out, inbox = a.outputs["out"], b.inputs["in"]
     num_taken = 0

@@ -1,4 +1,4 @@
-"""Files of others: what is no regular file is not opened, and what is too long is not read."""
+"""Foreign files: only regular ones are opened, and none is read beyond a bound."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_regular_file_is_read_whole_also_behind_a_link(tmp_path: Path) -> None
     ],
     ids=["pipe", "folder", "device"],
 )
-def test_what_is_no_regular_file_is_not_opened(make: Callable[[Path], None], word: str, tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(make: Callable[[Path], None], word: str, tmp_path: Path) -> None:
     make(tmp_path / "a")
     with pytest.raises(OSError, match=word):
         open_regular(tmp_path / "a")
@@ -47,14 +47,14 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_grows_while_it_is_read_is_bounded() -> None:
-    """Files of the kernel say that they are empty, and are not."""
+    """The kernel's files have content although their size is 0."""
     assert os.stat("/proc/self/status").st_size == 0
     with pytest.raises(OSError, match="of at most 10"):
         read_whole(Path("/proc/self/status"), 10)
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"", b"9" * 5000])
-def test_what_is_no_json_is_a_value_error(text: bytes, tmp_path: Path) -> None:
+def test_malformed_json_is_a_value_error(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(text)
     with pytest.raises(ValueError, match=r"."):
         read_json(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Bytes from a peer that means harm: each is a message, or a typed refusal; nothing crashes, hangs or grows."""
+"""Bytes from a hostile peer are a message or a typed refusal; nothing crashes, hangs or grows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEEDS = [
 
 @st.composite
 def mutated(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
-    """A valid message with bytes changed, cut out, put in or repeated; sometimes just bytes."""
+    """Draw a valid message with bytes changed, removed, inserted or repeated."""
     data = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(0, 6))):
         at = draw(st.integers(0, len(data)))
@@ -92,7 +92,7 @@ ANNOUNCED = [
 
 
 @pytest.mark.parametrize("body", ANNOUNCED, ids=range(len(ANNOUNCED)))
-def test_what_a_length_announces_is_not_allocated(body: bytes) -> None:
+def test_an_announced_length_is_not_allocated(body: bytes) -> None:
     inside = msgspec.msgpack.encode({"type": "CheckpointSaved", "step": 1})[:-1]
     tracemalloc.start()
     try:
@@ -139,7 +139,7 @@ def test_a_worker_that_lies_is_bounded(chunks: list[bytes], size: int) -> None:
 
 
 class Junk:
-    """A store into which somebody else wrote."""
+    """A store with foreign content."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""Signals that end a run: the first, the second, echoes, the grace period, and to whom they go afterwards."""
+"""Signals that end a run: the first, the second, echoes, the grace period, and the handlers afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAR_S = 1000.0
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the time that the module sees."""
+    """Return a function that moves the time that the module sees."""
     now = [FAR_S]
     monkeypatch.setattr(interrupts_module.time, "monotonic", lambda: now[0])
 
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_where_there_is_nothing_to_finish_the_first_signal_ends_everything(number: signal.Signals) -> None:
+def test_the_first_signal_ends_the_program_where_there_is_nothing_to_finish(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(Interrupted, match=number.name) as ended, Interrupts():
         signal.raise_signal(number)
@@ -40,7 +40,7 @@ def test_where_there_is_nothing_to_finish_the_first_signal_ends_everything(numbe
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_that_is_deferred_is_noted_and_the_second_ends_everything(
+def test_a_deferred_signal_is_noted_and_the_second_ends_the_program(
     number: signal.Signals, clock: Callable[[float], None]
 ) -> None:
     with Interrupts() as interrupts, interrupts.deferred(FAR_S):
@@ -68,7 +68,7 @@ def test_a_different_signal_is_no_echo() -> None:
 
 
 def test_the_end_of_the_grace_period_is_a_second_signal() -> None:
-    """It comes through whatever the main thread waits in."""
+    """It interrupts every wait of the main thread."""
     before = signal.getsignal(signal.SIGALRM)
     with Interrupts() as interrupts, interrupts.deferred(0.01):
         signal.raise_signal(signal.SIGTERM)
@@ -84,7 +84,7 @@ def test_ctrl_c_has_no_grace_period() -> None:
         assert signal.getsignal(signal.SIGALRM) is before
 
 
-def test_what_ends_in_time_hears_no_alarm_and_the_programs_own_one_goes_on() -> None:
+def test_a_run_that_ends_in_time_gets_no_alarm_and_the_programs_own_timer_goes_on() -> None:
     handler, own = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 500.0)
     with Interrupts() as interrupts:
         with interrupts.deferred(FAR_S):
@@ -97,8 +97,8 @@ def test_what_ends_in_time_hears_no_alarm_and_the_programs_own_one_goes_on() -> 
             interrupts.check()
 
 
-def test_what_the_program_ignores_stays_ignored() -> None:
-    """`nohup` ignores SIGHUP. Ctrl-C is taken all the same: a shell ignores it for what it runs in the background."""
+def test_signals_that_the_program_ignores_stay_ignored() -> None:
+    """`nohup` ignores SIGHUP. Ctrl-C is handled anyhow: shells ignore it for programs in the background."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         with Interrupts() as interrupts:
@@ -113,7 +113,7 @@ def test_what_the_program_ignores_stays_ignored() -> None:
             signal.signal(number, handler)
 
 
-def test_another_thread_takes_nothing() -> None:
+def test_signals_are_not_handled_in_another_thread() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     found = []
 
@@ -128,7 +128,7 @@ def test_another_thread_takes_nothing() -> None:
     assert found == [before]
 
 
-def test_afterwards_the_signal_goes_to_who_had_it_before() -> None:
+def test_the_signal_is_handed_on_to_its_previous_handler() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
     try:
@@ -149,8 +149,8 @@ def test_afterwards_the_signal_goes_to_who_had_it_before() -> None:
     interrupts.hand_on()  # Ctrl-C was for the run
 
 
-def test_what_a_child_starts_can_be_ended() -> None:
-    """The child itself outlives signals to all processes of a run; what it starts has them as usual."""
+def test_a_childs_own_children_can_be_ended() -> None:
+    """The child outlives signals to all processes of a run; its own children end as usual."""
     program = (
         "import os, signal, subprocess, sys\n"
         "from slipstream.core.interrupts import leave_to_the_run\n"
@@ -207,8 +207,8 @@ def test_while_a_command_is_imported_a_signal_ends_it_with_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_others_make_of_an_interrupt_is_one_all_the_same() -> None:
-    """Modules written in C turn any exception into an ImportError."""
+def test_an_interrupt_that_a_library_replaced_is_restored() -> None:
+    """Modules written in C turn every exception into an ImportError."""
 
     def load() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The run's secret: only in private places, and in no text that anybody may read."""
+"""The run's secret lies only in private places, and in no text that others can read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def keys_of(text: str) -> RunKeys:
 
 
 class Options(dict[int, object]):
-    """Takes socket options; a real socket does not give keys back."""
+    """A fake socket that keeps its options: a real one does not return keys."""
 
     set = dict.__setitem__
 
 
 def curve_keys(keys: RunKeys, port: str, incarnation: int) -> tuple[bytes, bytes, bytes]:
-    """Secret and public key of the listener, and the public key that callers look for."""
+    """Return secret and public key of the listener, and the public key that callers expect."""
     listener, caller = Options(), Options()
     keys.secure_listener(listener, port, incarnation)  # type: ignore[arg-type]
     keys.secure_caller(caller, port, incarnation)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_a_file_keeps_the_keys_and_is_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o700, 0o610])
-def test_a_file_that_others_can_get_at_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "run.key"
     RunKeys.new().save(path)
     path.chmod(mode)
@@ -76,14 +76,14 @@ def test_files_that_hold_no_key_are_refused_without_quoting_them(tmp_path: Path)
         RunKeys.load(tmp_path)
 
 
-def test_the_environment_hands_the_keys_over_once() -> None:
+def test_the_environment_gives_the_keys_once() -> None:
     environment = {"OTHER": "1"} | keys_of(HEX).as_environment()
     assert RunKeys.take(environment) == keys_of(HEX)
     assert environment == {"OTHER": "1"}, "what this process starts must not find it"
     assert RunKeys.take(environment) is None
 
 
-def test_nothing_shows_them() -> None:
+def test_no_text_shows_the_keys() -> None:
     keys = keys_of(HEX)
     for text in (repr(keys), str(keys), f"{keys}", repr({"keys": keys})):
         assert HEX[:6] not in text.lower()
@@ -108,7 +108,7 @@ def test_a_seal_is_of_one_run_one_place_and_one_text() -> None:
     flipped = ("1" if sealed[0] == "0" else "0") + sealed[1:]
     elsewhere = [other.seal(text, "run"), keys.seal(text, "rendezvous/run"), keys.seal(text, "")]
     for refused in (*elsewhere, sealed + " ", sealed[:-1], flipped, text, "", "\u00e9"):
-        with pytest.raises(ConfigError, match="not of the run"):
+        with pytest.raises(ConfigError, match="not sealed with the key of the run"):
             keys.unseal(refused, "run")
 
 

@@ -8,7 +8,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.lease import BEATS_PER_LEASE, Lease
 
 
-def test_silence_ends_a_lease_and_a_word_renews_it() -> None:
+def test_silence_ends_a_lease_and_a_sign_of_life_renews_it() -> None:
     clock = VirtualClock(100.0)
     lease = Lease(8.0, clock)
     lease.watch("a")
@@ -42,8 +42,8 @@ def test_old_news_does_not_shorten_a_lease() -> None:
 
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(0.01, 5.0), max_size=30), st.floats(0.5, 20.0))
-def test_sleeping_as_told_misses_neither_beat_nor_end(silences: list[float], lease_s: float) -> None:
-    """Whoever sleeps `wait_s` and looks, sends a beat in every quarter and sees the end of a lease to the moment."""
+def test_sleeping_wait_s_misses_neither_beat_nor_end(silences: list[float], lease_s: float) -> None:
+    """A watcher that sleeps `wait_s` beats in every quarter of a lease and sees the end of one at that instant."""
     clock = VirtualClock()
     lease = Lease(lease_s, clock)
     lease.watch("a")
@@ -85,7 +85,7 @@ def test_some_may_be_silent_for_longer() -> None:
     assert lease.silent() == ["b"], "what it was allowed went with it"
 
 
-def test_who_did_not_listen_accuses_nobody() -> None:
+def test_a_watcher_that_did_not_listen_reports_no_silence() -> None:
     clock = VirtualClock(50.0)
     lease = Lease(8.0, clock)
     lease.watch("a")

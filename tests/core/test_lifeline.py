@@ -1,4 +1,4 @@
-"""A process ends with the one that started it, whatever it is in the middle of: also where no Python code can run."""
+"""A process ends with the process that started it, also where no Python code can run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IMPORTS = "import os, sys\nfrom slipstream.core import lifeline\ndef report(): p
 
 
 def start(code: str, folder: Path) -> tuple[subprocess.Popen[str], int]:
-    """A parent, and the descriptor that is readable when its child has ended."""
+    """Start a parent; return it and a descriptor that is readable when its child has ended."""
     (folder / "child.py").write_text(IMPORTS + code)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
@@ -50,7 +50,7 @@ def test_a_killed_parent_takes_its_child_along(moment: str, tmp_path: Path) -> N
     parent.stdout.close()
 
 
-def test_a_child_whose_parent_ended_before_it_could_ask_ends_at_once(tmp_path: Path) -> None:
+def test_a_child_whose_parent_ended_first_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text("raise AssertionError('it runs')")
     command = [sys.executable, "-m", "slipstream.core.lifeline", str(1 << 22), "child"]  # nobody has this number
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}

@@ -1,7 +1,7 @@
 """A channel over a network that loses, delays, repeats and reorders frames: each message arrives once, in order.
 
 The link's two ends are the real ones; between them, in place of ZeroMQ, lies a network that a seeded adversary runs.
-It is worse than any connection: those keep their order and lose only what was on its way when they broke.
+It is worse than any connection: those keep their order and lose frames only when they break.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_MESSAGES = 1500
 
 
 class Socket:
-    """What a link sees: its frames go into the network, replies and connection events come out of it."""
+    """A fake socket: frames of the link go into the network, replies and connection events come out of it."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.peer = network, b""
@@ -36,7 +36,7 @@ class Socket:
         self.is_open = True
 
     def set(self, *_: Any) -> None:
-        """Options are ZeroMQ's."""
+        """Ignore the options of ZeroMQ."""
 
     def connect(self, _: str) -> None:
         self.connection_is_made()
@@ -75,7 +75,7 @@ class Monitor:
 
 
 class Network:
-    """Frames on their way to the target, replies on their way back; and the target's side of it."""
+    """The frames on their way to the target, the replies on their way back, and the target's listener."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -98,7 +98,7 @@ class Network:
     # The adversary
 
     def disturb(self) -> None:
-        """Something happens to one frame, and something to one reply: mostly that it arrives, out of turn or not."""
+        """Deliver, repeat or lose one frame and one reply, in turn or not. Most arrive."""
         for queue, deliver in ((self.frames, self._to_target), (self.replies, self._to_source)):
             if not queue:
                 continue
@@ -128,7 +128,7 @@ class Network:
 
 
 class Ends:
-    """The living source and its target, and the sources that were replaced and do not know it."""
+    """The present source and its target, and earlier sources that do not know that they were replaced."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(seed)
@@ -170,7 +170,7 @@ class Ends:
             self.got.append(message.step)
 
     def breaks(self) -> None:
-        """The connection is lost with a part of what was on its way, and made again."""
+        """Break the connection, lose half of the frames on their way, and connect again."""
         self.network.frames = [f for f in self.network.frames if self.rng.random() < 0.5]
         self.network.replies = [r for r in self.network.replies if self.rng.random() < 0.5]
         self.rng.choice(self.made).connection_is_made()
@@ -180,7 +180,7 @@ class Ends:
         self.link.probe()
 
     def replace_source(self) -> None:
-        """The successor may speak before the target is told of it."""
+        """Replace the source. The successor may send before the target is told of it."""
         self.zombies.append(self.link)
         self.incarnation += 1
         self.link = self._link()
@@ -203,7 +203,7 @@ class Ends:
                 assert zombie.is_fenced
 
     def finish(self) -> None:
-        """No more faults: what is still owed comes, and the source hears that it was taken."""
+        """Deliver all without faults: owed messages arrive, and the source learns that they were taken."""
         for _ in range(6):
             self.beat()
             self.network.calm()
@@ -241,9 +241,7 @@ def test_everything_arrives_once_and_in_order(seed: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_sources_that_are_replaced_lose_what_was_not_taken_and_nothing_else(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_that_are_replaced_lose_untaken_messages_only(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = Ends(seed, monkeypatch)
     while ends.next < NUM_MESSAGES:
         match ends.rng.choices(
@@ -270,10 +268,10 @@ def test_sources_that_are_replaced_lose_what_was_not_taken_and_nothing_else(
     assert ends.inbox.stats.refused > 0, "frames of sources that were replaced are counted"
 
 
-def test_what_a_successors_connection_lost_before_it_was_announced_is_asked_for_then(
+def test_frames_of_a_successor_lost_before_its_announcement_are_asked_for_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It asks once, when the connection is there again: that has to be answered later, for it does not ask again."""
+    """The successor probes only when it has reconnected, so that probe has to be answered after the announcement."""
     ends = Ends(0, monkeypatch)
     ends.put()
     ends.network.calm()

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: who gets it, what a refusal says and leaves, and what survives a SIGKILL."""
+"""The lock of a run's folder: its holder, the text and effect of a refusal, and its state after a SIGKILL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with holding(folder):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run's, from before there were locks."""
+    """A run's folder without a lock."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
     return tmp_path / "run"
@@ -59,7 +59,7 @@ def begin(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def held(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    """By another process, until the end."""
+    """Let another process hold the folder inside this context."""
     with holder(folder, *more) as process:
         begin(process)
         assert process.stdout is not None
@@ -99,7 +99,7 @@ def test_a_second_run_is_told_at_once_who_has_the_folder_and_leaves_it_as_it_is(
         assert not is_held(folder), "by this process, whose report it is"
 
 
-def test_of_many_that_start_together_one_gets_it(folder: Path) -> None:
+def test_of_many_runs_that_start_together_one_gets_the_folder(folder: Path) -> None:
     processes = [holder(folder) for _ in range(5)]
     for process in processes:
         begin(process)
@@ -142,7 +142,7 @@ def test_a_killed_run_whose_processes_still_write_is_waited_for(folder: Path, mo
     assert f"process {process.pid} was killed" in caplog.text
 
 
-def test_what_a_killed_run_left_is_not_waited_for_for_ever(folder: Path, monkeypatch) -> None:
+def test_processes_of_a_killed_run_are_waited_for_until_a_deadline(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
     with held(folder, "child") as process:
         process.kill()
@@ -162,7 +162,7 @@ def test_a_run_on_another_machine_may_be_dead_and_known_to_be_later(folder: Path
     assert not isinstance(refused.value, ConfigError)
 
 
-def test_a_number_that_was_given_to_another_process_misleads_nobody(folder: Path, monkeypatch) -> None:
+def test_a_process_number_that_was_assigned_again_is_recognised(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
     with holding(folder):
         lock = folder / LOCK_FILE
@@ -173,7 +173,7 @@ def test_a_number_that_was_given_to_another_process_misleads_nobody(folder: Path
 
 @pytest.mark.parametrize("error", [ConfigError("wrong input"), KeyboardInterrupt()])
 @pytest.mark.parametrize("is_run", [True, False])
-def test_where_nothing_has_begun_nothing_is_left(error: BaseException, is_run: bool, folder: Path) -> None:
+def test_nothing_is_left_where_no_run_has_begun(error: BaseException, is_run: bool, folder: Path) -> None:
     if not is_run:
         (folder / "config.toml").unlink()
     for _ in range(2):
@@ -187,8 +187,8 @@ def test_where_nothing_has_begun_nothing_is_left(error: BaseException, is_run: b
         (folder / LOCK_FILE).touch()  # of an earlier run
 
 
-def test_a_lock_that_was_removed_meanwhile_is_none(folder: Path, monkeypatch) -> None:
-    """Its holder removed the file between our opening and locking it: the next one may have a new file already."""
+def test_a_lock_file_that_was_removed_meanwhile_does_not_count(folder: Path, monkeypatch) -> None:
+    """Its holder removed the file between our opening and locking it; the next run may have a new file already."""
     lock_it, removed = run_lock._try, []
 
     def slow(descriptor: int, path: Path) -> bool:
@@ -214,7 +214,7 @@ def test_without_locks_a_run_goes_on_with_a_warning(number: int, folder: Path, m
 
 
 @pytest.mark.parametrize("what", ["a fifo", "a link", "a folder", "nobody's"])
-def test_what_lies_in_the_locks_place_is_not_waited_for(what: str, folder: Path) -> None:
+def test_a_foreign_file_in_place_of_the_lock_is_not_waited_for(what: str, folder: Path) -> None:
     lock = folder / LOCK_FILE
     if what == "a fifo":
         os.mkfifo(lock)

@@ -1,4 +1,4 @@
-"""Messages in a file come back as they were, or not at all."""
+"""Saved messages are read back unchanged, or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def partial(ordinal: int, sample: int, *, version: int = 1) -> Partial:
 
 
 def test_rollouts_and_partials_come_back_bit_for_bit(tmp_path: Path) -> None:
-    """By the bytes that they have on a channel, which are made by other code."""
+    """The oracle is their bytes on a channel, which other code makes."""
     rollouts = [rollout(ordinal, sample) for ordinal in range(3) for sample in range(4)]
     save_messages(tmp_path / "a.safetensors", rollouts, cut="one")
     found = load_messages(tmp_path / "a.safetensors", Rollout, cut="one")
@@ -89,8 +89,8 @@ def test_another_cut_and_another_kind_are_refused(tmp_path: Path) -> None:
         load_messages(tmp_path / "absent.safetensors", Rollout, cut="one")
 
 
-def test_a_resume_takes_what_is_owed_and_of_its_own_lineage(tmp_path: Path) -> None:
-    """Whatever ranks and replicas saved it; versions above the checkpoint's are of the abandoned tail."""
+def test_a_resume_takes_owed_groups_of_its_own_versions(tmp_path: Path) -> None:
+    """The number of ranks and replicas does not matter; later versions belong to the abandoned continuation."""
     checkpoint = tmp_path / "step_5"
     folder = rollouts_dir(checkpoint)
     save_messages(folder / "trainer.safetensors", [rollout(0, 0), rollout(1, 0, version=5)], cut="one")

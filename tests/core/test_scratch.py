@@ -1,4 +1,4 @@
-"""What killed runs leave behind is removed, and what belongs to the living is not."""
+"""Files of killed runs are removed, and files of living runs are not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Stand for the temporary folder and /dev/shm."""
+    """Replace the temporary folder and /dev/shm."""
     shared, temporary = tmp_path / "shm", tmp_path / "tmp"
     shared.mkdir()
     temporary.mkdir()
@@ -44,7 +44,7 @@ def make_old(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, None])
-def test_only_the_end_of_its_owner_makes_it_waste(places: tuple[Path, Path], ending: signal.Signals | None) -> None:
+def test_files_are_removed_once_their_owner_ended(places: tuple[Path, Path], ending: signal.Signals | None) -> None:
     temporary, shared = places
     folder = make_transport_dir()
     assert folder.parent == temporary
@@ -75,7 +75,7 @@ def test_only_the_end_of_its_owner_makes_it_waste(places: tuple[Path, Path], end
     assert sweep() == []
 
 
-def test_what_nobody_has_claimed_is_left_alone(places: tuple[Path, Path]) -> None:
+def test_unclaimed_folders_are_left_alone(places: tuple[Path, Path]) -> None:
     temporary, shared = places
     make_transport_dir()  # it may be about to be claimed
     (temporary / "slipstream-notes.txt").touch()
@@ -86,8 +86,8 @@ def test_what_nobody_has_claimed_is_left_alone(places: tuple[Path, Path]) -> Non
     assert sorted([*temporary.iterdir(), *shared.iterdir()]) == before
 
 
-def test_a_segment_that_nobody_holds_is_waste_where_no_folder_is(places: tuple[Path, Path]) -> None:
-    """Of a trainer on a machine without a controller."""
+def test_a_segment_that_no_process_holds_is_removed_without_a_folder(places: tuple[Path, Path]) -> None:
+    """A trainer on a machine without a controller leaves such segments."""
     _, shared = places
     held, left = (make_old(shared / f"slipstream.run-{name}") for name in ("held", "left"))
     descriptor = hold(held)
@@ -101,8 +101,8 @@ def test_a_segment_that_nobody_holds_is_waste_where_no_folder_is(places: tuple[P
     assert set(sweep()) == {held, weights}
 
 
-def test_what_stands_in_the_place_of_an_owner_is_not_followed(places: tuple[Path, Path]) -> None:
-    """Hostile programs may write to a worker's folder: a pipe would block whoever opened it, a link lead elsewhere."""
+def test_a_foreign_file_in_place_of_the_owner_is_not_followed(places: tuple[Path, Path]) -> None:
+    """Hostile programs may write to a worker's folder: opening a pipe would block, a link would lead elsewhere."""
     temporary, shared = places
     precious = make_old(temporary / "precious")
     folder, descriptor = make_claimed("reward")
@@ -123,7 +123,7 @@ def test_what_stands_in_the_place_of_an_owner_is_not_followed(places: tuple[Path
     assert (kept / "owner").exists()
 
 
-def test_another_users_are_not_ours(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_users_are_left_alone(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_transport_dir()
     os.close(claim(folder))
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
@@ -132,7 +132,7 @@ def test_another_users_are_not_ours(places: tuple[Path, Path], monkeypatch: pyte
     assert folder.exists()
 
 
-def test_a_run_removes_only_its_own(places: tuple[Path, Path]) -> None:
+def test_a_run_removes_only_its_own_files(places: tuple[Path, Path]) -> None:
     _, shared = places
     ours, theirs = shared / "slipstream.a.x", shared / "slipstream.a-b.x"
     ours.touch()

@@ -27,7 +27,7 @@ json_values = st.recursive(
 
 
 def strategy_of(annotation: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's annotation, built from the annotation alone."""
+    """Return a strategy of a field's values, built from its annotation alone."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return st.sampled_from(args)
@@ -126,7 +126,7 @@ def test_a_damaged_message_decodes_or_is_a_channel_error(data: st.DataObject) ->
         msgspec.msgpack.encode({"type": "Export", "path": msgspec.msgpack.Ext(1, b"\x04\x01" + b"\xff" * 8)}),
     ],
 )
-def test_what_is_not_a_message_is_refused(blob: bytes) -> None:
+def test_only_messages_are_encoded(blob: bytes) -> None:
     with pytest.raises(ChannelError):
         wire.decode(blob)
 

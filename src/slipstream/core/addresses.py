@@ -75,7 +75,7 @@ class LocalAddresses:
         """Do nothing: addresses are known from the channels."""
 
     def find(self, port: str, incarnation: int = 0) -> Address:
-        """Return the address of `port`, for this incarnation of its executor or the one it started with (0)."""
+        """Return the address of `port`, for this incarnation of its executor (0: that of `incarnations`, else 1)."""
         if self._transport_dir is None:
             raise ChannelError(f"port '{port}' is in another process, but there is no transport_dir")
         incarnation = incarnation or self._incarnations.get(executor_of(port), 1)
@@ -175,7 +175,7 @@ class StoreAddresses:
 
 
 AddressBook = LocalAddresses | StoreAddresses
-"""Tells a process where its own ports have to listen and where those of others do."""
+"""An address book: it tells where a process's own ports have to listen, and where those of other processes do."""
 
 
 def _numbered(specs: Sequence[ChannelSpec]) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Threads beside the one in which an executor works; the CPU seconds of `start_thread`'s are counted apart.
+"""Threads beside the one in which an executor works, and the CPU seconds that they use.
 
-They stage and send weights, write checkpoints, call a user's reward function. An executor that waits meanwhile is
-waiting in the accounts, as new work would begin at once; `background_cpu_s` says how much its process computes then.
+They stage and send weights, write checkpoints and call a user's reward function. The time of an executor that waits
+meanwhile counts as waiting, because it would begin new work at once; `background_cpu_s` is the work of the threads.
 """
 
 from __future__ import annotations

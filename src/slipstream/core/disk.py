@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from safetensors import SafetensorError
@@ -56,14 +55,21 @@ def _number(error: BaseException | None) -> int | None:
     return None if found is None else int(found[1])
 
 
+def is_in_place(path: Path, descriptor: int) -> bool:
+    """Whether `path` is the file or folder that `descriptor` has open."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 def check_in_place(path: Path, descriptor: int) -> None:
-    """Raise DiskError where `path` is not the file that `descriptor` has open: it was removed, moved or replaced.
+    """Raise DiskError where `path` is not in place: it was removed, moved or replaced.
 
     Bytes written through the descriptor since then are lost, or lie somewhere else.
     """
-    with contextlib.suppress(OSError):
-        if os.path.samestat(path.stat(), os.fstat(descriptor)):
-            return
+    if is_in_place(path, descriptor):
+        return
     raise DiskError(
         f"{path.name} was removed, moved or replaced while the run wrote to it",
         got=f"{path} is {_whereabouts(descriptor)}",
@@ -95,9 +101,7 @@ class HeldFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise DiskError in place of `error` where the folder is gone, or where the disk refused to be written."""
         try:
             self.check()

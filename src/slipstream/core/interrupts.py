@@ -21,7 +21,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `slipstream` has no handler until this module is imported: it imports little
     from collections.abc import Callable, Iterator
-    from types import FrameType, TracebackType
+    from types import FrameType
     from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -92,9 +92,7 @@ class Interrupts:
                 self._previous[number] = signal.signal(number, self._take)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._stop_clock()
         for number in SIGNALS:
             if number in self._previous:

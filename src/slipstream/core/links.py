@@ -109,9 +109,17 @@ class Link(abc.ABC):
             self.pump()
         return self.depth < self.spec.capacity or self.is_closed
 
+    def end(self, why: str) -> None:
+        """Close the link for good, for reasons of either side. The first reason counts."""
+        if self.closed_because is None:
+            self.closed_because, self.is_connected = why, False
+
     def close(self) -> None:
         self.is_away = True
         self.end(f"'{self.spec.target}' was disconnected")
+
+    def probe(self) -> None:  # noqa: B027 - within a process there is nothing to ask
+        """Ask the target for a sign of life."""
 
     @property
     @abc.abstractmethod
@@ -124,19 +132,11 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def pump(self) -> None:
-        """Read the news of the target."""
-
-    @abc.abstractmethod
-    def probe(self) -> None:
-        """Ask the target for a sign of life."""
+        """Read replies of the target and changes of the connection."""
 
     @abc.abstractmethod
     def pollables(self) -> list[Pollable]:
         """Return all that becomes readable when there may be room."""
-
-    @abc.abstractmethod
-    def end(self, why: str) -> None:
-        """Close the link for good, on either side's account. The first reason counts."""
 
 
 class LocalLink(Link):
@@ -166,15 +166,8 @@ class LocalLink(Link):
         if self._room is not None:
             self._room.clear()
 
-    def probe(self) -> None:
-        """Do nothing: both ends live in one process."""
-
     def pollables(self) -> list[Pollable]:
         return [] if self._room is None else [self._room.fileno()]
-
-    def end(self, why: str) -> None:
-        if self.closed_because is None:
-            self.closed_because, self.is_connected = why, False
 
     def close(self) -> None:
         super().close()
@@ -222,7 +215,7 @@ class ZmqLink(Link):
         return len(self._kept)
 
     def send(self, message: Message) -> None:
-        if (self.sequence & 15) == 0 or len(self._kept) < 2:  # see a fence soon, without a look per message
+        if (self.sequence & 15) == 0 or len(self._kept) < 2:  # to notice a fence soon, without a look per message
             self.pump()
         self.check_open()
         payload = wire.encode(message)
@@ -265,11 +258,11 @@ class ZmqLink(Link):
         return "never connected" if self._num_connections == 0 else "the connection is lost"
 
     def end(self, why: str) -> None:
-        if self.closed_because is None:
-            self.closed_because, self.is_connected = why, False
+        if not self.is_closed:
             _end_monitor(self._socket, self._monitor)
             self._socket.close()
             self._kept.clear()
+        super().end(why)
 
     @property
     def _base(self) -> int:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.core.disk import disk_errors
+from slipstream.core.disk import disk_errors, is_in_place
 from slipstream.core.errors import ConfigError, SlipstreamError
 
 LOCK_FILE = ".lock"
@@ -139,7 +139,7 @@ def _take(run_dir: Path) -> int:
     while True:
         with _opened(path, os.O_RDWR | os.O_CREAT) as descriptor:
             if _try(descriptor, path):
-                if _is_at(path, descriptor):
+                if is_in_place(path, descriptor):
                     return os.dup(descriptor)
                 continue  # its former holder has removed the file
             holder, waited_s = _holder(descriptor), time.monotonic() - started_s
@@ -205,13 +205,6 @@ def _set(descriptor: int, kind: int) -> None:
 
 def _flock(kind: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _holder(descriptor: int) -> Holder | None:

@@ -120,7 +120,6 @@ def _saved(checkpoint: Path, node: str, kind: type[M], cut: str, notes: list[str
 def _crc32(text: str, arrays: Any) -> int:
     crc = zlib.crc32(text.encode())
     for array in arrays:
-        crc = zlib.crc32(
-            np.ascontiguousarray(array).tobytes(), zlib.crc32(repr((array.dtype, array.shape)).encode(), crc)
-        )
+        crc = zlib.crc32(repr((array.dtype, array.shape)).encode(), crc)
+        crc = zlib.crc32(np.ascontiguousarray(array).tobytes(), crc)
     return crc
