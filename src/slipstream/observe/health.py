@@ -25,7 +25,7 @@ from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.plain import shortened
 from slipstream.core.run_log import read_metrics
 from slipstream.observe import trends
-from slipstream.observe.trends import History, Statistic
+from slipstream.observe.trends import History
 
 ALARMS_FILE = "alarms.jsonl"
 _FAILURE_CHARS = 300  # of an exception's text, in an alarm
@@ -68,7 +68,8 @@ class Rule:
     threshold is where it is.
     """
 
-    statistic: Statistic
+    function: Callable[..., float | None]
+    arguments: Sequence[Any]
     threshold: float
     watches: str
     meaning: str
@@ -78,6 +79,10 @@ class Rule:
     is_low: bool = False
     clears: float = 0.8
     persist: int = 3
+
+    def statistic(self, history: History) -> float | None:
+        """What is watched, None while there are too few steps: `function` of them, and of its `arguments`."""
+        return self.function(history, *self.arguments)
 
     def is_beyond(self, value: float, threshold: float) -> bool:
         return value < threshold if self.is_low else value >= threshold
@@ -90,8 +95,8 @@ def _read_rules() -> dict[AlarmName, Rule]:
     tables = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
     found: dict[AlarmName, Rule] = {}
     for name, table in tables.items():
-        statistic, *arguments = table.pop("statistic")
-        found[name] = Rule(statistic=getattr(trends, statistic)(*arguments), **table)  # type: ignore[index]
+        function, *given = table.pop("statistic")
+        found[name] = Rule(function=getattr(trends, function), arguments=given, **table)  # type: ignore[index]
     return found
 
 
@@ -246,17 +251,8 @@ def spans(alarms: Iterable[Alarm]) -> list[AlarmSpan]:
     for alarm in alarms:
         if alarm.event == "began":
             open_at[alarm.name] = len(found)
-            found.append(
-                AlarmSpan(
-                    name=alarm.name,
-                    severity=alarm.severity,
-                    began=alarm.step,
-                    ended=None,
-                    value=alarm.value,
-                    threshold=alarm.threshold,
-                    text=alarm.text,
-                )
-            )
+            begun = msgspec.to_builtins(alarm) | {"began": alarm.step, "ended": None}
+            found.append(msgspec.convert(begun, AlarmSpan))
         elif (index := open_at.pop(alarm.name, None)) is not None:
             found[index] = msgspec.structs.replace(found[index], ended=alarm.step)
     return found

@@ -464,11 +464,6 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def plural(count: int, word: str) -> str:
-    """1 and "step" as "1 step", 20 as "20 steps"."""
-    return f"{number(count)} {word}{'' if count == 1 else 's'}"
-
-
 def shortened(name: str, most: int) -> str:
     """`name` without its middle where it has more than `most` letters."""
     return name if len(name) <= most else f"{name[: most - most // 2 - 1]}…{name[len(name) - most // 2 :]}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
+from slipstream.observe.display import plural
 from slipstream.observe.report.charts import (
     Evaluated,
     against_kl,
@@ -24,7 +25,7 @@ from slipstream.observe.report.data import Clock, RunData, as_saved, meaning, re
 from slipstream.observe.report.html import card, cards, document, field, items, part, table, text
 from slipstream.observe.report.outcomes import BOLD, are_alike, faster, outcome_table
 from slipstream.observe.report.overview import status_of
-from slipstream.observe.svg import Axis, Series, empty, plural, shortened
+from slipstream.observe.svg import Axis, Series, empty, shortened
 from slipstream.observe.svg_blocks import state_bars
 
 MAX_RUNS = 14  # as many as lines can be told apart: seven colours, each whole and dashed

@@ -12,14 +12,14 @@ from statistics import fmean, median
 
 from slipstream.core.held_out import Measured
 from slipstream.observe.balance import LEAST_STEPS, SMALL
-from slipstream.observe.display import duration
+from slipstream.observe.display import duration, plural
 from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.health import WATCHED_STEPS, AlarmSpan
 from slipstream.observe.noise import LEAST_TREND, mean_of, rises, share
 from slipstream.observe.report.data import RunData
 from slipstream.observe.report.html import card, cards, items, part, table, text
 from slipstream.observe.summary import Evaluations, violations
-from slipstream.observe.svg import number, plural
+from slipstream.observe.svg import number
 from slipstream.observe.svg_blocks import percent_name
 from slipstream.observe.waste import WASTE
 
