@@ -43,9 +43,9 @@ OTHER_COLOUR = "#8c8c6b"
 
 KINDS: dict[str, Kind] = {"work": "work", "missed": "wait", "ready": "wait", "gone": "gone"}
 STATES = {
-    name: State(*entry, kind=KINDS[table], is_ready=table == "ready")
+    name: State(words, shade, meaning, KINDS[table], is_ready=table == "ready")
     for table, entries in tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8")).items()
-    for name, entry in entries.items()
+    for name, (words, shade, meaning) in entries.items()
 }
 """The states that ours have, of `states.toml`."""
 
