@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a live picture on a terminal, a line now and then elsewhere.
+"""The display of a run that goes on: a live picture on a terminal, a line now and then elsewhere.
 
 Every method takes constant time and draws at most `REFRESHES_PER_S` times a second, in the caller's thread, so the
 display never holds up the loop that feeds it.
@@ -151,7 +151,7 @@ class Display:
         self._say(printable(text, limit=2000))
 
     def samples(self, samples: Iterable[Sample]) -> None:
-        """The same prompts answered before and after."""
+        """Print the answers to the same prompts before and after training."""
         names = ("prompt", "answer", "before", "after")
         table = Table(title="samples", title_justify="left", show_edge=False, pad_edge=False)
         for name in names:
@@ -161,7 +161,7 @@ class Display:
         self._print(table)
 
     def evaluation_table(self, evaluation: Mapping[str, Any]) -> None:
-        """What the stage `evaluate` found, before and after (`observe/evaluation.py`)."""
+        """Print the findings of the stage `evaluate`, before and after (`observe/evaluation.py`)."""
         self.close()
         title = f"{evaluation['num_prompts']} held-out prompts, temperature {evaluation['temperature']:g}"
         self._print(_of_moments(title, ([*map(self._encodable, row)] for row in evaluation_rows(evaluation))))

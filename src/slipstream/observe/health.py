@@ -81,7 +81,7 @@ class Rule:
     persist: int = 3
 
     def statistic(self, history: History) -> float | None:
-        """What is watched, None while there are too few steps: `function` of them, and of its `arguments`."""
+        """Return `function` of the steps and of its `arguments`; None while there are too few steps."""
         return self.function(history, *self.arguments)
 
     def is_beyond(self, value: float, threshold: float) -> bool:
@@ -211,7 +211,7 @@ class Watchman:
         return self._tell(self._health.update(metrics))
 
     def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
-        """The same as completions fail to be scored, which may be before any step is done (`Health.failed`)."""
+        """Return the alarms as completions fail to be scored, perhaps before any step is done (`Health.failed`)."""
         return self._tell(self._health.failed(step, count, num_scored, failure))
 
     def _tell(self, alarms: list[Alarm]) -> list[Alarm]:

@@ -27,7 +27,7 @@ Kind = Literal["work", "wait", "gone"]
 
 
 @dataclass(frozen=True)
-class State:
+class ProcessState:
     """`words` follow the name of a process: "trainer: waits for generation 20%". `is_ready`: a wait that limits nobody,
     of a process that has done what it was asked for."""
 
@@ -43,7 +43,7 @@ OTHER_COLOUR = "#8c8c6b"
 
 KINDS: dict[str, Kind] = {"work": "work", "missed": "wait", "ready": "wait", "gone": "gone"}
 STATES = {
-    name: State(words, shade, meaning, KINDS[table], is_ready=table == "ready")
+    name: ProcessState(words, shade, meaning, KINDS[table], is_ready=table == "ready")
     for table, entries in tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8")).items()
     for name, (words, shade, meaning) in entries.items()
 }
@@ -103,7 +103,7 @@ def is_missed(state: str) -> bool:
 
 
 def seconds_of(kind_of_state: Kind, seconds: Mapping[str, float]) -> float:
-    """What of `seconds` by state is of one kind."""
+    """Return the sum of `seconds` over the states of one kind."""
     return sum(value for state, value in seconds.items() if kind(state) == kind_of_state)
 
 

@@ -1,4 +1,4 @@
-"""What the recent past of a run's metrics comes to: the statistics that alarms (`observe/health.py`) are made of.
+"""The statistics of a run's recent metrics that alarms (`observe/health.py`) are made of.
 
 Each is a function of a `History`, and of what `alarms.toml` gives it, to one number, or to None while there are too few
 steps. Pure, in bounded memory.

@@ -105,7 +105,7 @@ def three_clocks(
     *,
     height: int = 180,
 ) -> str:
-    """The same lines against steps, tokens and time, beside each other, as a card; nothing without any points."""
+    """Draw the same lines against steps, tokens and time, beside each other, in a card; nothing without points."""
     pictures = []
     for clock in CLOCKS:
         longest = max((run.history.clocks[clock][-1] for run in runs if run.history.steps), default=0.0)
@@ -165,8 +165,8 @@ def column_numbers(columns: Sequence[Column], rows: Sequence[str], label: str) -
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """What the stage `evaluate` found of a run, and its colour."""
+class EvaluatedRun:
+    """The findings of the stage `evaluate` about a run, and its colour."""
 
     name: str
     hue: int
@@ -179,7 +179,7 @@ def gained(content: Sequence[str]) -> str:
     return part("evaluation", "What was gained, at what price?", lead, [cards(*content)])
 
 
-def against_kl(runs: Sequence[Evaluated]) -> str:
+def against_kl(runs: Sequence[EvaluatedRun]) -> str:
     """Gold win rate against KL to the reference, before and after RL."""
     spots = spots_of(runs)
     if not spots:
@@ -200,7 +200,7 @@ def against_kl(runs: Sequence[Evaluated]) -> str:
     return card("Gold win rate against KL", note, legend + chart)
 
 
-def spots_of(runs: Sequence[Evaluated]) -> list[Spot]:
+def spots_of(runs: Sequence[EvaluatedRun]) -> list[Spot]:
     """The moments at which both were measured."""
     spots = []
     for one in runs:

@@ -12,7 +12,7 @@ from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.observe.display import plural
 from slipstream.observe.report.charts import (
-    Evaluated,
+    EvaluatedRun,
     against_kl,
     chart_card,
     gained,
@@ -83,7 +83,7 @@ def short_names(places: Sequence[Path]) -> dict[Path, str]:
 
 
 def labels(runs: Sequence[RunData]) -> list[str]:
-    """What sets each run apart in its configuration, in as few fields as tell all of them apart; none if too many must.
+    """Label each run by the fewest fields that tell all of them apart in their configurations; none if too many must.
 
     A field that says most by itself comes first (SAYS_MOST), one that says least last. Text stands for itself.
     """
@@ -187,7 +187,7 @@ def _clocks(runs: Sequence[Compared], title: str, name: str, label: str) -> str:
 
 def _evaluation(runs: Sequence[Compared]) -> str:
     """Nothing where no run has both a win rate and a KL."""
-    evaluated = [Evaluated(one.name, one.hue, one.run.evaluation) for one in runs if one.run.evaluation is not None]
+    evaluated = [EvaluatedRun(one.name, one.hue, one.run.evaluation) for one in runs if one.run.evaluation is not None]
     if not (spots := spots_of(evaluated)):
         return ""
     rows = [[text(s.name), f"{s.x:.2f} ± {s.x_error:.2f}", f"{s.y:.1%} ± {s.y_error:.1%}"] for s in spots]

@@ -1,4 +1,4 @@
-"""What several runs came to, number by number, and which of them was faster."""
+"""The outcomes of several runs, number by number, and which of them was faster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOLD = "Bold is better than each of the others by more than noise: twice the sta
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OutcomeRow:
     """A line of the table. `measure` is None where a run does not have it.
 
     `best` picks the better of several values; None where none is better, or where they are not of the same thing.
@@ -37,28 +37,28 @@ def outcome_table(runs: Mapping[str, RunData]) -> str:
         len({(run.config.get("groups_per_step"), run.config.get("completions_per_group")) for run in several}) == 1
     )
     lines = [
-        Outcome("held-out accuracy before, greedy", lambda run: run.held_out[0].accuracy, "{:.1%}".format),
-        Outcome(
+        OutcomeRow("held-out accuracy before, greedy", lambda run: run.held_out[0].accuracy, "{:.1%}".format),
+        OutcomeRow(
             "held-out accuracy after, greedy",
             lambda run: run.held_out_score,
             "{:.1%}".format,
             max if are_alike(several) else None,
         ),
-        Outcome("held-out mean reward before, greedy", lambda run: run.held_out[0].reward, number),
-        Outcome("held-out mean reward after, greedy", lambda run: run.held_out[1].reward, number),
-        Outcome("held-out prompts", _num_held_out, number),
-        Outcome("steps", lambda run: float(len(run.history.steps)), number),
-        Outcome("whole run", lambda run: run.wall_s, span),
-        Outcome("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, min if has_one_batch else None),
-        Outcome("sampled tokens/s", lambda run: _rate(run, "generated"), number),
-        Outcome("trained tokens/s", lambda run: _rate(run, "trained"), number, max),
-        Outcome("age of a trained token, mean", lambda run: run.mean_staleness, "{:.2f} steps".format),
-        Outcome("age of a trained token, most", lambda run: run.max_staleness, "{:.0f} steps".format),
-        Outcome("effective sample size, mean", _mean_ess, percent_name),
-        Outcome("trainer waits", lambda run: run.idle("trainer"), percent_name),
-        Outcome("generators wait", lambda run: run.idle("generator"), percent_name),
-        Outcome("wasted tokens, of those trained on", lambda run: run.wasted_share, percent_name),
-        Outcome("alarms", lambda run: float(len(run.alarms)), number),
+        OutcomeRow("held-out mean reward before, greedy", lambda run: run.held_out[0].reward, number),
+        OutcomeRow("held-out mean reward after, greedy", lambda run: run.held_out[1].reward, number),
+        OutcomeRow("held-out prompts", _num_held_out, number),
+        OutcomeRow("steps", lambda run: float(len(run.history.steps)), number),
+        OutcomeRow("whole run", lambda run: run.wall_s, span),
+        OutcomeRow("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, min if has_one_batch else None),
+        OutcomeRow("sampled tokens/s", lambda run: _rate(run, "generated"), number),
+        OutcomeRow("trained tokens/s", lambda run: _rate(run, "trained"), number, max),
+        OutcomeRow("age of a trained token, mean", lambda run: run.mean_staleness, "{:.2f} steps".format),
+        OutcomeRow("age of a trained token, most", lambda run: run.max_staleness, "{:.0f} steps".format),
+        OutcomeRow("effective sample size, mean", _mean_ess, percent_name),
+        OutcomeRow("trainer waits", lambda run: run.idle("trainer"), percent_name),
+        OutcomeRow("generators wait", lambda run: run.idle("generator"), percent_name),
+        OutcomeRow("wasted tokens, of those trained on", lambda run: run.wasted_share, percent_name),
+        OutcomeRow("alarms", lambda run: float(len(run.alarms)), number),
     ]
     rows = (row for line in lines if (row := _row(line, several)))
     return table(["", *runs], rows, kind="outcomes")
@@ -126,7 +126,7 @@ def span(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
 
 
-def _row(line: Outcome, runs: Sequence[RunData]) -> list[str]:
+def _row(line: OutcomeRow, runs: Sequence[RunData]) -> list[str]:
     found = [line.measure(run) for run in runs]
     measured = [one if isinstance(one, Estimate) or one is None else Estimate(one) for one in found]
     if not any(measured):
@@ -142,7 +142,7 @@ def _row(line: Outcome, runs: Sequence[RunData]) -> list[str]:
     ]
 
 
-def _best(line: Outcome, known: Sequence[Estimate]) -> Estimate | None:
+def _best(line: OutcomeRow, known: Sequence[Estimate]) -> Estimate | None:
     """The one that is better than each of the others by more than noise."""
     if line.best is None or len(known) < 2:
         return None

@@ -32,7 +32,7 @@ import msgspec
 
 from slipstream.core.errors import ConfigError
 from slipstream.observe.watch.answers import ANSWERS, BadRequest, pulse
-from slipstream.observe.watch.index import RunIndex, Verdict
+from slipstream.observe.watch.index import LiveVerdict, RunIndex
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 7878
@@ -87,7 +87,7 @@ class Watch:
 
     def __init__(self, run_dir: str | Path, *, port: int = 0) -> None:
         self.index = RunIndex(Path(run_dir))
-        self.verdict = Verdict(Path(run_dir))
+        self.verdict = LiveVerdict(Path(run_dir))
         self.lock = threading.Lock()  # of `index`
         self.changed = threading.Condition()
         self.num_changes = 0
