@@ -382,7 +382,7 @@ def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> 
 def _setup(run: RunData, hardware: Hardware | None) -> str:
     changed = differing(run.fields)
     rows = (
-        [f"<code>{field(name)}</code>", text(shown(value)), text(shown(default)), text(meaning(name))]
+        [f"<code>{field(name)}</code>", field(shown(value)), field(shown(default)), text(meaning(name))]
         for name, (value, default) in changed.items()
     )
     head = ["field", "this run", "default", "what it is"]
