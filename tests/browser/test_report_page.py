@@ -163,11 +163,11 @@ def test_no_word_is_broken_between_its_letters(visit: Visit, pages: dict[str, st
 
 @pytest.mark.parametrize("width", [1280, 1000])
 def test_what_the_fields_of_a_comparison_are_is_seen_beside_long_values(
-    visit: Visit, tmp_path: Path, width: int
+    visit: Visit, tmp_path_factory: pytest.TempPathFactory, width: int
 ) -> None:
-    runs = []
+    folder, runs = tmp_path_factory.mktemp("compared"), []
     for name in ("baseline", "a name that is rather long", "quickstart-20260101-120000", "d"):
-        run_dir = tmp_path / name
+        run_dir = folder / name
         run_dir.mkdir()
         make_run_dir(run_dir, steps=2)
         commit = f"{name[0]:0>40}"
@@ -176,7 +176,7 @@ def test_what_the_fields_of_a_comparison_are_is_seen_beside_long_values(
             f'[prompts]\ntemplate = "Think step by step about this question of {name}: {{question}}"\n'
         )
         runs.append(run_dir)
-    page = visit(write_comparison(runs, out=tmp_path / "page.html").resolve().as_uri(), width=width)
+    page = visit(write_comparison(runs, out=folder / "page.html").resolve().as_uri(), width=width)
     inside, whole, column = page.evaluate("""() => {
         const table = document.querySelector('table.config');
         return [table.parentElement.clientWidth, table.scrollWidth, table.rows[1].lastChild.clientWidth];

@@ -6,7 +6,7 @@ Rows are lists where there may be thousands of them; the page's `js/api.js` says
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from slipstream.observe.tokens import TokenLine
 from slipstream.observe.watch.events import Passage
 from slipstream.observe.watch.index import LiveVerdict, RunIndex
 from slipstream.observe.watch.rollouts import GroupRow
-from slipstream.observe.watch.timelines import bars
+from slipstream.observe.watch.timelines import Bar, bars
 
 MAX_GROUPS = 600  # drawn at once: of more, every second, fourth ...
 MAX_MOVES = 6000
@@ -202,7 +202,9 @@ def lanes_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str
     for timeline, stretch, start_ns, end_ns in index.lanes(start_s, end_s):
         slices = timeline.slices(start_ns, end_ns)
         drawn = timeline.outline(start_ns, end_ns, parts) if slices is None else bars(slices, start_ns, end_ns, parts)
-        gone = ((begin, end, state, 1.0, {}, {}) for state, begin, end in timeline.gone(start_ns, end_ns))
+        gone: Iterator[Bar] = (
+            (begin, end, state, 1.0, {}, {}) for state, begin, end in timeline.gone(start_ns, end_ns)
+        )
         lanes[timeline.process] += [
             [*(round(stretch.run_s(ns * 1e-9), 4) for ns in (begin, end)), state, round(share, 3), args, also]
             for begin, end, state, share, args, also in (*drawn, *gone)
