@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from slipstream.observe.watch.answers import ANSWERS
-from slipstream.observe.watch.index import RunIndex, Verdict
+from slipstream.observe.watch.index import LiveVerdict, RunIndex
 
 P, G = 64, 16  # groups per step, completions per group
 STEP_S = 4.0
@@ -120,7 +120,7 @@ def measure_watching(megabytes: int) -> None:
         rate, longest_ms = sum(sizes.values()) / spent_s, longest_s * 1e3
         print(f"indexed in {spent_s:.1f} s ({rate:.0f} MB/s), a piece at most {longest_ms:.0f} ms;", end=" ")
         print(f"memory grew by {resident_mb() - before_mb:.0f} MB")
-        rng, verdict = random.Random(0), Verdict(run_dir)
+        rng, verdict = random.Random(0), LiveVerdict(run_dir)
         names = ",".join(f"metric_{n}" for n in range(9))
         queries: dict[str, Callable[[float], tuple[str, dict[str, Any]]]] = {
             "loop, 12 s": lambda t: ("loop", {"from": t, "to": t + 12}),

@@ -18,4 +18,4 @@ def check_metric_names(folder: Path) -> None:
             continue  # made up
         names = {name for line in path.read_bytes().split(b"\n")[:-1] for name in json.loads(line)}
         unknown = names - of_stage if of_stage is not None else {name for name in names if described(name) is None}
-        assert not unknown, f"{path} has metrics that observe/catalogue.py does not know: {sorted(unknown)}"
+        assert not unknown, f"{path} has metrics that observe/metrics.toml does not know: {sorted(unknown)}"

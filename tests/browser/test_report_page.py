@@ -161,6 +161,31 @@ def test_no_word_is_broken_between_its_letters(visit: Visit, pages: dict[str, st
     assert page.evaluate(BROKEN_WORDS) == []
 
 
+@pytest.mark.parametrize("width", [1280, 1000])
+def test_what_the_fields_of_a_comparison_are_is_seen_beside_long_values(
+    visit: Visit, tmp_path_factory: pytest.TempPathFactory, width: int
+) -> None:
+    folder, runs = tmp_path_factory.mktemp("compared"), []
+    for name in ("baseline", "a name that is rather long", "quickstart-20260101-120000", "d"):
+        run_dir = folder / name
+        run_dir.mkdir()
+        make_run_dir(run_dir, steps=2)
+        commit = f"{name[0]:0>40}"
+        (run_dir / "config.toml").write_text(
+            f'recipe = "r"\n[model]\npath = "some-company/SomeModel-135M-Instruct@{commit}"\n'
+            f'[prompts]\ntemplate = "Think step by step about this question of {name}: {{question}}"\n'
+        )
+        runs.append(run_dir)
+    page = visit(write_comparison(runs, out=folder / "page.html").resolve().as_uri(), width=width)
+    inside, whole, column = page.evaluate("""() => {
+        const table = document.querySelector('table.config');
+        return [table.parentElement.clientWidth, table.scrollWidth, table.rows[1].lastChild.clientWidth];
+    }""")
+    assert whole <= inside
+    assert column > 200
+    assert page.evaluate(BROKEN_WORDS) == []
+
+
 @pytest.mark.parametrize("name", ["first", "long", "comparison"])
 def test_a_phone_gets_a_short_page_that_holds_the_whole_one(visit: Visit, pages: dict[str, str], name: str) -> None:
     """Each part shows its first picture, the others by their titles; a touch opens one, and nothing is left out."""

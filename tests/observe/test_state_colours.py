@@ -29,10 +29,10 @@ from slipstream.observe.states import (
     waited_for,
 )
 from slipstream.observe.svg import Axis
-from slipstream.observe.svg_blocks import Bar, Column, Row, areas, gantt, state_bars, state_legend
+from slipstream.observe.svg_blocks import Bar, Column, GanttRow, areas, gantt, state_bars, state_legend
 from slipstream.observe.timeline import Timeline, timeline_path
 from slipstream.observe.watch.answers import run_answer
-from slipstream.observe.watch.index import RunIndex, Verdict
+from slipstream.observe.watch.index import LiveVerdict, RunIndex
 
 WAITS = [state for state in STATES if kind(state) == "wait"]
 WORK = [state for state in STATES if kind(state) == "work"]
@@ -85,7 +85,7 @@ def test_every_wait_is_hatched_and_no_work_is() -> None:
         expected = int(state in WAITS)
         assert hatched(state_bars({"p": seconds}, title="t")) == expected, state
         assert hatched(areas([Column(0, 1, seconds)], title="t", x=Axis("s"), order=[state])) == expected, state
-        assert hatched(gantt([Row("p", [Bar(state, 0, 1)], [])], title="t", start_s=0, end_s=1)) == expected, state
+        assert hatched(gantt([GanttRow("p", [Bar(state, 0, 1)], [])], title="t", start_s=0, end_s=1)) == expected, state
         assert ("hatched" in state_legend([state])) == bool(expected), state
     entries = re.findall(r"</i>([^<]*)</span>", state_legend(WAITS))
     assert entries == [in_words(state) for state in WAITS], "each has an entry of its own"
@@ -106,7 +106,7 @@ def test_report_watch_page_and_trace_say_the_same(tmp_path: Path) -> None:
     index = RunIndex(run_dir)
     while index.advance():
         pass
-    told = run_answer(index, Verdict(run_dir), {})
+    told = run_answer(index, LiveVerdict(run_dir), {})
     assert told["waiting"].endswith(f"Thin{WAITING}")
     for name, state in told["states"].items():
         assert (state["colour"], state["is_missed"], state["awaited"]) == (

@@ -17,7 +17,7 @@ from slipstream.observe.svg_blocks import (
     CELLS,
     Bar,
     Column,
-    Row,
+    GanttRow,
     areas,
     cells,
     gantt,
@@ -190,7 +190,7 @@ def test_what_cannot_be_drawn_is_left_out_and_said() -> None:
     assert "none" in heat_map([Column(0, 1, {"a": 0.0})], ["a"], title="t", x=Axis("x"), label="y", missing="none")
     assert "none" in areas([Column(0, 1, {})], title="t", x=Axis("x"), order=["a"], missing="none")
     assert "none" in state_bars({"p": {}}, title="t", missing="none")
-    assert "none" in gantt([Row("p", [], [])], title="t", start_s=0, end_s=1, missing="none")
+    assert "none" in gantt([GanttRow("p", [], [])], title="t", start_s=0, end_s=1, missing="none")
     for constant in (0.0, -3.0, 1e12):
         drawn(line_chart([Series("a", [(0.0, constant), (1.0, constant)], 0)], title="t", x=Axis("x"), y=Axis("y")))
 
@@ -285,10 +285,14 @@ def test_a_gantt_chart_is_bounded_and_says_what_took_most_of_a_cell() -> None:
     assert cells([large], 0.0, 1.0) == [Bar("score", 0.0, 0.25, "long", "words")]
     parts = [Bar("score", 0.0, 0.1, "a", "w"), Bar("score", 0.1, 0.3, "a", "w"), Bar("score", 0.5, 0.6, "a", "w")]
     assert cells(parts, 0.0, 1.0) == [Bar("score", 0.0, 0.3, "a", "w"), Bar("score", 0.5, 0.6, "a", "w")]
-    texts = [text.text for text in drawn(gantt([Row("p", parts, [])], title="t", start_s=0.0, end_s=1.0)).iter("text")]
+    texts = [
+        text.text for text in drawn(gantt([GanttRow("p", parts, [])], title="t", start_s=0.0, end_s=1.0)).iter("text")
+    ]
     assert texts.count("w") == 1  # on the widest alone
     assert Bar("decode", 0.0, 0.5, "step 3").tip == "decode 500 ms, step 3"
-    chart = gantt([Row("p", [large], [(0.5, "swapped <1>")])], title="t", start_s=0.0, end_s=1.0, origin="the start")
+    chart = gantt(
+        [GanttRow("p", [large], [(0.5, "swapped <1>")])], title="t", start_s=0.0, end_s=1.0, origin="the start"
+    )
     root = drawn(chart)
     (mark,) = (one for one in root.iter("svg") if one.get("class") == "mark")
     assert (mark.get("x"), mark[0][0].text) == ("50%", "swapped <1>")
@@ -319,7 +323,7 @@ def test_text_is_escaped_wherever_it_comes_in() -> None:
         heat_map([Column(0, 1, {bad: 1.0})], [bad], title=bad, x=Axis(bad), label=bad, lines_above={bad: bad}),
         areas([Column(0, 1, {bad: 1.0})], title=bad, x=Axis(bad), order=[bad]),
         state_bars({bad: {bad: 1.0}}, title=bad),
-        gantt([Row(bad, [Bar(bad, 0, 1, bad, bad)], [(0.5, bad)])], title=bad, start_s=0, end_s=1, origin=bad),
+        gantt([GanttRow(bad, [Bar(bad, 0, 1, bad, bad)], [(0.5, bad)])], title=bad, start_s=0, end_s=1, origin=bad),
         ranked([(bad, 1.0, bad)], hue=0),
         svg.empty(bad),
     ]

@@ -26,9 +26,9 @@ from slipstream.observe.tokens import TokenRecorder, read_tokens
 from slipstream.observe.watch import events as events_module
 from slipstream.observe.watch import timelines as timelines_module
 from slipstream.observe.watch.answers import ANSWERS, BadRequest
-from slipstream.observe.watch.buckets import Buckets, Curve
+from slipstream.observe.watch.buckets import BoundedCurve, Buckets
 from slipstream.observe.watch.events import EventIndex
-from slipstream.observe.watch.index import RunIndex, Verdict
+from slipstream.observe.watch.index import LiveVerdict, RunIndex
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
 from slipstream.observe.watch.tail import Tail
 from slipstream.observe.watch.timelines import TimelineIndex
@@ -57,7 +57,9 @@ def caught_up(index: Any) -> Any:
 
 
 def answer(index: RunIndex, name: str, **query: Any) -> dict[str, Any]:
-    found = ANSWERS[f"/api/{name}"](index, Verdict(index.run_dir), {key: str(value) for key, value in query.items()})
+    found = ANSWERS[f"/api/{name}"](
+        index, LiveVerdict(index.run_dir), {key: str(value) for key, value in query.items()}
+    )
     return json.loads(json.dumps(found))
 
 
@@ -149,7 +151,7 @@ def test_buckets_lose_nothing_and_stay_small(spans: list[tuple[float, float, flo
 
 
 def test_a_curve_keeps_its_extremes_and_its_mean() -> None:
-    curve, rng = Curve(capacity=16), random.Random(0)
+    curve, rng = BoundedCurve(capacity=16), random.Random(0)
     values = [rng.gauss(0, 1) for _ in range(1000)]
     for step, value in enumerate(values):
         curve.add(step, value)
@@ -602,7 +604,7 @@ def test_time_goes_on_while_nothing_is_decided(made: Loop, folder: Path) -> None
 
 
 def test_the_verdict_is_that_of_the_summary(run_dir: Path) -> None:
-    verdict = Verdict(run_dir)
+    verdict = LiveVerdict(run_dir)
     assert verdict.update(caught_up(RunIndex(run_dir)), now_s=0.0)
     assert verdict.sentence == VERDICT
     assert not verdict.update(caught_up(RunIndex(run_dir)), now_s=1.0)
@@ -612,7 +614,7 @@ def test_while_a_run_goes_on_the_verdict_is_accountings(
     made: Loop, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made.write(folder, until_s=9.0)
-    index, verdict = caught_up(RunIndex(folder)), Verdict(folder)
+    index, verdict = caught_up(RunIndex(folder)), LiveVerdict(folder)
     assert not verdict.update(index, now_s=100.0)
     assert verdict.sentence is None, "these timelines tell of no step"
     found = read_accounting(folder)

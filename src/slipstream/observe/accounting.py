@@ -1,4 +1,4 @@
-"""What a run's seconds and tokens went to, and what to change: read from its files alone, while it runs or afterwards.
+"""The accounting of a run's seconds and tokens, with what to change: from its files alone, while it runs or afterwards.
 
     read_accounting(run_dir) -> RunAccounting
 
@@ -31,7 +31,7 @@ from slipstream.core.files import load_json
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_decisions
 from slipstream.observe.balance import COMPUTING, Balance, Dial, Dials, Interference, Loop, Side, judge
-from slipstream.observe.interference import Work
+from slipstream.observe.interference import SideWork
 from slipstream.observe.states import idle_share, seconds_of, side_of, totals_of
 from slipstream.observe.timeline import (
     TRAINED,
@@ -126,7 +126,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
     processes: dict[str, ProcessAccounting] = {}
     windows: dict[str, list[dict[str, float]]] = {}
     replicas: dict[int, ReplicaTokens] = {}
-    work = Work(bounds_ns[min(1, len(steps))], bounds_ns[-1])  # the first step is cold
+    work = SideWork(bounds_ns[min(1, len(steps))], bounds_ns[-1])  # the first step is cold
     for path in files:
         records = list(read_timeline(path))
         slices = presence(records, start_ns, end_ns, is_over=is_over)
@@ -164,7 +164,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
 
 
 def _wall_s(path: Path) -> float | None:
-    """What `summary.json` says, where there is one of a run that is over."""
+    """Return `wall_s` of `summary.json`; None without one of a run that is over."""
 
     class Ended(msgspec.Struct):
         status: str
@@ -223,7 +223,7 @@ def _process(name: str, records: Sequence[Record], states: dict[str, float]) -> 
 
 
 def _give_to_hosts(processes: dict[str, ProcessAccounting]) -> None:
-    """What executors within another process have done, that one has."""
+    """Add the busy seconds of executors within another process to that process."""
     for process in list(processes.values()):
         if (host := processes.get(process.within)) is not None:
             processes[host.name] = msgspec.structs.replace(host, busy_s=host.busy_s + process.busy_s)
@@ -249,7 +249,7 @@ def _steps(files: Sequence[Path], events: Path, start_ns: int) -> tuple[list[int
 
 
 def _first_admission(events: Path, start_ns: int) -> int | None:
-    """Of this attempt; a resume may bring a whole batch, before anything is admitted."""
+    """Return when this attempt first admitted or trained: a resume may bring a whole batch before that."""
     times = (round(line.time_s * 1e9) for line in read_decisions(events) if line.begins)
     return next((time_ns for time_ns in times if time_ns >= start_ns), None)
 

@@ -56,7 +56,7 @@ class Side:
         return idle_share(self.seconds)
 
     def share(self, *states: str) -> float:
-        """Of the time that its processes were there, what they spent in `states`."""
+        """Return the share of `states` in the time that its processes were there."""
         seconds = self.seconds
         there_s = sum(seconds.values()) - seconds_of("gone", seconds)
         return sum(seconds.get(state, 0.0) for state in states) / there_s if there_s > 0 else 0.0
@@ -73,7 +73,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Dials:
-    """What of the configuration a run can be balanced with; `widest_window` is the largest live `reorder_window`."""
+    """The fields of the configuration that balance a run; `widest_window` is the largest live `reorder_window`."""
 
     max_staleness: int = 2
     takes_turns: bool = False
@@ -298,7 +298,7 @@ def _more_overlap(dials: Dials) -> Dial:
 
 
 def _less_beside(dials: Dials, generator: Side) -> Dial | None:
-    """What generators do besides sampling, where it takes a tenth of their time."""
+    """Suggest to spare what generators do besides sampling, where it takes a tenth of their time."""
     spared: dict[str, tuple[str, float | str, float | str]] = {
         "drain": ("weight_update", "between_batches", "in_flight"),
         "re_prefill": ("generator.kv_on_update", dials.kv_on_update, "keep"),

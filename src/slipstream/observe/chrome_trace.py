@@ -127,7 +127,7 @@ def _day(attempt: Attempt, origin_ns: int) -> str | None:
 
 @dataclass
 class _Track:
-    """What rank `name` ('trainer@1') has written in all attempts. All times are on the newest attempt's clock."""
+    """The records of rank `name` ('trainer@1') in all attempts. All times are on the newest attempt's clock."""
 
     name: str
     place: dict[str, int]  # pid and tid

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a live picture on a terminal, a line now and then elsewhere.
+"""The display of a run that goes on: a live picture on a terminal, a line now and then elsewhere.
 
 Every method takes constant time and draws at most `REFRESHES_PER_S` times a second, in the caller's thread, so the
 display never holds up the loop that feeds it.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -44,19 +44,16 @@ def config_summary(config: RunConfig) -> dict[str, str]:
     """The few lines of a configuration that a user wants to see again."""
     model = config.model.path or f"{config.model.family}, {config.model.num_layers} x {config.model.hidden_size}"
     tasks = ", ".join(task.name for task in config.prompts.tasks) or str(config.prompts.dataset)
+    bound = config.staleness_bound
+    promise = f"{config.schedule.policy}, no bound" if bound is None else f"staleness <= {bound}"
     return {
         "recipe": config.recipe,
         "seed": str(config.seed),
         "model": model,
         "task": tasks,
         "batch": f"{config.groups_per_step} prompts x {config.completions_per_group} completions",
-        "mode": f"{config.weight_update}, {_promise(config)}",
+        "mode": f"{config.weight_update}, {promise}",
     }
-
-
-def _promise(config: RunConfig) -> str:
-    bound = config.staleness_bound
-    return f"{config.schedule.policy}, no bound" if bound is None else f"staleness <= {bound}"
 
 
 class Display:
@@ -100,9 +97,7 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def phase(self, name: str, done: int, total: int, metrics: Mapping[str, float] | None = None) -> None:
@@ -156,47 +151,37 @@ class Display:
         self._say(printable(text, limit=2000))
 
     def samples(self, samples: Iterable[Sample]) -> None:
-        """The same prompts answered before and after."""
+        """Print the answers to the same prompts before and after training."""
+        names = ("prompt", "answer", "before", "after")
         table = Table(title="samples", title_justify="left", show_edge=False, pad_edge=False)
-        for column in ("prompt", "answer", "before", "after"):
-            table.add_column(column, overflow="fold")
+        for name in names:
+            table.add_column(name, overflow="fold")
         for sample in samples:
-            cells = (sample.prompt, sample.answer, sample.before, sample.after)
-            table.add_row(*(Text(self._encodable(printable(cell or ""))) for cell in cells))
+            table.add_row(*(Text(self._encodable(printable(getattr(sample, name) or ""))) for name in names))
         self._print(table)
 
     def evaluation_table(self, evaluation: Mapping[str, Any]) -> None:
-        """What the stage `evaluate` found, before and after (`observe/evaluation.py`)."""
+        """Print the findings of the stage `evaluate`, before and after (`observe/evaluation.py`)."""
         self.close()
         title = f"{evaluation['num_prompts']} held-out prompts, temperature {evaluation['temperature']:g}"
-        table = Table(title=title, title_justify="left", show_edge=False)
-        for column in ("", *MOMENTS):
-            table.add_column(column, justify="left" if not column else "right")
-        for row in evaluation_rows(evaluation):
-            table.add_row(*(self._encodable(cell) for cell in row))
-        self._print(table)
+        self._print(_of_moments(title, ([*map(self._encodable, row)] for row in evaluation_rows(evaluation))))
 
     def finish(self, summary: Summary, files: Mapping[str, Path]) -> None:
         """End the live picture; print the table before/after, the cost, and where the files are."""
         self.close()
         if (table := _before_after(summary)).row_count:
             self._print(table)
-        staleness, throughput = summary.staleness, summary.throughput
-        rates = {
-            "generated": throughput.generated_tokens_per_s,
-            "trained": throughput.trained_tokens_per_s,
-        }
-        told = "".join(f"  {word} {rate:,.0f} tokens/s" for word, rate in rates.items() if rate is not None)
-        self._say(f"{summary.status}: {summary.steps} steps in {duration(summary.total_s)}{told}")
+        staleness, rates = summary.staleness, _rates(msgspec.to_builtins(summary.throughput))
+        told = "".join(f"  {word} {rate} tokens/s" for word, rate in rates.items())
+        self._say(f"{summary.status}: {plural(summary.steps, 'step')} in {duration(summary.total_s)}{told}")
         if staleness.histogram:
             self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
         if summary.prompts.failed_completions:
-            self._say(
-                f"{summary.prompts.failed_completions:,} completions could not be scored, and counted with "
-                "rewards.failure_reward: see `failure` in rollouts.jsonl"
-            )
+            failed = plural(summary.prompts.failed_completions, "completion")
+            told = "could not be scored, and counted with rewards.failure_reward: see `failure` in rollouts.jsonl"
+            self._say(f"{failed} {told}")
         if summary.balance is not None:
             self._say(summary.balance.verdict)
         for name, path in files.items():
@@ -272,11 +257,7 @@ class Display:
             parts.append(f"held-out {name} {_cell(value)}")
         if m.get("staleness_mean") is not None:
             parts.append(f"staleness {m['staleness_mean']:.2f} (max {m['staleness_max']:.0f}, bound {self._bound})")
-        parts += [
-            f"{word} {m[name]:,.0f} tokens/s"
-            for word, name in (("generated", "generated_tokens_per_s"), ("trained", "trained_tokens_per_s"))
-            if m.get(name) is not None
-        ]
+        parts += [f"{word} {rate} tokens/s" for word, rate in _rates(m).items()]
         for process, states in self.waits().items():
             state, share = next(((s, p) for s, p in states if is_missed(s)), ("", 0.0))
             if share >= 0.05:
@@ -295,11 +276,9 @@ class Display:
             values = "  ".join(f"{key} {value:.3g}" for key, value in metrics.items())
             grid.add_row(name, _progress(done, total, f"{done}/{total}  {elapsed}  {values}"))
         if self._num_done:
-            eta_s = self._eta_s()
-            left = "" if eta_s is None else f"  {duration(eta_s)} left"
-            grid.add_row(
-                "steps", _progress(self._num_done, self._steps, f"{self._num_done}/{self._steps}  {elapsed}{left}")
-            )
+            left = "" if (eta_s := self._eta_s()) is None else f"  {duration(eta_s)} left"
+            label = f"{self._num_done}/{self._steps}  {elapsed}{left}"
+            grid.add_row("steps", _progress(self._num_done, self._steps, label))
             grid.add_row("reward", self._reward_text())
         if self._evaluations and self._first_evaluation:
             (label, found), (first_label, first) = self._evaluations[-1], self._first_evaluation
@@ -309,11 +288,8 @@ class Display:
                 text.append(f"   was {_cell(first.headline[1])} {first_label}", style="dim")
             grid.add_row("held-out", text)
         m = self._metrics
-        if m.get("generated_tokens_per_s") is not None and m.get("trained_tokens_per_s") is not None:
-            grid.add_row(
-                "tokens/s",
-                Text(f"generated {m['generated_tokens_per_s']:,.0f}   trained {m['trained_tokens_per_s']:,.0f}"),
-            )
+        if len(rates := _rates(m)) == 2:
+            grid.add_row("tokens/s", Text("   ".join(f"{word} {rate}" for word, rate in rates.items())))
         if m.get("staleness_mean") is not None:
             ages = f"mean {m['staleness_mean']:.2f}   max {m['staleness_max']:.0f}   bound {self._bound}"
             grid.add_row("staleness", Text(ages))
@@ -350,6 +326,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
+def plural(count: int, word: str) -> str:
+    """1 and "step" as "1 step", 2000 as "2,000 steps"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
 def printable(text: str, limit: int = 160) -> str:
     """`text` on one line without control characters (model text must not steer the terminal), cut to `limit`."""
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
@@ -378,23 +359,34 @@ def _state_bar(states: list[tuple[str, float]]) -> Text:
     return text
 
 
-def _before_after(summary: Summary) -> Table:
-    before, after = summary.eval.before, summary.eval.after
-    num_prompts = after.num_prompts if after else before.num_prompts if before else 0
-    table = Table(title=f"{summary.recipe}, {num_prompts} held-out prompts", title_justify="left", show_edge=False)
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
+def _rates(values: Mapping[str, Any]) -> dict[str, str]:
+    """Sampled and trained tokens a second, those that are known."""
+    found = {word: values.get(f"{word}_tokens_per_s") for word in ("generated", "trained")}
+    return {word: f"{rate:,.0f}" for word, rate in found.items() if rate is not None}
 
+
+def _of_moments(title: str, rows: Iterable[Sequence[str]]) -> Table:
+    """A table of names and their numbers before and after."""
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for column in ("", *MOMENTS):
+        table.add_column(column, justify="right" if column else "left")
+    for name, *cells in rows:
+        table.add_row(Text(name), *cells)
+    return table
+
+
+def _before_after(summary: Summary) -> Table:
+    evaluations = (summary.eval.before, summary.eval.after)
+    num_prompts = next((one.num_prompts for one in reversed(evaluations) if one is not None), 0)
+    rows = []
     for how in ("greedy", "sampled"):
-        pair = [(e.greedy if how == "greedy" else e.sampled) if e else Measured() for e in (before, after)]
-        rows = [("accuracy", [one.accuracy for one in pair]), ("reward", [one.reward for one in pair])]
+        pair = [Measured() if one is None else one.greedy if how == "greedy" else one.sampled for one in evaluations]
+        found = [("accuracy", [one.accuracy for one in pair]), ("reward", [one.reward for one in pair])]
         names = list(dict.fromkeys(name for one in pair for name in one.reward_parts))
         if len(names) > 1:
-            rows += [(f"  {printable(name)}", [one.reward_parts.get(name) for one in pair]) for name in names]
-        for name, values in rows:
-            if values != [None, None]:
-                table.add_row(Text(f"{name}, {how}"), *map(_cell, values))
-    return table
+            found += [(f"  {printable(name)}", [one.reward_parts.get(name) for one in pair]) for name in names]
+        rows += [[f"{name}, {how}", *map(_cell, values)] for name, values in found if values != [None, None]]
+    return _of_moments(f"{summary.recipe}, {num_prompts} held-out prompts", rows)
 
 
 def in_numbers(found: Measured) -> str:

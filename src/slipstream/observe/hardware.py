@@ -24,7 +24,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     platform: str
 
     def lines(self) -> dict[str, str]:
-        """The same for people, in order."""
+        """Return the fields in words for people, in order."""
         shm = "none" if self.shm_free_bytes is None else f"{self.shm_free_bytes / 2**30:.1f} GiB free"
         return {
             "CPU": self.cpu,

@@ -26,7 +26,7 @@ from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.plain import shortened
 from slipstream.core.run_log import read_metrics
 from slipstream.observe import trends
-from slipstream.observe.trends import History, Statistic
+from slipstream.observe.trends import History
 
 ALARMS_FILE = "alarms.jsonl"
 _FAILURE_CHARS = 300  # of an exception's text, in an alarm
@@ -69,7 +69,8 @@ class Rule:
     threshold is where it is.
     """
 
-    statistic: Statistic
+    function: Callable[..., float | None]
+    arguments: Sequence[Any]
     threshold: float
     watches: str
     meaning: str
@@ -79,6 +80,10 @@ class Rule:
     is_low: bool = False
     clears: float = 0.8
     persist: int = 3
+
+    def statistic(self, history: History) -> float | None:
+        """Return `function` of the steps and of its `arguments`; None while there are too few steps."""
+        return self.function(history, *self.arguments)
 
     def is_beyond(self, value: float, threshold: float) -> bool:
         return value < threshold if self.is_low else value >= threshold
@@ -91,8 +96,8 @@ def _read_rules() -> dict[AlarmName, Rule]:
     tables = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
     found: dict[AlarmName, Rule] = {}
     for name, table in tables.items():
-        statistic, *arguments = table.pop("statistic")
-        found[name] = Rule(statistic=getattr(trends, statistic)(*arguments), **table)  # type: ignore[index]
+        function, *given = table.pop("statistic")
+        found[name] = Rule(function=getattr(trends, function), arguments=given, **table)  # type: ignore[index]
     return found
 
 
@@ -207,7 +212,7 @@ class Watchman:
         return self._tell(self._health.update(metrics))
 
     def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
-        """The same as completions fail to be scored, which may be before any step is done (`Health.failed`)."""
+        """Return the alarms as completions fail to be scored, perhaps before any step is done (`Health.failed`)."""
         return self._tell(self._health.failed(step, count, num_scored, failure))
 
     def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
@@ -247,17 +252,8 @@ def spans(alarms: Iterable[Alarm]) -> list[AlarmSpan]:
     for alarm in alarms:
         if alarm.event == "began":
             open_at[alarm.name] = len(found)
-            found.append(
-                AlarmSpan(
-                    name=alarm.name,
-                    severity=alarm.severity,
-                    began=alarm.step,
-                    ended=None,
-                    value=alarm.value,
-                    threshold=alarm.threshold,
-                    text=alarm.text,
-                )
-            )
+            begun = msgspec.to_builtins(alarm) | {"began": alarm.step, "ended": None}
+            found.append(msgspec.convert(begun, AlarmSpan))
         elif (index := open_at.pop(alarm.name, None)) is not None:
             found[index] = msgspec.structs.replace(found[index], ended=alarm.step)
     return found

@@ -24,8 +24,8 @@ ACTIVE = {"generator": GENERATES, "trainer": TRAINS}
 """By side: the states in which it is in the other's way."""
 
 
-class Work:
-    """What two sides do in a window of time, from the slices of their processes; kept small, however many there are."""
+class SideWork:
+    """The work of two sides in a window of time, from the slices of their processes, in little memory."""
 
     def __init__(self, start_ns: int, end_ns: int) -> None:
         self._window = start_ns, end_ns
@@ -33,7 +33,7 @@ class Work:
         self._activity: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
 
     def add(self, process: str, slices: Iterable[Slice]) -> None:
-        """Those of one process. Of a trainer's ranks, which do the same together, the first is enough."""
+        """Add the slices of one process. Of a trainer's ranks, which do the same together, the first is enough."""
         side = side_of(process)
         if side not in ACTIVE or (side == "trainer" and self._activity[side]):
             return

@@ -14,7 +14,7 @@ from slipstream.core.run_log import Command, Decision, DecisionHead, Event, Outc
 from slipstream.core.types import Completion, Group, Rollout
 
 
-class EventRecorder:
+class EventRecorder(JsonlWriter):
     """Append one line per event, in the order of decisions. `seq` counts from 0, over resumes too.
 
     `num_events` is how many there were before, by the checkpoint that the run goes on from: where lines of them have
@@ -22,7 +22,7 @@ class EventRecorder:
     """
 
     def __init__(self, path: Path, clock: Clock, *, num_events: int = 0) -> None:
-        self._writer = JsonlWriter(path)
+        super().__init__(path)
         self._now_s = clock.now_s
         self._seq = max([num_events, *(line.seq + 1 for line in read_jsonl(path, DecisionHead))])
 
@@ -36,23 +36,16 @@ class EventRecorder:
     ) -> Decision:
         """Write a decision, or the `error` that was raised instead, and return it as written."""
         decision = Decision(self._seq, self._now_s(), event, list(commands), error)
-        self._writer.write(decision)
+        self.write(decision)
         self._seq += 1
         return decision
 
-    def sync(self) -> None:
-        """Return once every line is on the disk (a step's commit)."""
-        self._writer.sync()
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class RolloutRecorder:
+class RolloutRecorder(JsonlWriter):
     """Append every rollout of every `every`-th group (by ordinal), once the group's fate is known."""
 
     def __init__(self, path: Path, *, every: int = 1) -> None:
-        self._writer = JsonlWriter(path)
+        super().__init__(path)
         self._every = every
 
     def record_group(self, group: Group, *, step: int | None) -> None:
@@ -64,7 +57,7 @@ class RolloutRecorder:
         ordered = sorted(lines, key=lambda line: (line.ordinal, line.sample))
         failed = {line.ordinal for line in ordered if line.failure is not None}
         fates: dict[bool, Outcome] = {True: "failed", False: "skipped"}
-        self._writer.write(
+        self.write(
             *(
                 msgspec.structs.replace(
                     line, step=step, outcome=fates[line.ordinal in failed] if step is None else "trained"
@@ -73,13 +66,6 @@ class RolloutRecorder:
                 if line.ordinal % self._every == 0
             )
         )
-
-    def sync(self) -> None:
-        """Return once every line is on the disk (a checkpoint comes after what it was trained on)."""
-        self._writer.sync()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def rollout_line(rollout: Rollout) -> RolloutLine:

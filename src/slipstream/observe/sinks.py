@@ -26,7 +26,7 @@ NICENESS = 10
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """What a tracker is told of the run. `run_id` stays the same over resumes; `config` holds no secrets."""
+    """The first line for a tracker, about the run. `run_id` stays the same over resumes; `config` holds no secrets."""
 
     run_id: str
     name: str

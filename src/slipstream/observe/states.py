@@ -14,18 +14,20 @@ process is ready before it is needed (`is_ready`): faster work of others would c
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from slipstream.core.ranks import split_rank_name
-from slipstream.observe.timeline import ABSENT, LOST, UNLABELLED
+from slipstream.observe.timeline import UNLABELLED
 
 Kind = Literal["work", "wait", "gone"]
 
 
 @dataclass(frozen=True)
-class State:
+class ProcessState:
     """`words` follow the name of a process: "trainer: waits for generation 20%". `is_ready`: a wait that limits nobody,
     of a process that has done what it was asked for."""
 
@@ -39,58 +41,13 @@ class State:
 WAIT_COLOUR = "#c9431f"  # of waits that are not in the table
 OTHER_COLOUR = "#8c8c6b"
 
-STATES: dict[str, State] = {
-    # Generators
-    "decode": State("decode", "#2f7ed8", "one token for every live completion, prefill that rides along included"),
-    "prefill": State("prefill", "#7cb5ec", "keys and values of prompts"),
-    "re_prefill": State("re-prefill", "#b05f9e", "keys and values made a second time: after a swap, for what goes on"),
-    "evaluate": State("evaluate", "#8e6bbf", "answers to held-out prompts, under a pinned version"),
-    "drain": State("drain", "#1d4f91", "decodes what is live while a newer version waits for its end"),
-    "swap": State("swap", "#c43d7a", "exchanges the weights between two decode steps"),
-    # Trainer
-    "forward_backward": State("forward-backward", "#2a9d6f", "losses and gradients of microbatches"),
-    "optimizer": State("optimizer", "#1f6f54", "gradient norm, clipping and the update of the weights"),
-    "collate": State("collate", "#8fbf6a", "advantages and packing of a step's batch"),
-    "reference": State("reference", "#3f7f9d", "logprobs of the frozen reference policy"),
-    "proximal": State("proximal", "#5aa5a0", "logprobs of the policy before the step's first update"),
-    "values": State("values", "#4f9f7f", "the critic's values before the step's first update"),
-    "train": State("train", "#2a9d6f", "updates of the model that a stage trains, besides RL"),
-    "warm_start": State("warm start", "#7bc8a4", "supervised updates before the first step"),
-    "publish": State("publish", "#c43d7a", "the probe text under the new version, and word of it"),
-    "record": State("record", "#9ab0bd", "writes rollouts, or the ledger, to disk"),
-    "checkpoint": State("checkpoint", "#5b7f95", "saves policy, optimizer and what waits for its step"),
-    "export": State("export", "#5b7f95", "writes the policy as a Hugging Face checkpoint"),
-    # Both ends of weight sync
-    "stage": State("stage", "#e07aa8", "copies a version: to a slot, or, with nothing else to do, from one"),
-    # Rewards
-    "score": State("score", "#2a9d9d", "verifiers, reward functions or reward models judge completions"),
-    # Controller
-    "schedule": State("schedule", "#5b6ee1", "takes an event, decides, sends commands"),
-    # All
-    "start_up": State("start up", "#6d7f8f", "from the start of the process to its readiness"),
-    "shut_down": State("shut down", "#6d7f8f", "from the last command to the end of the process"),
-    "receive": State("receive", "#a9b8c6", "takes and checks what has arrived"),
-    "send": State("send", "#a9b8c6", "hands on what is finished"),
-    "overhead": State("overhead", "#cfb9de", "the loop around the work: ports, counters, signs of life"),
-    # Waits in which work is missed
-    "wait_generation": State("waits for generation", "#e56c3c", "no batch of scored groups yet", "wait"),
-    "wait_rewards": State("waits for rewards", "#e5c451", "the oldest group is sampled and not scored", "wait"),
-    "wait_straggler": State("waits for a straggler", "#761c28", "a batch lies ready behind one old group", "wait"),
-    "wait_trainer": State("waits for the trainer", "#e98f0a", "the staleness bound admits no further group", "wait"),
-    "wait_prompt": State("waits for a prompt", "#e6a37f", "the bound would admit a group; none has come", "wait"),
-    "wait_ranks": State("waits for its other ranks", "#684613", "the slowest rank of its group has not come", "wait"),
-    # Waits of those that are ready before they are needed
-    "wait_nothing": State(
-        "waits for nothing", "#636363", "its part of the run is done, or a command is on its way", "wait", is_ready=True
-    ),
-    "wait_completions": State("waits for completions", "#888893", "nothing to score", "wait", is_ready=True),
-    "wait_rollouts": State("waits for rollouts", "#403e49", "nothing to measure", "wait", is_ready=True),
-    "idle": State("idle", "#b0b2b4", "waits for whatever comes first", "wait", is_ready=True),
-    # No process
-    ABSENT: State("absent", "#eef0f2", "not started yet, or ended", "gone"),
-    LOST: State("lost", "#4a4a4a", "killed: from its last written line until its successor is there", "gone"),
-    UNLABELLED: State("unlabelled", "#a7adb5", "nobody has said what it was"),
+KINDS: dict[str, Kind] = {"work": "work", "missed": "wait", "ready": "wait", "gone": "gone"}
+STATES = {
+    name: ProcessState(words, shade, meaning, KINDS[table], is_ready=table == "ready")
+    for table, entries in tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8")).items()
+    for name, (words, shade, meaning) in entries.items()
 }
+"""The states that ours have, of `states.toml`."""
 
 
 DECODES = frozenset({"decode", "drain"})
@@ -146,7 +103,7 @@ def is_missed(state: str) -> bool:
 
 
 def seconds_of(kind_of_state: Kind, seconds: Mapping[str, float]) -> float:
-    """What of `seconds` by state is of one kind."""
+    """Return the sum of `seconds` over the states of one kind."""
     return sum(value for state, value in seconds.items() if kind(state) == kind_of_state)
 
 

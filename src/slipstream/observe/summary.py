@@ -25,7 +25,7 @@ ACCOUNTING_TOLERANCE_S = 1e-3
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """What one policy version's answers to held-out prompts came to: greedy ones, and `sampled_` at temperature 1.
+    """The scores of one policy version's answers to held-out prompts: greedy ones, and `sampled_` at temperature 1.
 
     `reward` is the mean of what would be trained on, `reward_parts` those of its terms. The accuracies are shares of
     right answers, None where no term is named as the measure (`eval.measure`). Runs older than the rewards lack these.
@@ -76,7 +76,7 @@ class Throughput(msgspec.Struct, frozen=True):
 
 
 class Staleness(msgspec.Struct, frozen=True):
-    """Of consumed tokens. `histogram` maps staleness in steps to tokens; `updates_max` is in optimizer updates.
+    """The staleness of consumed tokens. `histogram` maps steps to tokens; `updates_max` is in optimizer updates.
 
     `bound` is what the scheduling policy promises of `max`, None where that is nothing.
     """
@@ -215,7 +215,7 @@ def check(summary: Summary) -> None:
 
 
 def versions() -> Versions:
-    """What is running: `commit` is the checkout this package lies in, None when it was installed as a wheel."""
+    """Return the versions in use: `commit` is the checkout this package lies in, None for an installed wheel."""
     return Versions(
         python=platform.python_version(),
         torch=importlib.metadata.version("torch"),

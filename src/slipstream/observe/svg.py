@@ -28,7 +28,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Axis:
-    """What is measured along an axis. `low` and `high` lie on it, whatever the data are."""
+    """An axis and the name of its quantity. `low` and `high` lie on it, whatever the data are."""
 
     label: str
     low: float | None = None
@@ -239,7 +239,7 @@ def _band_rect(band: Band, across: Scale, height: float) -> str:
 
 
 def _strokes(series: Series) -> tuple[list[Point], list[Point], list[Point]]:
-    """What is drawn of a series, as its line, the points behind it and the band around it.
+    """Return the drawn line of a series, the points behind it and the band around it.
 
     That is every point where there are few, else means, and the band that they were taken from.
     """
@@ -462,11 +462,6 @@ def number(value: float) -> str:
     if value == round(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
-
-
-def plural(count: int, word: str) -> str:
-    """1 and "step" as "1 step", 20 as "20 steps"."""
-    return f"{number(count)} {word}{'' if count == 1 else 's'}"
 
 
 def shortened(name: str, most: int) -> str:

@@ -43,7 +43,7 @@ HATCHED = 0.004  # of the width: narrower blocks have no room for stripes
 
 @dataclass(frozen=True)
 class Column:
-    """What was counted between `start` and `end` of the x axis, by row (heat map) or by state (stacked areas)."""
+    """Counts between `start` and `end` of the x axis, by row (heat map) or by state (stacked areas)."""
 
     start: float
     end: float
@@ -68,7 +68,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Row:
+class GanttRow:
     """A process in the Gantt chart. `marks` are (seconds, text) of instants."""
 
     name: str
@@ -216,7 +216,7 @@ def state_bars(
 
 
 def gantt(
-    rows: Sequence[Row],
+    rows: Sequence[GanttRow],
     *,
     title: str,
     start_s: float,
@@ -224,7 +224,7 @@ def gantt(
     origin: str = "",
     missing: str = "Nothing was recorded.",
 ) -> str:
-    """What each process did between two moments, counted from `origin`; instants are triangles under a row."""
+    """Draw the slices of processes between two moments, counted from `origin`; instants are triangles under a row."""
     rows = [row for row in rows if row.bars]
     if not rows or end_s <= start_s:
         return empty(missing)
@@ -340,7 +340,7 @@ def _paleness(state: str) -> dict[str, str]:
 
 
 def _is_pale(state: str) -> bool:
-    """Of a colour that would glare on a dark page."""
+    """Whether the colour of `state` would glare on a dark page."""
     return _luminance(colour(state)) > 0.6
 
 
@@ -354,7 +354,7 @@ def state_legend(states: Iterable[str], more: Sequence[tuple[str, str, str]] = (
 
 
 def shade_key() -> str:
-    """What the shades of a heat map mean."""
+    """The legend of the shades of a heat map."""
     steps = "".join(
         f'<i class="shade" style="opacity:{_alpha(share):.2f}"></i>{share:.0%}' for share in (0.01, 0.1, 0.3, 1.0)
     )

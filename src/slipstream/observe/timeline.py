@@ -207,7 +207,7 @@ class Timeline:
         return _Frame(self, self._idle_state, _IDLE)
 
     def set_idle_state(self, state: str) -> None:
-        """What the process waits for from now on; a wait in progress is split here."""
+        """Set what the process waits for from now on; a wait in progress is split here."""
         if state == self._idle_state:
             return
         self._idle_state = state
@@ -368,7 +368,7 @@ def account(records: Sequence[Record], start_s: float, end_s: float, *, is_over:
 
 
 def account_windows(slices: Iterable[Slice], bounds_ns: Sequence[int]) -> list[dict[str, float]]:
-    """The same for each window between two neighbours of the ascending `bounds_ns`, in one pass over `presence`."""
+    """Return `account` of each window between two neighbours of the ascending `bounds_ns`, in one pass."""
     totals: list[dict[str, int]] = [{} for _ in bounds_ns[1:]]
     for piece in slices:
         length = piece.end_ns - piece.start_ns

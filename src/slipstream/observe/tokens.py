@@ -78,7 +78,9 @@ def token_line(
     )
 
 
-class _Ordinal(msgspec.Struct, frozen=True):
+class TokenHead(msgspec.Struct, frozen=True):
+    """The group that a line of `tokens.jsonl` is about, for readers that need no more."""
+
     ordinal: int
 
 
@@ -114,7 +116,7 @@ class TokenRecorder:
         self._writer.close()
         self.every *= 2
         before = self._path.stat().st_size
-        cut_jsonl(self._path, _Ordinal, lambda line: line.ordinal % self.every == 0)
+        cut_jsonl(self._path, TokenHead, lambda line: line.ordinal % self.every == 0)
         self._writer = JsonlWriter(self._path)
         return self._path.stat().st_size < before
 

@@ -1,13 +1,14 @@
-"""What the recent past of a run's metrics comes to: the statistics that alarms (`observe/health.py`) are made of.
+"""The statistics of a run's recent metrics that alarms (`observe/health.py`) are made of.
 
-Each is a function of a `History` to one number, or to None while there are too few steps. Pure, in bounded memory.
+Each is a function of a `History`, and of what `alarms.toml` gives it, to one number, or to None while there are too few
+steps. Pure, in bounded memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -48,108 +49,70 @@ class History:
         return [name for name in self._recent if name.startswith(prefix) and name.endswith(suffix)]
 
 
-Statistic = Callable[[History], float | None]
-
-
-def _of_last(name: str, count: int, of: Callable[[Sequence[float]], float]) -> Statistic:
-    """`of` the last `count` values of a metric."""
-
-    def statistic(history: History) -> float | None:
-        values = history.last(name, count)
-        return None if values is None else of(values)
-
-    return statistic
-
-
-def level(name: str, count: int) -> Statistic:
+def level(history: History, name: str, count: int) -> float | None:
     """The median of the last `count` values: half of them must be high for it to be."""
-    return _of_last(name, count, median)
+    values = history.last(name, count)
+    return None if values is None else median(values)
 
 
-def mean(name: str, count: int) -> Statistic:
+def mean(history: History, name: str, count: int) -> float | None:
     """The mean of the last `count` values, for shares of few things, whose median is often 0."""
-    return _of_last(name, count, fmean)
+    values = history.last(name, count)
+    return None if values is None else fmean(values)
 
 
-def lowest(name: str, count: int) -> Statistic:
+def lowest(history: History, name: str, count: int) -> float | None:
     """The smallest of the last `count` values: high only if all of them are."""
-    return _of_last(name, count, min)
+    values = history.last(name, count)
+    return None if values is None else min(values)
 
 
-def total(name: str, count: int) -> Statistic:
+def total(history: History, name: str, count: int) -> float | None:
     """The sum of up to `count` last values, from the first one on."""
-
-    def statistic(history: History) -> float | None:
-        held = next((values for n in range(count, 0, -1) if (values := history.last(name, n)) is not None), None)
-        return None if held is None else sum(held)
-
-    return statistic
+    held = next((values for n in range(count, 0, -1) if (values := history.last(name, n)) is not None), None)
+    return None if held is None else sum(held)
 
 
-def times_baseline(name: str, count: int, floor: float) -> Statistic:
+def times_baseline(history: History, name: str, count: int, floor: float) -> float | None:
     """The median of the last `count` values over that of the run's first ones, or over `floor` if that is larger."""
-
-    def statistic(history: History) -> float | None:
-        values, first = history.last(name, count), history.baseline(name)
-        return None if values is None or first is None else median(values) / max(first, floor)
-
-    return statistic
+    values, first = history.last(name, count), history.baseline(name)
+    return None if values is None or first is None else median(values) / max(first, floor)
 
 
-def above_baseline(name: str, count: int) -> Statistic:
+def above_baseline(history: History, name: str, count: int) -> float | None:
     """The median of the last `count` values less that of the run's first ones."""
-
-    def statistic(history: History) -> float | None:
-        values, first = history.last(name, count), history.baseline(name)
-        return None if values is None or first is None else median(values) - first
-
-    return statistic
+    values, first = history.last(name, count), history.baseline(name)
+    return None if values is None or first is None else median(values) - first
 
 
-def clipped_tokens(count: int) -> Statistic:
+def clipped_tokens(history: History, count: int) -> float | None:
     """The median share of tokens that are clipped, of losses whose ratios are those of tokens."""
-
-    def statistic(history: History) -> float | None:
-        return None if history.last("sequence_ratio", 1) is not None else level("clipped_frac", count)(history)
-
-    return statistic
+    return None if history.last("sequence_ratio", 1) is not None else level(history, "clipped_frac", count)
 
 
-def equal_rewards(count: int) -> Statistic:
+def equal_rewards(history: History, count: int) -> float | None:
     """The median share of groups whose rewards are all equal; 0 while most completions fail, and so are equal."""
-
-    def statistic(history: History) -> float | None:
-        failed = history.last("scored_failed_frac", count)
-        return 0.0 if failed is not None and median(failed) >= 0.5 else level("no_signal_frac", count)(history)
-
-    return statistic
+    failed = history.last("scored_failed_frac", count)
+    return 0.0 if failed is not None and median(failed) >= 0.5 else level(history, "no_signal_frac", count)
 
 
-def waiting(process: str, state: str, count: int) -> Statistic:
+def waiting(history: History, process: str, state: str, count: int) -> float | None:
     """The mean share of time that the processes whose names begin with `process` were in `state`, of `count` reports.
 
     Of several, the mean over them: one that is idle among busy ones is no bottleneck elsewhere.
     """
-
-    def statistic(history: History) -> float | None:
-        found = [history.last(name, count) for name in history.names(f"wait_frac/{process}", f"/{state}")]
-        means = [fmean(values) for values in found if values is not None]
-        return fmean(means) if means else None
-
-    return statistic
+    found = [history.last(name, count) for name in history.names(f"wait_frac/{process}", f"/{state}")]
+    means = [fmean(values) for values in found if values is not None]
+    return fmean(means) if means else None
 
 
-def spikes(name: str, count: int, factor: float) -> Statistic:
+def spikes(history: History, name: str, count: int, factor: float) -> float | None:
     """How many of the last `count` values stick out of the `count` before each: beyond `factor` times their median, and
     beyond what their spread explains."""
-
-    def statistic(history: History) -> float | None:
-        values = history.last(name, 2 * count)
-        if values is None:
-            return None
-        return float(sum(sticks_out(values[i], values[i - count : i], factor) for i in range(count, 2 * count)))
-
-    return statistic
+    values = history.last(name, 2 * count)
+    if values is None:
+        return None
+    return float(sum(sticks_out(values[i], values[i - count : i], factor) for i in range(count, 2 * count)))
 
 
 def sticks_out(value: float, before: Sequence[float], factor: float) -> bool:
@@ -164,40 +127,32 @@ def sticks_out(value: float, before: Sequence[float], factor: float) -> bool:
     return value > middle + 10.0 * 1.4826 * median(abs(one - middle) for one in before)
 
 
-def entropy_left(count: int) -> Statistic:
+def entropy_left(history: History, count: int) -> float | None:
     """Entropy over that of the run's first steps, while rewards still differ and do not rise; else 1.
 
     They rise where their last values lie above the ones before, or where their trend does (`noise.rises`).
     """
-
-    def statistic(history: History) -> float | None:
-        now, first = history.last("entropy", count), history.baseline("entropy")
-        rewards, spreads = history.last("reward", 2 * count), history.last("reward_std", count)
-        first_spread = history.baseline("reward_std")
-        if now is None or first is None or rewards is None or spreads is None or first_spread is None or first <= 0.0:
-            return None
-        has_risen = median(rewards[count:]) > median(rewards[:count]) + 0.05 * first_spread
-        is_solved = median(spreads) <= 0.2 * first_spread  # or gave no signal from the beginning
-        return 1.0 if has_risen or is_solved or rises(rewards) else median(now) / first
-
-    return statistic
+    now, first = history.last("entropy", count), history.baseline("entropy")
+    rewards, spreads = history.last("reward", 2 * count), history.last("reward_std", count)
+    first_spread = history.baseline("reward_std")
+    if now is None or first is None or rewards is None or spreads is None or first_spread is None or first <= 0.0:
+        return None
+    has_risen = median(rewards[count:]) > median(rewards[:count]) + 0.05 * first_spread
+    is_solved = median(spreads) <= 0.2 * first_spread  # or gave no signal from the beginning
+    return 1.0 if has_risen or is_solved or rises(rewards) else median(now) / first
 
 
-def longer_with_reward(count: int) -> Statistic:
+def longer_with_reward(history: History, count: int) -> float | None:
     """How much longer completions got over the last `count` steps, if the reward rose and went with their length."""
-
-    def statistic(history: History) -> float | None:
-        lengths, rewards = history.last("completion_tokens_mean", count), history.last("reward", count)
-        if lengths is None or rewards is None:
-            return None
-        quarter = count // 4
-        before, after = median(lengths[:quarter]), median(lengths[-quarter:])
-        has_risen = median(rewards[-quarter:]) > median(rewards[:quarter])
-        if not has_risen or before <= 0.0 or rank_correlation(lengths, rewards) < 0.7:
-            return 1.0
-        return after / before
-
-    return statistic
+    lengths, rewards = history.last("completion_tokens_mean", count), history.last("reward", count)
+    if lengths is None or rewards is None:
+        return None
+    quarter = count // 4
+    before, after = median(lengths[:quarter]), median(lengths[-quarter:])
+    has_risen = median(rewards[-quarter:]) > median(rewards[:quarter])
+    if not has_risen or before <= 0.0 or rank_correlation(lengths, rewards) < 0.7:
+        return 1.0
+    return after / before
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""What the run itself adds to a step's metrics, beside what the trainer measures: how fares who feeds it."""
+"""The metrics that the run adds to those of the trainer's step: about generators, rewards and weight sync."""
 
 from __future__ import annotations
 

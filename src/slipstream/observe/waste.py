@@ -36,7 +36,7 @@ class Wasted(NamedTuple):
 
 @dataclass
 class ReplicaTokens:
-    """The tokens in the timeline of a replica: those read again, and those sampled by its last process since it began.
+    """The timeline of a replica in tokens: those read again, and those sampled by its last process since it began.
 
     `sampled` is None where that process was killed: what was in its slots nobody knows.
     """

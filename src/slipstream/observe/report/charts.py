@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from slipstream.core.config import AlarmName
 from slipstream.observe.evaluation import MOMENTS
@@ -18,22 +21,20 @@ TABLE_ROWS = 12
 Part = Literal["learning", "off-policy", "time"]
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Metrics over the steps, as a card of a part of a page; `lines` are (metric, its name in words, hue).
+class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metrics over the steps, as a card of a part of a page; `charts.toml` says what its fields are.
 
-    `note` is for a run's own page, without which it has none; `compared` for several runs, whose first metric then lies
-    on one chart. `alarms` shade the steps in which one was on; `is_of_changes`: drawn only where the value changes.
+    `is_of_changes`: drawn only where the value of its metric changes.
     """
 
     part: Part
     title: str
     axis: Axis
-    lines: tuple[tuple[str, str, int], ...]
-    note: str | Callable[[RunData], str] = ""
+    lines: list[tuple[str, str, int]]
+    note: str = ""
     compared: str = ""
-    alarms: tuple[AlarmName, ...] = ()
-    limits: Mapping[str, float] = field(default_factory=dict)
+    alarms: list[AlarmName] = []
+    limits: dict[str, float] = {}
     is_smooth: bool = True
     is_of_changes: bool = False
 
@@ -43,140 +44,15 @@ class Chart:
         lines = [Series(words, history.points(name), hue, smooth=window) for name, words, hue in self.lines]
         if not self.note or (self.is_of_changes and len(set(history.values(self.lines[0][0]))) < 2):
             return ""
-        note = self.note if isinstance(self.note, str) else self.note(run)
+        limit, cut = run.config.get("generator", {}).get("max_new_tokens"), history.values("truncated_frac")
+        note = self.note.format(
+            allowed=f"At most {limit} are allowed. " if limit else "",
+            cut=f" Cut off at the limit in the last step: {cut[-1]:.1%}." if cut else "",
+        )
         return chart_card(self.title, note, lines, self.axis, alarm_bands(run, self.alarms), limits=self.limits)
 
 
-def _length_note(run: RunData) -> str:
-    limit = run.config.get("generator", {}).get("max_new_tokens")
-    cut = run.history.values("truncated_frac")
-    allowed = f"At most {limit} are allowed. " if limit else ""
-    told = f" Cut off at the limit in the last step: {cut[-1]:.1%}." if cut else ""
-    return f"{allowed}If it climbs with the reward, read what is written.{told}"
-
-
-CHARTS = (
-    Chart(
-        "learning",
-        "Groups that can teach",
-        Axis("share of groups", low=0.0, high=1.0, is_share=True),
-        (("signal_frac", "groups with signal", BLUE),),
-        "Groups whose answers all have the same reward teach nothing.",
-        alarms=("no_signal",),
-    ),
-    Chart(
-        "learning",
-        "Length of completions",
-        Axis("tokens", low=0.0),
-        (("completion_tokens_mean", "mean length", BLUE),),
-        _length_note,
-        "Means of the batches.",
-        alarms=("length_hacking", "truncation_growing"),
-    ),
-    Chart(
-        "learning",
-        "Entropy",
-        Axis("nats per token", low=0.0),
-        (("entropy", "entropy", PURPLE),),
-        "How undecided the policy is about the next token. At 0 it tries nothing new any more.",
-        "How undecided the policy is about the next token.",
-        alarms=("entropy_collapse",),
-    ),
-    Chart(
-        "learning",
-        "KL to the reference",
-        Axis("nats per completion", low=0.0),
-        (("kl_reference_sum", "KL", BLUE),),
-        compared="How far training has moved from the frozen reference.",
-    ),
-    Chart(
-        "learning",
-        "Size of the gradient",
-        Axis("norm, logarithmic", is_log=True),
-        (("grad_norm", "gradient norm", BLUE),),
-        "Before clipping. Single spikes happen.",
-        alarms=("grad_norm_spikes",),
-    ),
-    Chart(
-        "learning",
-        "What the critic foresees",
-        Axis("share of the returns' variance", high=1.0),
-        (("explained_variance", "explained variance", GREEN),),
-        "1 is a critic that foresees every return, 0 one that knows no more than their mean, below 0 it misleads.",
-        limits={"as good as the mean": 0.0},
-    ),
-    Chart(
-        "off-policy",
-        "Age, step by step",
-        Axis("steps, mean of the batch", low=0.0),
-        (("staleness_mean", "age", BLUE),),
-        compared="Flat is a pipeline in balance.",
-    ),
-    Chart(
-        "off-policy",
-        "Drift within a batch",
-        Axis("KL(sampler ‖ trained), nats per token", low=0.0),
-        (("kl_k3", "KL", BLUE),),
-        "From the policy that sampled to the trained one. From 0.1 on an alarm rings.",
-        "How far the trained policy is from the one that sampled.",
-        alarms=("policy_drift",),
-    ),
-    Chart(
-        "off-policy",
-        "Price of the correction",
-        Axis("share", low=0.0, high=1.0, is_share=True),
-        (("ess", "effective sample size", GREEN), ("clipped_frac", "clipped tokens", ORANGE)),
-        "What the correction costs: the share of the batch that still counts, and of tokens whose gradient is cut.",
-        alarms=("ess_collapse", "ratio_clipped"),
-    ),
-    Chart(
-        "off-policy",
-        "Effective sample size",
-        Axis("share of the batch", high=1.0, is_share=True),
-        (("ess", "effective sample size", GREEN),),
-        compared="How much of a batch still counts after the correction.",
-    ),
-    Chart(
-        "off-policy",
-        "KL to the reference",
-        Axis("nats per completion", low=0.0),
-        (("kl_reference_sum", "KL", BLUE),),
-        "How far training has moved from the frozen reference.",
-        alarms=("kl_runaway",),
-    ),
-    Chart(
-        "off-policy",
-        "Coefficient of the KL penalty",
-        Axis("kl.coef", low=0.0),
-        (("kl_coef", "coefficient", BLUE),),
-        "It follows kl.target.",
-        is_smooth=False,
-        is_of_changes=True,
-    ),
-    Chart(
-        "time",
-        "Speed",
-        Axis("tokens per second", low=0.0),
-        (("generated_tokens_per_s", "sampled", BLUE), ("trained_tokens_per_s", "trained on", GREEN)),
-        "Sampled, a mean of the last reports, lags a little.",
-    ),
-    Chart(
-        "time",
-        "Time of a step",
-        Axis("seconds", low=0.0),
-        (("step_s", "seconds", BLUE),),
-        "From the end of one step to the end of the next, evaluations in between included.",
-        "From the end of one step to the end of the next.",
-        alarms=("starving_trainer", "starving_generator", "slow_rewards", "straggler"),
-    ),
-    Chart(
-        "time",
-        "Trained on",
-        Axis("tokens per second", low=0.0),
-        (("trained_tokens_per_s", "trained on", GREEN),),
-        compared="By the trainer.",
-    ),
-)
+CHARTS = msgspec.toml.decode(Path(__file__).with_name("charts.toml").read_bytes(), type=dict[str, list[Chart]])["chart"]
 
 
 def charts(run: RunData, part: Part) -> list[str]:
@@ -229,7 +105,7 @@ def three_clocks(
     *,
     height: int = 180,
 ) -> str:
-    """The same lines against steps, tokens and time, beside each other, as a card; nothing without any points."""
+    """Draw the same lines against steps, tokens and time, beside each other, in a card; nothing without points."""
     pictures = []
     for clock in CLOCKS:
         longest = max((run.history.clocks[clock][-1] for run in runs if run.history.steps), default=0.0)
@@ -289,8 +165,8 @@ def column_numbers(columns: Sequence[Column], rows: Sequence[str], label: str) -
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """What the stage `evaluate` found of a run, and its colour."""
+class EvaluatedRun:
+    """The findings of the stage `evaluate` about a run, and its colour."""
 
     name: str
     hue: int
@@ -303,7 +179,7 @@ def gained(content: Sequence[str]) -> str:
     return part("evaluation", "What was gained, at what price?", lead, [cards(*content)])
 
 
-def against_kl(runs: Sequence[Evaluated]) -> str:
+def against_kl(runs: Sequence[EvaluatedRun]) -> str:
     """Gold win rate against KL to the reference, before and after RL."""
     spots = spots_of(runs)
     if not spots:
@@ -324,7 +200,7 @@ def against_kl(runs: Sequence[Evaluated]) -> str:
     return card("Gold win rate against KL", note, legend + chart)
 
 
-def spots_of(runs: Sequence[Evaluated]) -> list[Spot]:
+def spots_of(runs: Sequence[EvaluatedRun]) -> list[Spot]:
     """The moments at which both were measured."""
     spots = []
     for one in runs:

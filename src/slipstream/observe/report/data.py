@@ -1,4 +1,4 @@
-"""What the files of a run say, in the shape in which the pages draw it. Bounded work, however long the run."""
+"""The data model of a run for the pages: its files, read once. Bounded work, however long the run."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ Seconds = Mapping[str, float]  # by state
 
 
 class Length(msgspec.Struct, frozen=True):
-    """What the lengths need of a line of `rollouts.jsonl`."""
+    """The part of a line of `rollouts.jsonl` that lengths are counted from."""
 
     step: int | None
     outcome: Outcome
     num_tokens: int
 
 
-class History:
+class MetricsHistory:
     """The lines of `metrics.jsonl`: of steps, and of evaluations. x is what a `Clock` shows when a step is done.
 
     `tokens` counts those trained on; `time` is seconds since RL began (its first admission), the warm start excluded.
@@ -109,7 +109,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Span:
+class StepTimes:
     """A step, or what was reported in it, from `start_s` to `end_s` since RL began: process or side -> seconds."""
 
     start_s: float
@@ -118,14 +118,14 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Times:
+class RunTimes:
     """Where the seconds went. `whole`: each process from start to end. `balance` is None where it is not known yet.
 
     Exact times are read from every decision and every slice (`observe/accounting.py`), tens of megabytes a second.
     """
 
     whole: Mapping[str, Seconds]
-    spans: Sequence[Span]
+    spans: Sequence[StepTimes]
     balance: Balance | None
     wall_s: float
     is_exact: bool
@@ -152,9 +152,9 @@ class RunData:
 
     path: Path
     config: dict[str, Any]
-    history: History
+    history: MetricsHistory
     summary: Summary | None
-    times: Times
+    times: RunTimes
     samples: list[Sample]
     alarms: list[AlarmSpan]
     lengths: list[Length]
@@ -189,7 +189,7 @@ class RunData:
 
     @cached_property
     def rewarded(self) -> object:
-        """What decides whether two runs' rewards mean the same: where prompts come from, and what scores them.
+        """Return a value that is equal for runs whose rewards mean the same: the prompts' source, and what scores them.
 
         Of functions that were given from Python only the names of their terms are known.
         """
@@ -216,7 +216,7 @@ class RunData:
 
     @property
     def bound(self) -> int | None:
-        """What the schedule promises of staleness, in steps; None where that is nothing."""
+        """Return the bound of staleness that the schedule promises, in steps; None where there is none."""
         if self.summary is not None:
             return self.summary.staleness.bound
         policy = self.config.get("schedule", {}).get("policy", HARD_BOUND[0])
@@ -247,7 +247,7 @@ class RunData:
 
     @property
     def held_out(self) -> tuple[Measured, Measured]:
-        """What greedy answers to held-out prompts came to: of version 0 and of the last one."""
+        """Return the scores of greedy answers to held-out prompts, of version 0 and of the last one."""
         found = self.evaluations
         before, after = (Measured() if one is None else one.greedy for one in (found.before, found.after))
         return before, after
@@ -291,7 +291,7 @@ def read_run(run_dir: Path) -> RunData:
     evaluation: Mapping[str, Any] | None = summary.evaluation if summary else None
     if evaluation is None and evaluation_path.exists():
         evaluation = load_json(evaluation_path, dict[str, Any])
-    history = History(read_metrics(metrics_path))
+    history = MetricsHistory(read_metrics(metrics_path))
     return RunData(
         path=run_dir,
         config=read_toml(config_path) if config_path.exists() else {},
@@ -339,21 +339,21 @@ def _earlier_s(run_dir: Path) -> float | None:
     return total_ns * 1e-9
 
 
-def _read_times(run_dir: Path, history: History, summary: Summary | None) -> Times:
+def _read_times(run_dir: Path, history: MetricsHistory, summary: Summary | None) -> RunTimes:
     """Exact ones where that is quick, else those that processes reported, and what `summary.json` kept."""
     files = [run_dir / "events.jsonl", *process_files(run_dir)]
     if sum(path.stat().st_size for path in files if path.exists()) > EXACT_BYTES:
         spans = list(_reported(history))
         if summary is None:
-            return Times({}, spans, None, 0.0, is_exact=False)
-        return Times(by_side(summary.accounting), spans, summary.balance, summary.wall_s, is_exact=False)
+            return RunTimes({}, spans, None, 0.0, is_exact=False)
+        return RunTimes(by_side(summary.accounting), spans, summary.balance, summary.wall_s, is_exact=False)
     found = read_accounting(run_dir)
     began_s = found.steps[0].start_s if found.steps else 0.0
-    spans = [Span(step.start_s - began_s, step.end_s - began_s, by_side(step.states)) for step in found.steps]
-    return Times(by_side(found.accounting), spans, found.balance, found.wall_s, is_exact=True)
+    spans = [StepTimes(step.start_s - began_s, step.end_s - began_s, by_side(step.states)) for step in found.steps]
+    return RunTimes(by_side(found.accounting), spans, found.balance, found.wall_s, is_exact=True)
 
 
-def _reported(history: History) -> Iterator[Span]:
+def _reported(history: MetricsHistory) -> Iterator[StepTimes]:
     """From the second step on: the first report tells of everything since the start of the process."""
     for before, line in pairwise(history.steps):
         seconds: dict[str, dict[str, float]] = {}
@@ -362,7 +362,7 @@ def _reported(history: History) -> Iterator[Span]:
                 side, _, state = name.removeprefix(TIME_PREFIX).rpartition("/")
                 seconds.setdefault(side, {})[state] = value
         in_order = {side: seconds[side] for side in sorted(seconds, key=process_order)}
-        yield Span(before["wall_s"] - history.began_s, line["wall_s"] - history.began_s, in_order)
+        yield StepTimes(before["wall_s"] - history.began_s, line["wall_s"] - history.began_s, in_order)
 
 
 def by_side(processes: Mapping[str, Seconds]) -> dict[str, Seconds]:

@@ -12,14 +12,14 @@ from statistics import fmean, median
 
 from slipstream.core.held_out import Measured
 from slipstream.observe.balance import LEAST_STEPS, SMALL
-from slipstream.observe.display import duration
+from slipstream.observe.display import duration, plural
 from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.health import WATCHED_STEPS, AlarmSpan
 from slipstream.observe.noise import LEAST_TREND, mean_of, rises, share
 from slipstream.observe.report.data import RunData
 from slipstream.observe.report.html import card, cards, items, part, table, text
 from slipstream.observe.summary import Evaluations, violations
-from slipstream.observe.svg import number, plural
+from slipstream.observe.svg import number
 from slipstream.observe.svg_blocks import percent_name
 from slipstream.observe.waste import WASTE
 
@@ -48,7 +48,7 @@ def heading(run: RunData) -> str:
 
 
 def _time(run: RunData) -> str:
-    """Of all attempts, abandoned steps included."""
+    """Return the time of all attempts in words, abandoned steps included."""
     told = "an unknown time" if run.wall_s is None else duration(run.wall_s)
     return told if run.num_attempts == 1 else f"{told}, {run.num_attempts} attempts"
 
@@ -71,7 +71,7 @@ def overview(run: RunData) -> str:
 
 
 def opening(run: RunData) -> str:
-    """What this page is."""
+    """Introduce the page."""
     words = {
         "running": f"The run goes on; its newest line was {duration(run.written_s)} old when this page was made.",
         "not finished": "The run did not end by itself, or was killed; this page shows what its files hold.",
@@ -124,12 +124,12 @@ def mean(reward: float | None) -> str:
 
 
 def sentences(run: RunData) -> list[str]:
-    """What happened, in plain words and numbers."""
+    """Return sentences about the run, in plain words and numbers."""
     return [told for sentence in SENTENCES if (told := sentence(run))]
 
 
 def advice(run: RunData) -> list[str]:
-    """What to look at or try next, the most urgent first."""
+    """Return sentences about what to look at or try next, the most urgent first."""
     return [told for sentence in ADVICE if (told := sentence(run))][:MAX_ADVICE]
 
 
@@ -155,7 +155,7 @@ def may_be_chance(before: float | None, after: float | None, num_prompts: int) -
 
 
 def _rewarded(rewards: list[float]) -> str:
-    """Of a run without held-out prompts: how its reward began and ended; the mean where these differ by noise alone."""
+    """Say how the reward began and ended, for a run without held-out prompts; its mean where these differ by noise."""
     if not rewards:
         return "No step was trained."
     steps = plural(len(rewards), "step")
@@ -221,8 +221,10 @@ def starved(run: RunData) -> str:
 
 
 def wasted(run: RunData) -> str:
-    """What of sampling no step trained. What was left when a run ended early goes on with it, and of a short run it is
-    large: neither is waste."""
+    """Say how much of what was sampled no step trained.
+
+    What was left when a run ended early goes on with it, and of a short run it is large: neither is waste.
+    """
     waste = {cause: tokens for cause, tokens in run.wasted.items() if cause != "left"}
     trained = run.tokens_trained
     if not waste or not trained or len(run.history.steps) < LEAST_STEPS:
@@ -313,7 +315,7 @@ def _contradictions(run: RunData) -> str:
 
 
 def _alarms(alarms: list[AlarmSpan]) -> str:
-    """What looked wrong while it went on; nothing where nothing did."""
+    """List the alarms that rang; nothing where none did."""
     rows = [
         [
             text(one.name.replace("_", " ")),

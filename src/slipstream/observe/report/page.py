@@ -22,7 +22,7 @@ from slipstream.observe.report.charts import (
     GREEN,
     ORANGE,
     PURPLE,
-    Evaluated,
+    EvaluatedRun,
     against_kl,
     alarm_bands,
     chart_card,
@@ -176,7 +176,7 @@ def _rewards(run: RunData) -> str:
 
 
 def _terms(run: RunData) -> str:
-    """What each of several reward terms said: where one is only measured, over-optimisation of the others shows."""
+    """Draw each of several reward terms: where one is only measured, over-optimisation of the others shows."""
     names = run.history.names(TERMS)
     if len(names) < 2:
         return ""
@@ -199,7 +199,7 @@ def _gains(found: Mapping[str, Any] | None) -> str:
     rows = ([text(name), text(before), text(after)] for name, before, after in evaluation_rows(found))
     note = f"{found['num_prompts']} held-out prompts at temperature {found['temperature']:g}, ± standard error."
     measured = card("Gold, judge and drift", note, table(["", "before", "after"], rows, kind="numbers"), folds=True)
-    return gained([against_kl([Evaluated("", 0, found)]), measured])
+    return gained([against_kl([EvaluatedRun("", 0, found)]), measured])
 
 
 # How old was the data, and did it matter? Staleness, importance ratios, the gap between the two policies, drift
@@ -326,7 +326,7 @@ def _answer(answer: str | None, reward: float | None, is_right: bool | None) -> 
 
 
 def _lengths(lengths: Sequence[Length]) -> Iterator[str]:
-    """Those trained on against those sampled, and the former over time."""
+    """Draw the lengths trained on beside those sampled, and the former over time."""
     trained = [one for one in lengths if one.step is not None]
     if not trained:
         return
@@ -382,7 +382,7 @@ def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> 
 def _setup(run: RunData, hardware: Hardware | None) -> str:
     changed = differing(run.fields)
     rows = (
-        [f"<code>{field(name)}</code>", text(shown(value)), text(shown(default)), text(meaning(name))]
+        [f"<code>{field(name)}</code>", field(shown(value)), field(shown(default)), text(meaning(name))]
         for name, (value, default) in changed.items()
     )
     head = ["field", "this run", "default", "what it is"]

@@ -16,7 +16,7 @@ from slipstream.observe.svg_blocks import (
     LEGEND_SHARE,
     Bar,
     Column,
-    Row,
+    GanttRow,
     areas,
     gantt,
     percent_name,
@@ -35,13 +35,13 @@ MAX_ROWS = 12
 
 @dataclass(frozen=True)
 class Window:
-    """What happened between two moments, seconds on the run's clock. `num_left_out` processes have no row."""
+    """The rows of processes between two moments, seconds on the run's clock. `num_left_out` have no row."""
 
     start_s: float
     end_s: float
     title: str
     origin: str  # what the first moment is, where it is something
-    rows: list[Row]
+    rows: list[GanttRow]
     num_left_out: int
 
 
@@ -163,8 +163,8 @@ def _steps_inside(path: Path) -> tuple[tuple[int, float], tuple[int, float]] | N
     return None
 
 
-def read_row(path: Path, start_s: float, end_s: float) -> Row:
-    """What the process of a timeline did between two moments, seconds on the run's clock."""
+def read_row(path: Path, start_s: float, end_s: float) -> GanttRow:
+    """Read the slices of one process between two moments, seconds on the run's clock."""
     bars, marks = [], []
     for record in read_timeline(path, offset=_offset_of(path, round(start_s * 1e9))):
         if times_ns(record)[0] > end_s * 1e9 + 1e9:
@@ -174,7 +174,7 @@ def read_row(path: Path, start_s: float, end_s: float) -> Row:
                 bars.append(_bar(record))
             case Instant() if start_s <= record.time_ns * 1e-9 <= end_s:
                 marks.append((record.time_ns * 1e-9, ", ".join([record.name, *_args(record)])))
-    return Row(path.stem, bars, marks)
+    return GanttRow(path.stem, bars, marks)
 
 
 def _bar(record: Slice) -> Bar:

@@ -1,4 +1,4 @@
-"""What the page is told: each answer is of a bounded size, whatever the run's is. JSON types only.
+"""The answers to the page's requests: each of a bounded size, whatever the run's is, and of JSON types.
 
 Rows are lists where there may be thousands of them; the page's `js/api.js` says the same of their columns.
 """
@@ -6,7 +6,7 @@ Rows are lists where there may be thousands of them; the page's `js/api.js` says
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -17,9 +17,9 @@ from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_mis
 from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
 from slipstream.observe.watch.events import Passage
-from slipstream.observe.watch.index import RunIndex, Verdict
+from slipstream.observe.watch.index import LiveVerdict, RunIndex
 from slipstream.observe.watch.rollouts import GroupRow
-from slipstream.observe.watch.timelines import bars
+from slipstream.observe.watch.timelines import Bar, bars
 
 MAX_GROUPS = 600  # drawn at once: of more, every second, fourth ...
 MAX_MOVES = 6000
@@ -61,8 +61,8 @@ def count_of(query: Mapping[str, str], name: str, default: int, least: int, most
     return int(min(most, max(least, number(query, name, default))))
 
 
-def run_answer(index: RunIndex, verdict: Verdict, _query: Mapping[str, str]) -> dict[str, Any]:
-    """What does not change often: names, dials, states and their colours, alarms, the verdict."""
+def run_answer(index: RunIndex, verdict: LiveVerdict, _query: Mapping[str, str]) -> dict[str, Any]:
+    """Answer with what seldom changes: names, dials, states and their colours, alarms, the verdict."""
     loop = index.events.loop
     states = {name for timeline in index.timelines.values() for name in timeline.totals.names}
     return pulse(index) | {
@@ -100,7 +100,7 @@ def _begin_s(index: RunIndex) -> float:
 
 
 def pulse(index: RunIndex) -> dict[str, Any]:
-    """What is told with every change."""
+    """Answer with what every change may change."""
     life, silent_s = index.life()
     loop = index.events.loop
     return {
@@ -117,7 +117,7 @@ def pulse(index: RunIndex) -> dict[str, Any]:
     }
 
 
-def loop_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+def loop_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
     """The loop at `from`, and what moves until `to` (run time, seconds): see `events.Passage`.
 
     Of many groups every `every`-th by ordinal is told, with `counts` of all: [time, a count for each phase].
@@ -141,7 +141,7 @@ def loop_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) ->
 
 
 def _thinned(passage: Passage) -> tuple[list[Move], int]:
-    """What is drawn: first completions that finish are left out, then groups."""
+    """Return the moves to draw, of every how manyth group: completions that finish are left out first, then groups."""
     moves, every = passage.moves, 1
     if len(moves) > MAX_MOVES:
         moves = [move for move in moves if not (move.group.phase == "sampling" and move.group.finished)]
@@ -193,8 +193,8 @@ def _counts(passage: Passage) -> list[list[float]]:
     return found
 
 
-def lanes_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
-    """What each process did between `from` and `to`: [start, end, state, share of that time, args, other states]."""
+def lanes_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """Answer with the slices of processes from `from` to `to`: [start, end, state, its share, args, other states]."""
     start_s = number(query, "from")
     end_s = max(start_s, min(number(query, "to"), index.end_s + 60.0))
     parts = count_of(query, "parts", MAX_BARS, 50, MAX_BARS)
@@ -202,7 +202,9 @@ def lanes_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -
     for timeline, stretch, start_ns, end_ns in index.lanes(start_s, end_s):
         slices = timeline.slices(start_ns, end_ns)
         drawn = timeline.outline(start_ns, end_ns, parts) if slices is None else bars(slices, start_ns, end_ns, parts)
-        gone = ((begin, end, state, 1.0, {}, {}) for state, begin, end in timeline.gone(start_ns, end_ns))
+        gone: Iterator[Bar] = (
+            (begin, end, state, 1.0, {}, {}) for state, begin, end in timeline.gone(start_ns, end_ns)
+        )
         lanes[timeline.process] += [
             [*(round(stretch.run_s(ns * 1e-9), 4) for ns in (begin, end)), state, round(share, 3), args, also]
             for begin, end, state, share, args, also in (*drawn, *gone)
@@ -210,7 +212,7 @@ def lanes_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -
     return {"revision": index.revision, "from": start_s, "to": end_s, "lanes": lanes}
 
 
-def overview_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
     """The run from `from` on in outline: how many groups were in each phase, when steps ended, where alarms began."""
     points = count_of(query, "points", 300, 10, MAX_POINTS)
     phases = index.events.phases
@@ -237,7 +239,7 @@ def overview_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]
     }
 
 
-def step_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+def step_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
     """When `step` was trained, or how many steps there are where it was not; with `at`, the step of that time."""
     ends, starts = index.events.step_ends, index.events.step_starts
     step = index.events.step_at(number(query, "at")) if "at" in query else int(number(query, "step"))
@@ -259,8 +261,8 @@ def _when(index: RunIndex, step: int) -> float:
     return ends[step] if 0 <= step < len(ends) else index.end_s
 
 
-def curves_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
-    """Of each of `names` at most about `points` [step, mean, least, greatest], the last value, and its axis."""
+def curves_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+    """Answer with at most about `points` [step, mean, least, greatest] of each of `names`, its last value and axis."""
     points = count_of(query, "points", 300, 10, MAX_POINTS)
     curves: dict[str, Any] = {}
     for name in [name for name in query.get("names", "").split(",") if name][:MAX_NAMES]:
@@ -293,7 +295,7 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def groups_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+def groups_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
     """`count` groups whose fate is known, in that order: from `row` on, or those of `step`; `tokens=1`: only such
     whose tokens were written."""
     rollouts = index.rollouts
@@ -321,7 +323,7 @@ def _row(index: RunIndex, group: GroupRow) -> dict[str, Any]:
     }
 
 
-def group_answer(index: RunIndex, _verdict: Verdict, query: Mapping[str, str]) -> dict[str, Any]:
+def group_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
     """Group `ordinal`: its rollouts, long texts cut, with tokens where they were written; null where it has no fate."""
     ordinal = int(number(query, "ordinal"))
     row = index.rollouts.row_of(ordinal)
@@ -366,7 +368,7 @@ def _run_s(index: RunIndex, raw_s: float) -> float | None:
     return None
 
 
-Answer = Callable[[RunIndex, Verdict, Mapping[str, str]], dict[str, Any]]
+Answer = Callable[[RunIndex, LiveVerdict, Mapping[str, str]], dict[str, Any]]
 ANSWERS: dict[str, Answer] = {
     "/api/run": run_answer,
     "/api/loop": loop_answer,

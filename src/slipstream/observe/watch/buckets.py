@@ -59,7 +59,7 @@ class Buckets:
 
 
 @dataclass
-class Curve:
+class BoundedCurve:
     """Points (x ascending, y) of any number, as at most `capacity` of (mean x, mean y, least y, greatest y)."""
 
     capacity: int = NUM_POINTS

@@ -22,7 +22,7 @@ MAX_REPLAYED_BYTES = 8_000_000
 
 
 @dataclass
-class Stretch:
+class AttemptStretch:
     """One attempt's part of the run's time: `raw_s` of the machine's clock is `start_s` of the run's.
 
     The run's time begins with its first event. An attempt that was resumed follows the last event that is left of the
@@ -37,7 +37,7 @@ class Stretch:
         return raw_s - self.raw_s + self.start_s
 
 
-class Swap(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SwapAt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """From `time_s` on `replica` samples from `version`, or from none (-1): it was lost, or the run begins again."""
 
     time_s: float
@@ -56,13 +56,13 @@ class _Mark(msgspec.Struct, frozen=True):
 
 @dataclass
 class Passage:
-    """What happened from `start_s` on to `end_s`, as far as it was read: how it was then, and what moved, in order."""
+    """The loop at `start_s`, and its moves until `end_s`, in order, as far as they were read."""
 
     start_s: float
     end_s: float
     loop: LoopState
     moves: list[Move]
-    swaps: list[Swap]
+    swaps: list[SwapAt]
     steps: list[tuple[float, int]]  # when the trainer came to which version
 
 
@@ -79,7 +79,7 @@ class EventIndex(LineIndex[Decision]):
 
     def reset(self) -> None:
         self.loop = LoopState()
-        self.stretches: list[Stretch] = []
+        self.stretches: list[AttemptStretch] = []
         self.step_starts, self.step_ends = array("d"), array("d")
         self.first_s: float | None = None  # when the first group was admitted, or trained
         self.phases = Buckets(width=0.25)
@@ -106,7 +106,7 @@ class EventIndex(LineIndex[Decision]):
 
     def _time_of(self, decision: Decision) -> float:
         if isinstance(decision.event, ScheduleBegan) or not self.stretches:
-            self.stretches.append(Stretch(decision.time_s, self.end_s, self.end_s))
+            self.stretches.append(AttemptStretch(decision.time_s, self.end_s, self.end_s))
         stretch = self.stretches[-1]
         stretch.end_s = max(stretch.end_s, stretch.run_s(decision.time_s))
         return stretch.end_s
@@ -138,7 +138,7 @@ class EventIndex(LineIndex[Decision]):
             self._spacing *= 2
 
     def passage(self, start_s: float, end_s: float) -> Passage:
-        """What happened after `start_s` until `end_s`; less where more than `MAX_REPLAYED_BYTES` tell of it.
+        """Return the passage from `start_s` to `end_s`; a shorter one where more than `MAX_REPLAYED_BYTES` tell of it.
 
         All events until `end_s` are to be known.
         """
@@ -163,7 +163,7 @@ class EventIndex(LineIndex[Decision]):
             if time_s > start_s:
                 found.moves += moves
                 changed = {**dict.fromkeys(held, -1), **loop.versions}
-                found.swaps += [Swap(time_s, r, version) for r, version in changed.items() if held.get(r) != version]
+                found.swaps += [SwapAt(time_s, r, version) for r, version in changed.items() if held.get(r) != version]
                 if isinstance(decision.event, StepDone):
                     found.steps.append((time_s, decision.event.version))
         else:

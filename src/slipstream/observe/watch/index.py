@@ -1,4 +1,4 @@
-"""What the watch page knows of a run: indexes over its growing files, kept up to date, and what state the run is in.
+"""The indexes over a run's growing files that the watch page answers from, and the state that the run is in.
 
 Memory is bounded but for 41 bytes per group and 16 per step; nothing is ever written. Files may be missing, torn, or
 replaced by a resume at any time.
@@ -23,8 +23,8 @@ from slipstream.observe.display import config_summary
 from slipstream.observe.health import ALARMS_FILE, Alarm, AlarmSpan, spans
 from slipstream.observe.timeline import process_files, process_order
 from slipstream.observe.tokens import TOKENS_FILE
-from slipstream.observe.watch.buckets import Curve
-from slipstream.observe.watch.events import EventIndex, Stretch
+from slipstream.observe.watch.buckets import BoundedCurve
+from slipstream.observe.watch.events import AttemptStretch, EventIndex
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
 from slipstream.observe.watch.tail import LineIndex
 from slipstream.observe.watch.timelines import TimelineIndex
@@ -66,7 +66,7 @@ class CurveIndex(LineIndex[Metrics]):
         super().__init__(path, msgspec.json.Decoder(Metrics).decode)
 
     def reset(self) -> None:
-        self.curves: dict[str, Curve] = {}
+        self.curves: dict[str, BoundedCurve] = {}
 
     def take(self, record: Metrics, begin: int, end: int) -> None:  # noqa: ARG002
         step = record.get("step")
@@ -75,7 +75,7 @@ class CurveIndex(LineIndex[Metrics]):
         for name, value in record.items():
             is_measured = name not in AXES and isinstance(value, int | float) and not isinstance(value, bool)
             if is_measured and (name in self.curves or len(self.curves) < MAX_NAMES):
-                self.curves.setdefault(name, Curve()).add(float(step), float(value))
+                self.curves.setdefault(name, BoundedCurve()).add(float(step), float(value))
 
 
 @dataclass
@@ -161,7 +161,7 @@ class RunIndex:
             self.timelines.setdefault(path, TimelineIndex(path))
 
     def _facts(self) -> dict[str, str]:
-        """What the run is, in a few words; of a configuration that this version cannot read, the recipe alone."""
+        """Describe the run in a few words; of a configuration that this version cannot read, by the recipe alone."""
         path = self.config_file.path
         try:
             return config_summary(resolve(path))
@@ -198,7 +198,7 @@ class RunIndex:
         return max(self.events.end_s, told_s - MARGIN_S if is_read else 0.0)
 
     def life(self) -> tuple[Life, float]:
-        """What state the run is in, and for how many seconds there has been no news.
+        """Return the state of the run, and for how many seconds there has been no news.
 
         `summary.json` is written last. One that is older than the newest event is that of an attempt before.
         """
@@ -212,7 +212,7 @@ class RunIndex:
                 return status, silent_s
         return ("silent" if silent_s > SILENT_AFTER_S else "running"), silent_s
 
-    def lanes(self, start_s: float, end_s: float) -> Iterator[tuple[TimelineIndex, Stretch, int, int]]:
+    def lanes(self, start_s: float, end_s: float) -> Iterator[tuple[TimelineIndex, AttemptStretch, int, int]]:
         """Timelines that are of the window of the run's time, each with its part of the window in nanoseconds.
 
         A stretch has the folder whose controller had started just before its first event.
@@ -230,7 +230,7 @@ class RunIndex:
                 if path.parent == folder:
                     yield index, stretch, start_ns, end_ns
 
-    def _folder_of(self, stretch: Stretch) -> Path | None:
+    def _folder_of(self, stretch: AttemptStretch) -> Path | None:
         best: tuple[float, Path] | None = None
         for path, index in self.timelines.items():
             if path.stem != "controller" or not index.lives:
@@ -242,7 +242,7 @@ class RunIndex:
 
     @property
     def processes(self) -> list[str]:
-        """Of all attempts, in the order of the loop."""
+        """Return the names of the processes of all attempts, in the order of the loop."""
         return sorted({index.process for index in self.timelines.values() if index.lives}, key=process_order)
 
     @property
@@ -252,7 +252,7 @@ class RunIndex:
         return len(folders) + 1
 
 
-class Verdict:
+class LiveVerdict:
     """The sentence that says which side starves; None where it cannot be told, and before it is.
 
     It is that of `summary.json` once a run is over, else from its files. Accounting reads all timelines and events, so

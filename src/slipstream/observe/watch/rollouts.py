@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from slipstream.core.run_log import Outcome, RolloutLine
-from slipstream.observe.tokens import TokenLine
+from slipstream.observe.tokens import TokenHead, TokenLine
 from slipstream.observe.watch.tail import LineIndex, lines_from
 
 MAX_GROUP_BYTES = 8_000_000
@@ -107,20 +107,16 @@ class RolloutIndex(LineIndex[_Head]):
         return list(islice(_read(self.path, self._offsets[row], self._ends[row], RolloutLine), limit))
 
 
-class _Ordinal(msgspec.Struct, frozen=True):
-    ordinal: int
-
-
-class TokenIndex(LineIndex[_Ordinal]):
+class TokenIndex(LineIndex[TokenHead]):
     """Where the tokens of which groups are."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(_Ordinal).decode)
+        super().__init__(path, msgspec.json.Decoder(TokenHead).decode)
 
     def reset(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
 
-    def take(self, record: _Ordinal, begin: int, end: int) -> None:
+    def take(self, record: TokenHead, begin: int, end: int) -> None:
         self._places[record.ordinal] = (self._places.get(record.ordinal, (begin, 0))[0], end)
 
     def __contains__(self, ordinal: int) -> bool:
@@ -131,7 +127,7 @@ class TokenIndex(LineIndex[_Ordinal]):
         return len(self._places)
 
     def lines(self, ordinal: int) -> list[TokenLine]:
-        """Of all completions of a group; none for a group that is not in the file."""
+        """Return the lines of all completions of a group; none for a group that is not in the file."""
         return list(_read(self.path, *self._places.get(ordinal, (0, 0)), TokenLine))
 
 

@@ -25,7 +25,6 @@ import time
 import webbrowser
 from importlib import resources
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
@@ -33,7 +32,7 @@ import msgspec
 
 from slipstream.core.errors import ConfigError
 from slipstream.observe.watch.answers import ANSWERS, BadRequest, pulse
-from slipstream.observe.watch.index import RunIndex, Verdict
+from slipstream.observe.watch.index import LiveVerdict, RunIndex
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 7878
@@ -88,7 +87,7 @@ class Watch:
 
     def __init__(self, run_dir: str | Path, *, port: int = 0) -> None:
         self.index = RunIndex(Path(run_dir))
-        self.verdict = Verdict(Path(run_dir))
+        self.verdict = LiveVerdict(Path(run_dir))
         self.lock = threading.Lock()  # of `index`
         self.changed = threading.Condition()
         self.num_changes = 0
@@ -107,9 +106,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -71,7 +71,7 @@ class Tail:
 
 
 class LineIndex(ABC, Generic[T]):
-    """What is kept of one growing file of lines: each line of `path`, decoded, goes to `take` once, piece by piece.
+    """An index over one growing file of lines: each line of `path`, decoded, goes to `take` once, piece by piece.
 
     When the file is replaced it begins anew. `num_damaged` counts the lines that nobody could read.
     """

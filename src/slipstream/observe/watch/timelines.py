@@ -59,7 +59,7 @@ class TimelineIndex(LineIndex[Record]):
             self._spacing *= 2
 
     def slices(self, start_ns: int, end_ns: int) -> list[Slice] | None:
-        """What lies in the window, whole slices; None where that is too much to read."""
+        """Return the slices that lie in the window, whole ones; None where that is too much to read."""
         begin, end = self._offset_before(start_ns), self._offset_before(end_ns)
         if end - begin > MAX_WINDOW_BYTES:
             return None

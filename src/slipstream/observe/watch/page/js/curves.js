@@ -1,6 +1,6 @@
 // Metrics over steps, small and many; and the headline, which is their values where the slider is.
 
-import { byId, el, say, svg } from './dom.js';
+import { byId, el, key, say, svg } from './dom.js';
 import { metricName, number } from './format.js';
 
 const WIDTH = 300;
@@ -109,9 +109,7 @@ class Chart {
   constructor({ title, series }, onStep) {
     this.series = series;
     this.values = series.map(() => el('b'));
-    const keys = series.map((one, index) =>
-      el('span', { class: 'key' }, el('i', { class: `swatch series-${index}` }), one.label ? `${one.label} ` : '', this.values[index]),
-    );
+    const keys = series.map((one, index) => key(`series-${index}`, one.label ? `${one.label} ` : '', this.values[index]));
     this.picture = svg('svg', { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: 'none', role: 'img', 'aria-label': title });
     this.low = el('span');
     this.high = el('span');

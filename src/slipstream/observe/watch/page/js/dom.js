@@ -23,6 +23,19 @@ function filled(element, attributes, children) {
   return element;
 }
 
+/** An entry of a legend: a swatch of class `kind`, and what it stands for. */
+export function key(kind, ...words) {
+  return el('span', { class: 'key' }, el('i', { class: `swatch ${kind}` }), ...words);
+}
+
+/** A choice of one of `values`, [value, words], as buttons beside each other; `onChoose` gets the new one. */
+export function choices(name, values, chosen, onChoose) {
+  return values.map(([value, words]) => {
+    const input = el('input', { type: 'radio', name, value, checked: value === chosen, onchange: () => onChoose(value) });
+    return el('label', {}, input, el('span', {}, words));
+  });
+}
+
 /** Set an element's text, unless it has it already: screen readers hear of changes only. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;

@@ -1,6 +1,6 @@
 // What each process did around now: one lane each, and the state it is in.
 
-import { byId, context2d, el, say, style } from './dom.js';
+import { byId, choices, context2d, el, key, say, style } from './dom.js';
 import { clock, duration, percent } from './format.js';
 
 export const ZOOMS = [5, 20, 60, 300];
@@ -42,16 +42,12 @@ export class Lanes {
     this.states = {};
     this.time = 0;
     this.told = '';
-    const choice = byId('zoom');
-    for (const seconds of ZOOMS) {
-      const input = el('input', { type: 'radio', name: 'zoom', value: seconds, checked: seconds === this.zoom });
-      input.addEventListener('change', () => {
-        this.zoom = seconds;
-        this.window = { from: 0, to: 0 };
-        this.onZoom?.();
-      });
-      choice.append(el('label', {}, input, el('span', {}, duration(seconds))));
-    }
+    const zoom = (seconds) => {
+      this.zoom = seconds;
+      this.forget();
+      this.onZoom?.();
+    };
+    byId('zoom').append(...choices('zoom', ZOOMS.map((seconds) => [seconds, duration(seconds)]), this.zoom, zoom));
     new ResizeObserver(() => this.draw()).observe(this.rows);
   }
 
@@ -188,9 +184,9 @@ export class Lanes {
     this.told = states.join();
     byId('state-legend').replaceChildren(
       ...states.map((state) => {
-        const swatch = el('i', { class: `swatch${this.states[state]?.kind === 'wait' ? ' thin' : ''}` });
-        swatch.style.backgroundColor = this.colour(state);
-        return el('span', { class: 'key' }, swatch, this.words(state));
+        const entry = key(this.states[state]?.kind === 'wait' ? 'thin' : '', this.words(state));
+        entry.firstChild.style.backgroundColor = this.colour(state);
+        return entry;
       }),
     );
   }

@@ -208,15 +208,8 @@ function showVerdict({ verdict, life }) {
 
 function showLife() {
   const { life, silent_s: silent } = state.pulse;
-  const words = {
-    waiting: 'has not begun',
-    running: 'running',
-    silent: `no news for ${clock(silent)}`,
-    done: 'done',
-    failed: 'failed',
-    interrupted: 'interrupted',
-  }[life];
-  say(byId('life'), words);
+  const words = { waiting: 'has not begun', silent: `no news for ${clock(silent)}` };
+  say(byId('life'), words[life] ?? life);
   byId('life').className = `life ${life}`;
 }
 

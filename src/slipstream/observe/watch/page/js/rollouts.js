@@ -1,6 +1,6 @@
 // Reading: the groups whose fate is known, one of them, and single tokens.
 
-import { byId, el, say } from './dom.js';
+import { byId, choices, el, key, say } from './dom.js';
 import { get, Latest } from './api.js';
 import { ageClass } from './stage.js';
 import { age, number, plural, printable } from './format.js';
@@ -96,26 +96,18 @@ export class Rollouts {
 
   item(group) {
     const fate = group.step === null ? (group.outcome === 'failed' ? 'failed' : 'dropped') : `step ${group.step}`;
-    return el(
-      'li',
-      {},
-      el(
-        'button',
-        {
-          type: 'button',
-          'data-ordinal': group.ordinal,
-          'aria-pressed': String(group.ordinal === this.ordinal),
-          onclick: () => {
-            byId('follow').checked = false;
-            this.open(group.ordinal);
-          },
-        },
-        el('span', { class: 'group-fate' }, fate),
-        el('bdi', { class: 'group-prompt' }, printable(group.prompt)),
-        group.has_tokens ? el('span', { class: 'badge' }, 'tokens') : null,
-        el('span', { class: 'group-reward' }, number(group.mean_reward)),
-      ),
-    );
+    const open = () => {
+      byId('follow').checked = false;
+      this.open(group.ordinal);
+    };
+    const attributes = { type: 'button', 'data-ordinal': group.ordinal, 'aria-pressed': String(group.ordinal === this.ordinal), onclick: open };
+    const cells = [
+      el('span', { class: 'group-fate' }, fate),
+      el('bdi', { class: 'group-prompt' }, printable(group.prompt)),
+      group.has_tokens ? el('span', { class: 'badge' }, 'tokens') : null,
+      el('span', { class: 'group-reward' }, number(group.mean_reward)),
+    ];
+    return el('li', {}, el('button', attributes, ...cells));
   }
 
   /** Read group `ordinal`; `isAsked`: a person has pointed at it. */
@@ -146,20 +138,11 @@ export class Rollouts {
     }
     const { group } = answer;
     const fate = group.step === null ? `was dropped (${group.outcome})` : `was trained in step ${group.step}`;
-    const samples = answer.rollouts.map((one) =>
-      el(
-        'button',
-        {
-          type: 'button',
-          class: 'sample',
-          'aria-pressed': String(one.sample === this.sample),
-          'data-sample': one.sample,
-          onclick: () => this.choose(one.sample),
-        },
-        `${one.sample + 1}`,
-        el('small', {}, one.failure ? 'failed' : number(one.reward)),
-      ),
-    );
+    const samples = answer.rollouts.map(({ sample, failure, reward }) => {
+      const [isPressed, onclick] = [String(sample === this.sample), () => this.choose(sample)];
+      const attributes = { type: 'button', class: 'sample', 'aria-pressed': isPressed, 'data-sample': sample, onclick };
+      return el('button', attributes, `${sample + 1}`, el('small', {}, failure ? 'failed' : number(reward)));
+    });
     this.body = el('div', { class: 'answer' });
     byId('reader').replaceChildren(
       el('h3', {}, `Group ${group.ordinal} `, el('small', {}, `${fate}, mean reward ${number(group.mean_reward)}`)),
@@ -211,17 +194,13 @@ export class Rollouts {
   }
 
   modes() {
-    const choice = el('fieldset', { class: 'choice' }, el('legend', {}, 'Colour by'));
-    for (const [mode, words] of Object.entries(MODES)) {
-      const input = el('input', { type: 'radio', name: 'colour', value: mode, checked: mode === this.mode });
-      input.addEventListener('change', () => {
-        this.mode = mode;
-        this.renderAnswer();
-        this.body.querySelector(`input[value="${mode}"]`).focus();
-      });
-      choice.append(el('label', {}, input, el('span', {}, words)));
-    }
-    return choice;
+    const choose = (mode) => {
+      this.mode = mode;
+      this.renderAnswer();
+      this.body.querySelector(`input[value="${mode}"]`).focus();
+    };
+    const options = choices('colour', Object.entries(MODES), this.mode, choose);
+    return el('fieldset', { class: 'choice' }, el('legend', {}, 'Colour by'), ...options);
   }
 
   tokenView(tokens, step) {
@@ -262,19 +241,19 @@ export class Rollouts {
   }
 
   colourLegend(scale, versions, step) {
-    const key = (kind, words, tone) => {
-      const swatch = el('i', { class: `swatch token ${kind}` });
-      if (tone) swatch.style.setProperty('--tone', tone);
-      return el('span', { class: 'key' }, swatch, words);
+    const toned = (kind, words, tone = '0%') => {
+      const entry = key(`token ${kind}`, words);
+      entry.firstChild.style.setProperty('--tone', tone);
+      return entry;
     };
     if (this.mode === 'version') {
       const seen = [...new Set(versions)].sort((a, b) => b - a);
       return el('div', { class: 'legend' }, ...seen.map((version) =>
-        version < 0 ? key('given', 'given, not sampled') : key(ageClass(step - version), `version ${version} (${age(step - version)})`)));
+        version < 0 ? toned('given', 'given, not sampled') : toned(ageClass(step - version), `version ${version} (${age(step - version)})`)));
     }
     const [less, more] = this.mode === 'gap' ? ['the trainer finds it less likely', 'more likely'] : ['made less likely', 'made more likely'];
     const unit = this.mode === 'gap' ? `full colour from ${number(scale)} nats on` : `full colour from ${number(scale)} on`;
-    return el('div', { class: 'legend' }, key('less', less, '70%'), key('more', more, '70%'), el('span', {}, unit), key('given', 'not trained on'));
+    return el('div', { class: 'legend' }, toned('less', less, '70%'), toned('more', more, '70%'), el('span', {}, unit), toned('given', 'not trained on'));
   }
 }
 

@@ -1,6 +1,6 @@
 // The picture of the loop: stations are elements of the page, what moves between them is drawn over them.
 
-import { byId, el, prefersStill, say, svg } from './dom.js';
+import { byId, el, key, prefersStill, say, svg } from './dom.js';
 import { GROUP, PHASES } from './api.js';
 import { age, number, plural } from './format.js';
 
@@ -23,14 +23,11 @@ export function slicePath(share) {
 
 /** Where dot `slot` of `count` lies in a box, and how large dots may be there. */
 export function slotPlace(slot, count, box) {
+  const pitchOf = (radius) => 2 * radius + Math.min(3, radius);
+  const fitting = (length, radius) => Math.max(1, Math.floor(length / pitchOf(radius)));
   let radius = 8;
-  let columns = 1;
-  for (; radius > 0.5; radius -= 0.5) {
-    const pitch = 2 * radius + Math.min(3, radius);
-    columns = Math.max(1, Math.floor(box.width / pitch));
-    if (columns * Math.max(1, Math.floor(box.height / pitch)) >= count) break;
-  }
-  const pitch = 2 * radius + Math.min(3, radius);
+  while (radius > 0.5 && fitting(box.width, radius) * fitting(box.height, radius) < count) radius -= 0.5;
+  const [pitch, columns] = [pitchOf(radius), fitting(box.width, Math.max(1, radius))];
   return {
     x: box.x + pitch / 2 + (slot % columns) * pitch,
     y: box.y + pitch / 2 + Math.floor(slot / columns) * pitch,
@@ -40,16 +37,9 @@ export function slotPlace(slot, count, box) {
 
 /** Where a group is drawn. */
 export function placeOf(row, numReplicas) {
-  switch (PHASES[row[GROUP.phase]]) {
-    case 'waiting':
-      return 'prompts';
-    case 'sampling':
-      return `replica-${row[GROUP.replica] < numReplicas ? row[GROUP.replica] : 'more'}`;
-    case 'scoring':
-      return 'scoring';
-    default:
-      return PHASES[row[GROUP.phase]];
-  }
+  const phase = PHASES[row[GROUP.phase]];
+  if (phase === 'sampling') return `replica-${row[GROUP.replica] < numReplicas ? row[GROUP.replica] : 'more'}`;
+  return phase === 'waiting' ? 'prompts' : phase;
 }
 
 class Dot {
@@ -156,10 +146,9 @@ export class Stage {
     const top = Math.min(AGES - 1, Math.max(this.bound, 1) + 1);
     const items = [el('span', {}, 'Colour: ')];
     for (let versions = 0; versions <= top; versions++) {
-      const words = versions < top ? age(versions) : `${age(versions)} or more`;
-      items.push(el('span', { class: 'key' }, el('i', { class: `swatch ${ageClass(versions)}` }), words));
+      items.push(key(ageClass(versions), versions < top ? age(versions) : `${age(versions)} or more`));
     }
-    items.push(el('span', { class: 'key' }, el('i', { class: 'swatch half' }), 'half of its answers finished'));
+    items.push(key('half', 'half of its answers finished'));
     if (this.isKnown) items.push(el('span', {}, `This run's bound: ${age(this.bound)}.`));
     return items;
   }
@@ -345,18 +334,15 @@ export class Stage {
         this.chips.append(chip.element);
       }
       if (chip) chip.goal = isBehind ? 0.8 - 0.06 * replica : 1;
-      if (chip && still && !isBehind) {
-        chip.element.remove();
-        this.chipOf.delete(replica);
-      }
+      if (still && !isBehind) this.dropChip(replica);
     }
-    for (const [replica, chip] of this.chipOf) {
-      if (!state.versions.has(replica)) {
-        chip.element.remove();
-        this.chipOf.delete(replica);
-      }
-    }
+    for (const replica of [...this.chipOf.keys()]) if (!state.versions.has(replica)) this.dropChip(replica);
     this.putChips();
+  }
+
+  dropChip(replica) {
+    this.chipOf.get(replica)?.element.remove();
+    this.chipOf.delete(replica);
   }
 
   putChips() {
@@ -379,10 +365,7 @@ export class Stage {
     });
     for (const [replica, chip] of this.chipOf) {
       chip.share += (chip.goal - chip.share) * (1 - Math.exp(-seconds / 0.3));
-      if (chip.goal === 1 && chip.share > 0.985) {
-        chip.element.remove();
-        this.chipOf.delete(replica);
-      }
+      if (chip.goal === 1 && chip.share > 0.985) this.dropChip(replica);
     }
     if (this.chipOf.size) this.putChips();
     return this.leaving.length > 0 || [...this.byOrdinal.values(), ...this.chipOf.values()].some(isOnItsWay);
@@ -406,13 +389,9 @@ export class Stage {
       if (element) say(element, `v${version}`);
     }
     const behind = held.filter(([, version]) => version < state.version).length;
-    const lag = !held.length
-      ? 'no weights were sent yet'
-      : !behind
-        ? 'all generators have it'
-        : held.length === 1
-          ? `the generator has v${held[0][1]}`
-          : `${behind} of ${held.length} generators are behind`;
+    let lag = behind ? `${behind} of ${held.length} generators are behind` : 'all generators have it';
+    if (!held.length) lag = 'no weights were sent yet';
+    else if (behind && held.length === 1) lag = `the generator has v${held[0][1]}`;
     say(byId('count-weights'), `newest v${state.version}; ${lag}`);
     byId('loop').dataset.sampling = sampling;
   }
