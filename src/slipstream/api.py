@@ -166,7 +166,7 @@ def _run(
     with _made(run_dir, is_named=out is not None) as run_dir:
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir)
-        check_data(config, run_dir, given.functions)
+        check_data(config, run_dir, given)
         with lasting_output(run_dir / "logs" / CONSOLE_LOG):
             if config.stages == ["rl"]:
                 return Result(out=run_dir, summary=run_rl(config, run_dir, given))

@@ -259,8 +259,7 @@ def simulate_command(argv: Sequence[str]) -> int:
     options = _parse("simulate", _simulate_options(_shown_of_run(argv), argv), argv, simulate_command)
     if options.run is None:
         raise ConfigError("a run is needed", allowed="the folder of a finished run", hint="`slipstream run` makes one")
-    from slipstream.plan.what_if import what_if
-    from slipstream.plan.what_if_table import show
+    from slipstream.plan.what_if import show, what_if
 
     overrides = as_overrides(options.overrides)
     for flag, field in (("generators", "replicas"), ("slots", "num_slots")):
@@ -585,7 +584,7 @@ def _launch_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None)
 
 
 def _simulate_options(shown: Mapping[str, Any], argv: Sequence[str] | None = None) -> Any:
-    from slipstream.plan.dials import DIALS
+    from slipstream.plan.what_if import DIALS
 
     flag: Any = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print JSON.")]
     seeds: Any = Annotated[int, tyro.conf.arg(help="Simulations of each run, whose mean is told.")]

@@ -30,7 +30,7 @@ LENGTHS = Lengths(prompt_mean=4.0, completions=(4, 8), source="test")
 
 @dataclass
 class TableCosts:
-    """Implements `search.Costs`. Seconds are 1..20 by layout, bytes 1..20 of 12 usable ones."""
+    """Stands in for a `CostModel`. Seconds are 1..20 by layout, bytes 1..20 of 12 usable ones."""
 
     seed: int
     num_devices: int

@@ -6,11 +6,11 @@ import pytest
 from measured_kit import measured
 
 from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.calibrated import COMMUNICATION, CalibratedCostModel
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import GeneratorLayout, TrainerLayout, Workload
 from slipstream.plan.lengths import Lengths
+from slipstream.plan.measured import COMMUNICATION, CalibratedCostModel
 
 SHAPE = ARCHITECTURES["qwen2.5-0.5b"]
 CLUSTER = cluster("h100", 8)

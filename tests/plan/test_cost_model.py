@@ -14,7 +14,6 @@ from theory import Side, Theory
 
 from slipstream.core.errors import ConfigError
 from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.batches import slowest_replica
 from slipstream.plan.collectives import all_reduce_s
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import DEVICES, Cluster, cluster
@@ -28,7 +27,7 @@ from slipstream.plan.layouts import (
     TrainerLayout,
     Workload,
 )
-from slipstream.plan.lengths import Lengths, lengths_with_tail
+from slipstream.plan.lengths import Lengths, lengths_with_tail, slowest_replica
 
 LLAMA_8B, LLAMA_70B = ARCHITECTURES["llama-3.1-8b"], ARCHITECTURES["llama-3.1-70b"]
 LLAMA_405B, QWEN_4B = ARCHITECTURES["llama-3.1-405b"], ARCHITECTURES["qwen3-4b"]

@@ -11,15 +11,14 @@ from test_calibrate import WrittenRun, config, true_costs, truth  # a run whose 
 
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel
+from slipstream.plan.cpu import CpuMachine, times_of_runs
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload
 from slipstream.plan.lengths import Lengths
-from slipstream.plan.machine import Machine
 from slipstream.plan.planner import Row, ranked
 from slipstream.plan.recipe import layout_tables
 from slipstream.plan.recorded import measured, read_run
 from slipstream.plan.rehearsal import Rehearsed, simulated_plan
-from slipstream.plan.run_times import times_of_runs
 from slipstream.plan.search import Found
 from slipstream.plan.simulated_run import Batch, GroupWork
 
@@ -117,7 +116,7 @@ def machine_of(folder):
     run = read_run(folder)
     lengths = Lengths(6.0, tuple(sorted(line.num_tokens for line in run.rollouts)), "test")
     workload = Workload(groups=12, group_size=4, lengths=lengths, minibatches=2)
-    return Machine(
+    return CpuMachine(
         config=run.config,
         shape=ARCHITECTURES["smollm2-135m"],
         workload=workload,

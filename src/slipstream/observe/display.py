@@ -181,6 +181,8 @@ class Display:
         self.close()
         if (table := _before_after(summary)).row_count:
             self._print(table)
+        if (sentence := summary.eval.never_right) is not None:
+            self._say(sentence)
         staleness, throughput = summary.staleness, summary.throughput
         rates = {
             "generated": throughput.generated_tokens_per_s,

@@ -26,7 +26,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.observe.recorder import RolloutLine
 from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice
-from slipstream.plan.fits import Fit, Machine, Pieces, cores_of, fit, fit_background, seconds_in
+from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_background, seconds_in
 from slipstream.plan.recorded import Run
 from slipstream.plan.simulated_run import Batch, Costs
 
@@ -134,7 +134,7 @@ FIXED = (
 def calibrate(runs: Sequence[Run]) -> Calibration:
     """What `runs` have told. ConfigError where they are of different models or machines."""
     _check_alike(runs)
-    machines = [Machine(run, cores_of(run)) for run in runs]
+    machines = [RunProcesses(run, cores_of(run)) for run in runs]
     decode, train = _fit_decode(machines), _fit_train(machines)
     told = [_seconds(machine, decode.beside, train) for machine in machines]
     staged = [each for machine in machines for each in _staging(machine, decode.beside)]
@@ -171,12 +171,12 @@ def row_multiple(config: RunConfig) -> int:
 # Decoding and training
 
 
-def _fit_decode(machines: Sequence[Machine]) -> Fit:
+def _fit_decode(machines: Sequence[RunProcesses]) -> Fit:
     """Seconds per decode step and row computed, per token prefilled, beside decoding or alone, and per pass alone."""
     longest = max(machine.run.config.least_sequence for machine in machines)
     terms = ("steps", "rows", "prefilled", "passes", "context")[: 5 if longest >= LONG_CONTEXT else 4]
 
-    def pieces(machine: Machine, name: str) -> Pieces:
+    def pieces(machine: RunProcesses, name: str) -> Pieces:
         slices = [one for one in machine.slices[name] if one.state in (*PASSES, "evaluate") and one.count]
         number = np.array([one.count for one in slices], dtype=np.float64)
         is_decoding = np.array([one.state in (*DECODES, "evaluate") for one in slices], dtype=np.float64)
@@ -199,7 +199,7 @@ def _replica(process: str) -> int:
     return int(process.partition("-")[2].partition("@")[0])
 
 
-def _prefilled(machine: Machine, process: str, passes: Sequence[Slice], multiple: int) -> np.ndarray:
+def _prefilled(machine: RunProcesses, process: str, passes: Sequence[Slice], multiple: int) -> np.ndarray:
     """float64 [N]: prompt tokens, padding included, that each of `passes` has prefilled.
 
     A group's rows start with the step after; what is prefilled once more, after a swap, is not seen. Of an evaluation
@@ -239,10 +239,10 @@ def _context(run: Run, process: str, times_s: np.ndarray) -> np.ndarray:
     return np.maximum(total, 0.0)
 
 
-def _fit_train(machines: Sequence[Machine]) -> Fit:
+def _fit_train(machines: Sequence[RunProcesses]) -> Fit:
     """Seconds per microbatch and token of forward-backward."""
 
-    def pieces(machine: Machine) -> Pieces:
+    def pieces(machine: RunProcesses) -> Pieces:
         slices = [one for one in machine.slices[machine.trainer] if one.state == "forward_backward" and one.count]
         columns = [np.array([one.count for one in slices], float), np.array([one.units for one in slices], float)]
         return Pieces.of(machine, machine.trainer, slices, columns)
@@ -253,7 +253,7 @@ def _fit_train(machines: Sequence[Machine]) -> Fit:
 # The rest, as seconds of work for one of what it is counted by
 
 
-def _seconds(machine: Machine, beside: float, train: Fit) -> dict[str, Told]:
+def _seconds(machine: RunProcesses, beside: float, train: Fit) -> dict[str, Told]:
     run, config, trainer = machine.run, machine.run.config, machine.trainer
     own = machine.slices[trainer]
     start_s, end_s = run.loop_s
@@ -287,7 +287,7 @@ def _seconds(machine: Machine, beside: float, train: Fit) -> dict[str, Told]:
     return means | latencies
 
 
-def _num_wakes(machine: Machine) -> int:
+def _num_wakes(machine: RunProcesses) -> int:
     """How often something came while the trainer waited: rollouts that come together count once."""
     start_s, end_s = machine.run.loop_s
     scored_s = np.sort([line.scored_s for line in machine.run.rollouts if start_s <= line.scored_s <= end_s])
@@ -306,7 +306,7 @@ def _mean(told: Sequence[Told]) -> float:
     return sum(mean * seen for mean, seen in told) / count if count else 0.0
 
 
-def _of_generator(machine: Machine, name: str, beside: float) -> dict[str, tuple[float, float]]:
+def _of_generator(machine: RunProcesses, name: str, beside: float) -> dict[str, tuple[float, float]]:
     """What one replica spends besides decode steps: (seconds of work, the number of those it is for)."""
     run, slices = machine.run, machine.slices[name]
     start_s, end_s = run.loop_s
@@ -341,8 +341,8 @@ def _mean_length(run: Run) -> float:
     return max(1.0, fmean(line.num_tokens for line in run.rollouts)) if run.rollouts else 1.0
 
 
-def _staging(machine: Machine, beside: float) -> list[tuple[float, float]]:
-    """Of each version brought to a replica, beside decoding and at low priority: as in `Machine.background_s`."""
+def _staging(machine: RunProcesses, beside: float) -> list[tuple[float, float]]:
+    """Of each version brought to a replica, beside decoding and at low priority: as in `RunProcesses.background_s`."""
     published = {
         one.args["version"]: float(one.end_ns)
         for one in machine.slices[machine.trainer]
@@ -360,7 +360,7 @@ def _staging(machine: Machine, beside: float) -> list[tuple[float, float]]:
 # On the way
 
 
-def _latencies(machine: Machine, send_s: float, receive_s: float, wake_s: float) -> dict[str, Told]:
+def _latencies(machine: RunProcesses, send_s: float, receive_s: float, wake_s: float) -> dict[str, Told]:
     """Seconds that messages take, and a completion to be scored."""
     run, trainer = machine.run, machine.trainer
     told: dict[tuple[int, int], float] = {}  # completion, group, step -> when the controller had word of it
@@ -450,25 +450,25 @@ def _usual(seconds: Sequence[float], *, less: float = 0.0) -> Told:
     return max(0.0, float(kept.mean()) - less), float(len(seconds))
 
 
-def _waited_s(machine: Machine, name: str, start_s: float, end_s: float) -> float:
+def _waited_s(machine: RunProcesses, name: str, start_s: float, end_s: float) -> float:
     """What of this span of time `name` did nothing in."""
     share = float(machine.share(name, np.array([start_s * 1e9]), np.array([end_s * 1e9]))[0])
     return (1 - share) * max(0.0, end_s - start_s)
 
 
-def _is_idle(machine: Machine, name: str, start_s: float, end_s: float) -> bool:
+def _is_idle(machine: RunProcesses, name: str, start_s: float, end_s: float) -> bool:
     """Whether `name` did little meanwhile but take what came."""
     return end_s > start_s and _waited_s(machine, name, start_s, end_s) > 2 / 3 * (end_s - start_s)
 
 
-def _waits(machine: Machine, name: str, time_s: float) -> bool:
+def _waits(machine: RunProcesses, name: str, time_s: float) -> bool:
     """Whether `name` waited at that moment."""
     slices = machine.slices[name]
     index = int(np.searchsorted([one.start_ns for one in slices], time_s * 1e9)) - 1
     return index >= 0 and slices[index].end_ns >= time_s * 1e9 and kind(slices[index].state) == "wait"
 
 
-def _next_work(machine: Machine, name: str, time_s: float) -> float:
+def _next_work(machine: RunProcesses, name: str, time_s: float) -> float:
     """When `name` began to prefill or decode after that moment, in which it waited."""
     begins = (
         one.start_ns * 1e-9 for one in machine.slices[name] if one.start_ns >= time_s * 1e9 and one.state in PASSES
@@ -489,7 +489,7 @@ def _jitter(factors: Sequence[float]) -> tuple[float, ...]:
     return tuple((kept / kept.mean()).tolist())
 
 
-def _step_factors(machines: Sequence[Machine], beside: float) -> list[float]:
+def _step_factors(machines: Sequence[RunProcesses], beside: float) -> list[float]:
     """Of whole training steps: the work each took, over what its tokens take in the mean of its run."""
     factors: list[float] = []
     for machine in machines:

@@ -16,11 +16,12 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from operator import itemgetter
+from typing import TypeVar
 
+from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import Frees, SynchronousPlan
-from slipstream.plan.search import Costs, Found, Space, generator_layouts, trainer_layouts
+from slipstream.plan.search import Found, Space, generator_layouts, trainer_layouts
 
 FREES: tuple[Frees, ...] = ("nothing", "gradients_and_activations", "optimizer_too")
 
@@ -28,19 +29,13 @@ Item = TypeVar("Item")
 Other = TypeVar("Other")
 
 
-@dataclass(frozen=True)
-class _Timed(Generic[Item]):
-    seconds: float
-    item: Item
-
-
-def best_synchronous(costs: Costs, space: Space) -> Found | None:
-    """The fastest co-located configuration of `space`; None where nothing fits."""
+def best_synchronous(costs: CostModel, space: Space) -> Found | None:
+    """Return the fastest co-located configuration of `space`; None where nothing fits."""
     found = [_best_on(costs, space, devices) for devices in space.synchronous_devices]
     return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
 
 
-def _best_on(costs: Costs, space: Space, devices: int) -> Found | None:
+def _best_on(costs: CostModel, space: Space, devices: int) -> Found | None:
     trainers = [
         layout
         for degree in space.trainer_parallel
@@ -55,10 +50,8 @@ def _best_on(costs: Costs, space: Space, devices: int) -> Found | None:
         for layout in generator_layouts(space, devices, degree, precision)
         if costs.fits(costs.generator_memory(layout, shadow=False))
     ]
-    turns = [
-        _Timed(costs.training_turn(layout, frees).total, (layout, frees)) for layout in trainers for frees in FREES
-    ]
-    others = [_Timed(costs.generating_turn(layout).total, layout) for layout in generators]
+    turns = [(costs.training_turn(layout, frees).total, (layout, frees)) for layout in trainers for frees in FREES]
+    others = [(costs.generating_turn(layout).total, layout) for layout in generators]
     for seconds, (trainer, frees), generator in _pairs(turns, others):
         plan = SynchronousPlan(trainer=trainer, generator=generator, frees=frees)
         memory = costs.colocated_memory(plan)
@@ -69,16 +62,16 @@ def _best_on(costs: Costs, space: Space, devices: int) -> Found | None:
     return None
 
 
-def _pairs(first: Sequence[_Timed[Item]], second: Sequence[_Timed[Other]]) -> Iterator[tuple[float, Item, Other]]:
-    """All pairs by the sum of their seconds, lowest first."""
-    first, second = sorted(first, key=lambda one: one.seconds), sorted(second, key=lambda one: one.seconds)
-    if not first or not second:
-        return
-    heap = [(first[0].seconds + second[0].seconds, 0, 0)]
+def _pairs(
+    first: Sequence[tuple[float, Item]], second: Sequence[tuple[float, Other]]
+) -> Iterator[tuple[float, Item, Other]]:
+    """Yield all pairs by the sum of their seconds, lowest first."""
+    first, second = sorted(first, key=itemgetter(0)), sorted(second, key=itemgetter(0))
+    heap = [(first[0][0] + second[0][0], 0, 0)] if first and second else []
     while heap:
         seconds, i, j = heapq.heappop(heap)
-        yield seconds, first[i].item, second[j].item
+        yield seconds, first[i][1], second[j][1]
         if j + 1 < len(second):
-            heapq.heappush(heap, (first[i].seconds + second[j + 1].seconds, i, j + 1))
+            heapq.heappush(heap, (first[i][0] + second[j + 1][0], i, j + 1))
         if j == 0 and i + 1 < len(first):
-            heapq.heappush(heap, (first[i + 1].seconds + second[0].seconds, i + 1, 0))
+            heapq.heappush(heap, (first[i + 1][0] + second[0][0], i + 1, 0))

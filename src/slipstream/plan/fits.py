@@ -68,7 +68,7 @@ def speed_with(threads: int, cores: int, beside: float) -> float:
     return a + b * beside
 
 
-class Machine:
+class RunProcesses:
     """The processes of a run that compute, what they did in its loop, and when they were busy."""
 
     def __init__(self, run: Run, cores: int) -> None:
@@ -176,7 +176,7 @@ def _work_curve(slices: Sequence[Slice]) -> tuple[np.ndarray, np.ndarray]:
 class Pieces:
     """Work of one process: when, for how many seconds of it, counts [N, terms], and how many `pieces` of work."""
 
-    machine: Machine
+    machine: RunProcesses
     process: str
     start_ns: np.ndarray
     end_ns: np.ndarray
@@ -185,7 +185,7 @@ class Pieces:
     pieces: np.ndarray
 
     @classmethod
-    def of(cls, machine: Machine, process: str, slices: Sequence[Slice], columns: Sequence[np.ndarray]) -> Pieces:
+    def of(cls, machine: RunProcesses, process: str, slices: Sequence[Slice], columns: Sequence[np.ndarray]) -> Pieces:
         """The slices' own states alone."""
         return cls(
             machine,
@@ -321,7 +321,7 @@ def _of_the_usual_run(
 
 @dataclass(frozen=True)
 class _Table:
-    """Pieces from all runs. `rates` [N, 2] as in `Machine.rates`."""
+    """Pieces from all runs. `rates` [N, 2] as in `RunProcesses.rates`."""
 
     seconds: np.ndarray
     counts: np.ndarray

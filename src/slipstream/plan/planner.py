@@ -1,10 +1,10 @@
-"""From a question (which model, which cluster, what work) to a plan: the best configurations, and why they are.
+"""The best configurations of a model and its work on a cluster, and the reasons why they are.
 
     1. `search.py` lists everything that fits, and finds the best division for each staleness bound k.
     2. `rehearsal.py` runs the real schedule with the best one for each k, and for each row of the table.
     3. The smallest k whose step is within 2% of the best one is recommended: fresher data costs nothing there.
 
-`machine.py` answers the same question for the cores of one machine with measured curves.
+`cpu.py` answers the same question for the cores of one machine without GPUs.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ STALENESS = (1, 2, 4, 8, 16)
 CLOSE = 1.02
 """Step times within this factor of the best one are as good."""
 STEPS_IN_TURNS = 6
-"""Of a rehearsal without overlap: there is no pipeline that would have to fill."""
+"""Steps of a rehearsal without overlap: there is no pipeline that would have to fill."""
 SAME = 1.005
 """Step times whose quotient is less are the same."""
 MOST_DEVICES = 1 << 14
-"""Of clusters that are looked through for one that is large enough."""
+"""The largest cluster that is tried in search of one that is large enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A configuration, and what the schedule makes of it under the bound it was found for."""
+    """A configuration, and its rehearsal under the bound it was found for."""
 
     found: Found
     rehearsed: Rehearsed
 
     @property
     def plan(self) -> AsynchronousPlan:
-        assert isinstance(self.found.plan, AsynchronousPlan)
-        return self.found.plan
+        return self.found.side_by_side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +70,18 @@ class Plan:
 
 
 def bounds_up_to(largest: int) -> tuple[int, ...]:
-    """Those of STALENESS that are allowed; the largest one, too."""
+    """Return those of STALENESS below `largest`, and `largest`."""
     return tuple(sorted({bound for bound in STALENESS if bound < largest} | {largest}))
 
 
 def recommended(steps_s: Mapping[int, float]) -> int:
-    """The smallest bound whose step takes at most 2% longer than the shortest."""
+    """Return the smallest bound whose step takes at most 2% longer than the shortest."""
     best_s = min(steps_s.values())
     return min(bound for bound, seconds in steps_s.items() if seconds <= CLOSE * best_s)
 
 
 def ranked(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The fastest first; of those that differ by less than half a percent, the one with the freshest tokens."""
+    """Sort by step time; where it differs by less than half a percent, by staleness."""
 
     def key(row: Row) -> tuple[int, float]:
         return round(math.log(row.rehearsed.step_s) / math.log(SAME)), row.rehearsed.staleness_mean
@@ -98,7 +97,7 @@ def plan_for_cluster(
     num_rows: int = 3,
     space: Space | None = None,
 ) -> Plan:
-    """The best plan for `model`'s cluster under bounds of at most `max_staleness` (1 or more) steps.
+    """Return the best plan for `model`'s cluster under bounds of at most `max_staleness` (1 or more) steps.
 
     ConfigError where nothing fits, with the number of devices on which something would.
     """
@@ -132,19 +131,17 @@ def plan_for_cluster(
 
 
 def _row(model: CostModel, found: Found) -> Row:
-    assert isinstance(found.plan, AsynchronousPlan)
-    return Row(found=found, rehearsed=rehearse(model, found.plan, found.max_staleness))
+    return Row(found=found, rehearsed=rehearse(model, found.side_by_side, found.max_staleness))
 
 
 def _in_turns(model: CostModel, found: Found) -> Row:
-    """The layout for k = 1 with k = 0: executors apart, of which one works at a time."""
-    assert isinstance(found.plan, AsynchronousPlan)
-    rehearsed = rehearse(model, found.plan, 0, steps=STEPS_IN_TURNS)
-    return Row(found=replace(found, max_staleness=0, longest_s=0.0), rehearsed=rehearsed)
+    """Return the layout for k = 1 with k = 0: executors on devices of their own, of which one works at a time."""
+    turns = rehearse(model, found.side_by_side, 0, steps=STEPS_IN_TURNS)
+    return Row(found=replace(found, max_staleness=0, longest_s=0.0), rehearsed=turns)
 
 
 def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision]) -> ConfigError:
-    """What to say where nothing fits: which executor is furthest from it, and a cluster that is large enough."""
+    """Name the executor that is furthest from fitting, and a cluster that is large enough."""
     cluster, usable = model.cluster, model.usable_bytes
     nearest: dict[str, Misfit] = {}
     for misfit in search.misfits:
@@ -160,7 +157,7 @@ def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision]
 
 
 def _large_enough(model: CostModel, precisions: Sequence[Precision]) -> str:
-    """The smallest of ever larger clusters on which something fits."""
+    """Name the smallest of ever larger clusters on which something fits."""
     per_node = model.cluster.device.devices_per_node
     count = model.cluster.num_devices
     while count < MOST_DEVICES:

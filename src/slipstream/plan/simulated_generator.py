@@ -13,13 +13,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.plan.event_loop import Device, EventLoop, Job
-from slipstream.plan.simulated_run import Costs, GroupWork, Setup
-
-if TYPE_CHECKING:
-    from slipstream.plan.simulator import Simulation
+from slipstream.plan.simulated_run import Clockwork, Costs, GroupWork, Setup
 
 ROWS_PER_REQUEST_AHEAD = 8
 """For so many rows the prompt of one waiting request is stored before a row is free (`generator/engine.py`)."""
@@ -34,11 +31,11 @@ class Account:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the last call of `enter` or `spend`."""
+        """Seconds since the last call of `enter` or `spend`."""
         return self._loop.time_s - self._since_s
 
     def enter(self, state: str) -> None:
-        """The time since the last call was spent in the state so far; `state` begins."""
+        """Count the time since the last call for the state so far; begin `state`."""
         now_s = self._loop.time_s
         if now_s > self._since_s:
             self.seconds[self._state] = self.seconds.get(self._state, 0.0) + now_s - self._since_s
@@ -46,7 +43,7 @@ class Account:
         self._state = state
 
     def spend(self, parts: Mapping[str, float]) -> None:
-        """The time since the last call was spent on `parts`, in these proportions."""
+        """Count the time since the last call for `parts`, in these proportions."""
         elapsed_s, total = self.elapsed_s, sum(parts.values())
         if elapsed_s > 0 and total > 0:
             self._since_s = self._loop.time_s
@@ -110,7 +107,7 @@ NO_DECODING = Stretch({}, 0, 0.0, 0.0, 0)
 
 
 class Engine:
-    """Rows that decode in lock step, and who waits for one."""
+    """Rows that decode in lock step, and the completions that wait for one."""
 
     def __init__(self, setup: Setup, costs: Costs, replica: int, slots: int, version: int) -> None:
         self.setup, self.costs, self.replica, self.slots, self.version = setup, costs, replica, slots, version
@@ -127,7 +124,7 @@ class Engine:
         return len(self.live) + self.num_left
 
     def plan(self) -> Stretch | None:
-        """Prefill and start what can start, and say what is decoded next; None where there is nothing to do."""
+        """Prefill and start what can start; return what is decoded next, None where there is nothing to do."""
         ahead: dict[str, float] = {}
         has_prefilled = not self.live and self._prefill(self.slots, ahead, is_alone=True)
         self._admit()
@@ -147,12 +144,12 @@ class Engine:
         return Stretch(ahead, steps, first_s, growth_s, num_rows)
 
     def num_ending(self, steps: int) -> int:
-        """Rows that end with the `steps`-th step from here."""
+        """Return how many rows end with the `steps`-th step from here."""
         end = self.steps + steps
         return sum(1 for entry in self.live if entry[0] == end) if self.live and self.live[0][0] == end else 0
 
     def decoded(self, steps: int) -> list[Row]:
-        """`steps` steps of all live rows are done; who has finished."""
+        """Count `steps` steps of all live rows; return the rows that have finished."""
         self.steps += steps
         self.context += steps * len(self.live)
         finished = []
@@ -163,7 +160,7 @@ class Engine:
         return finished
 
     def take_out(self, is_stale: Callable[[Row], bool], spans: Callable[[Row], list[tuple[int, int]]]) -> list[Row]:
-        """The live rows that are stale leave, with what they have; those that started first come first."""
+        """Remove the live rows that are stale, with what they have; return them in the order in which they started."""
         leaving = sorted((entry for entry in self.live if is_stale(entry[2])), key=lambda entry: entry[1])
         gone = {entry[1] for entry in leaving}
         self.live = [entry for entry in self.live if entry[1] not in gone]
@@ -175,14 +172,14 @@ class Engine:
         return rows
 
     def take_left(self) -> list[Row]:
-        """Completions that were live and wait to get back into a row."""
+        """Remove and return completions that were live and wait to get back into a row."""
         left = [row for entry in self.waiting if entry.was_live for row in entry.rows]
         self.waiting = deque(entry for entry in self.waiting if not entry.was_live)
         self.num_left = 0
         return left
 
     def put_back(self, rows: Sequence[Row], *, was_live: bool) -> None:
-        """`rows` go on before everything that has not started, once their tokens are prefilled again."""
+        """Queue `rows` before everything that has not started; their tokens are prefilled again."""
         self.num_left += len(rows) if was_live else 0
         entries: list[Waiting] = []
         by_prompt: dict[int, Waiting] = {}
@@ -196,13 +193,13 @@ class Engine:
         self.waiting.extendleft(reversed(entries))
 
     def set_version(self, version: int) -> None:
-        """Keys and values of prompts are those of older weights now."""
+        """Forget the keys and values of prompts: they are those of older weights."""
         self.version = version
         for entry in self.waiting:
             entry.num_stored, entry.is_open = 0, False
 
     def _prefill(self, num_wanted: int, ahead: dict[str, float], *, is_alone: bool) -> bool:
-        """The next chunk of each prompt, oldest first, until `num_wanted` rows can start or the budget is spent."""
+        """Prefill the next chunk of each prompt, oldest first, for `num_wanted` rows or until the budget is spent."""
         budget, num_ready, num_seen = self.setup.prefill_tokens, 0, 0
         tokens = {"prefill": 0, "re_prefill": 0}
         for entry in self.waiting:
@@ -227,7 +224,7 @@ class Engine:
         return any(tokens.values())
 
     def _admit(self) -> None:
-        """Whose prefix is stored gets a row, in order; they pass those whose prefix is being stored, and no others."""
+        """Give rows, in order, to completions with a stored prefix; they pass only those whose prefix is under way."""
         passed: list[Waiting] = []
         while self.waiting and len(self.live) < self.slots:
             entry = self.waiting[0]
@@ -255,14 +252,23 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+class Tell(NamedTuple):
+    """The messages of a replica."""
+
+    finished: Callable[[int, Sequence[tuple[Row, list[tuple[int, int]]]]], None]  # replica, completions with versions
+    evaluated: Callable[[int], None]  # number of completions
+    swapped: Callable[[int, int], None]  # replica, version
+    released: Callable[[int, int], None]  # version, replica
+
+
 class Replica:
     """A generator process: one turn of its loop after the other."""
 
-    def __init__(self, simulation: Simulation, index: int, device: Device) -> None:
-        self.simulation, self.setup, self.costs = simulation, simulation.setup, simulation.costs
-        self.index, self.device, self.name = index, device, f"generator-{index}"
+    def __init__(self, clockwork: Clockwork, index: int, device: Device, tell: Tell) -> None:
+        self.clockwork, self.setup, self.costs = clockwork, clockwork.setup, clockwork.costs
+        self.index, self.device, self.name, self.tell = index, device, f"generator-{index}", tell
         self.engine = Engine(self.setup, self.costs, index, self.setup.slots, version=0)
-        self.account = Account(simulation.loop, "wait_trainer")
+        self.account = Account(clockwork.loop, "wait_trainer")
         self.swap_steps, self.swap_versions = [0], [0]  # at which engine step which version began
         self.inbox: list[Waiting] = []
         self.evaluations: deque[Engine] = deque()
@@ -283,9 +289,9 @@ class Replica:
         self.wake()
 
     def offer(self, version: int) -> None:
-        """Only the newest counts: an older one that waits is released unread."""
+        """Take the newest version on offer; an older one that waits is released unread."""
         if self.offered is not None:
-            self.simulation.trainer.release(self.offered, self.index)
+            self.tell.released(self.offered, self.index)
         self.offered = version
         self.wake()
 
@@ -296,7 +302,7 @@ class Replica:
         self.wake()
 
     def wake(self) -> None:
-        """There is news: an idle replica looks at it now, a busy one when its decode step is done."""
+        """Look at news: at once where the replica is idle, else when its decode step is done."""
         self.has_news = True
         if self.is_in_turn:
             return
@@ -308,7 +314,7 @@ class Replica:
     # The loop
 
     def turn(self) -> None:
-        """Messages, a swap, a step of evaluation; then decoding, until something changes."""
+        """Handle messages, a swap and a step of evaluation; then decode until something changes."""
         self.is_in_turn, self.has_news = True, True
         planned: Stretch | None = None
         while self.has_news and planned is None:
@@ -319,7 +325,7 @@ class Replica:
             ahead: dict[str, float] = {}
             if self.staged is not None or self.offered is not None:
                 self._poll_weights()
-            if self.pending is not None or self.is_draining:
+            if self.pending is not None or self.engine.is_paused:
                 self._swap(ahead)
             if self.evaluations:
                 self._evaluate(ahead)
@@ -338,7 +344,7 @@ class Replica:
             ahead["receive"] = turn_s
         steps = planned.steps if planned.steps <= 1 else self._limited(planned.steps)
         self.stretch = Stretch(ahead, steps, planned.first_s + turn_s, planned.growth_s, planned.rows)
-        self.factor = self.simulation.drawn("decode", steps) if self.costs.jitter else 1.0
+        self.factor = self.clockwork.drawn("decode", steps) if self.costs.jitter else 1.0
         self.job = self.device.run("decode", self.setup.generator_threads, self._work_s(), self._end)
 
     @property
@@ -349,16 +355,12 @@ class Replica:
     def _idle_state(self) -> str:
         return "wait_trainer" if self.staging is None else "stage"
 
-    @property
-    def is_draining(self) -> bool:
-        return self.engine.is_paused
-
     def _limited(self, steps: int) -> int:
-        """How many of `steps` pass before the loop has something else to do."""
+        """Return how many of `steps` pass before the loop has something else to do."""
         if self.evaluations or self.has_news:
             return min(steps, 1)
         limit = self.setup.segment_tokens
-        if self.is_draining and limit is not None:
+        if self.engine.is_paused and limit is not None:
             return min(steps, max(1, limit - self.drain_steps))
         return steps
 
@@ -378,14 +380,14 @@ class Replica:
         self.spend()
         self.is_in_turn, self.job = True, None
         stretch = self.stretch
-        self.drain_steps += stretch.steps if self.is_draining else 0
+        self.drain_steps += stretch.steps if self.engine.is_paused else 0
         finished = self.engine.decoded(stretch.steps)
-        self.simulation.result.generated_tokens += stretch.rows * stretch.steps
+        self.clockwork.result.generated_tokens += stretch.rows * stretch.steps
         if self.num_evaluated:
-            self.simulation.evaluated(self.num_evaluated)
+            self.tell.evaluated(self.num_evaluated)
             self.num_evaluated = 0
         if finished:
-            self.simulation.finished(self.index, [(row, self._spans(row)) for row in finished])
+            self.tell.finished(self.index, [(row, self._spans(row)) for row in finished])
         self.turn()
 
     def spend(self) -> None:
@@ -394,7 +396,7 @@ class Replica:
         if self.job is None:
             self.account.enter(self._idle_state)
             return
-        self.simulation.result.slot_busy_s += stretch.rows * self.account.elapsed_s
+        self.clockwork.result.slot_busy_s += stretch.rows * self.account.elapsed_s
         if not stretch.ahead and not self.num_ending:
             self.account.enter(self._state)
             return
@@ -404,13 +406,13 @@ class Replica:
         self.account.spend(parts)
 
     def end_run(self) -> int:
-        """Account for what is under way; the tokens of completions that are not finished."""
+        """Account for what is under way; return the tokens of completions that are not finished."""
         done = 0
         self.spend()
         if self.job is not None:
             stretch = self.stretch
             done = min(stretch.steps, stretch.steps_in(self.job.done_s() / self.factor - sum(stretch.ahead.values())))
-        self.simulation.result.generated_tokens += done * len(self.engine.live)
+        self.clockwork.result.generated_tokens += done * len(self.engine.live)
         live = [row for _, _, row in self.engine.live]
         waiting = [row for entry in self.engine.waiting for row in entry.rows]
         return sum(row.done + self.engine.steps + done - row.start_step for row in live) + sum(
@@ -420,10 +422,9 @@ class Replica:
     # Weights
 
     def _poll_weights(self) -> None:
-        """A finished transfer is noticed; else the newest offer is staged, before which a pending version gives way."""
-        trainer = self.simulation.trainer
+        """Notice a finished transfer; else stage the newest offer, before which a pending version gives way."""
         if self.staged is not None:
-            trainer.release(self.staged, self.index)
+            self.tell.released(self.staged, self.index)
             self.pending, self.staged, self.staging = self.staged, None, None
         elif self.offered is not None and self.staging is None:
             self.staging, self.offered, self.pending = self.offered, None, None
@@ -436,7 +437,7 @@ class Replica:
     def _swap(self, ahead: dict[str, float]) -> None:
         engine = self.engine
         if self.pending is None:
-            if self.is_draining and not engine.num_live:
+            if self.engine.is_paused and not engine.num_live:
                 self._resume()
             return
         resumed: list[Row] = []
@@ -463,10 +464,10 @@ class Replica:
             engine.put_back(engine.take_out(lambda row: row.kv_version < oldest, self._spans), was_live=True)
         if self.costs.swap_s:
             ahead["swap"] = self.costs.swap_s
-        self.simulation.swapped(self.index, version)
+        self.tell.swapped(self.index, version)
 
     def _spans(self, row: Row) -> list[tuple[int, int]]:
-        """(version, tokens) of what `row` has so far."""
+        """Return (version, tokens) of what `row` has so far."""
         now, steps = self.engine.steps, self.swap_steps
         first = bisect.bisect_right(steps, row.start_step) - 1
         edges = [row.start_step, *steps[first + 1 :], now]
@@ -476,7 +477,7 @@ class Replica:
     # Evaluation
 
     def _evaluate(self, ahead: dict[str, float]) -> None:
-        """One decode step of the oldest evaluation, of the weights that it is pinned to."""
+        """Run one decode step of the oldest evaluation, with the weights that it is pinned to."""
         while self.evaluations:
             engine = self.evaluations[0]
             planned = engine.plan()

@@ -27,26 +27,22 @@ what weights do to lengths or rewards, and nobody dies.
 from __future__ import annotations
 
 import gc
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from slipstream.controller.machine import Command, Event, SchedulingPolicy
 from slipstream.core.errors import ScheduleError
 from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGroup, StepDone, Swapped, TrainStep
 from slipstream.observe.recorder import EventRecorder
-from slipstream.plan.event_loop import Cores, Device, EventLoop, OwnDevice
-from slipstream.plan.simulated_generator import Account, Replica, Row
-from slipstream.plan.simulated_run import Batch, Costs, GroupWork, Setup, Simulated, Step, Workload
+from slipstream.plan.event_loop import Cores, Device, OwnDevice
+from slipstream.plan.simulated_generator import Account, Replica, Row, Tell
+from slipstream.plan.simulated_run import Batch, Clockwork, Costs, GroupWork, Setup, Simulated, Step, Workload
 
 VERSIONS_IN_TRANSIT = 2
 """Slots of a publisher (`controller/weights.py`)."""
-DRAWN_AT_ONCE = 1024
 
 
 def simulate(
@@ -84,14 +80,14 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Rewards:
-    """`workers` servers, first come first served; with 0 of them nobody waits."""
+    """`workers` servers, first come first served; with 0 of them completions do not wait."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.workers, self.num_busy = simulation, simulation.setup.workers, 0
         self.queue: deque[int | None] = deque()
 
     def score(self, ordinals: Sequence[int | None]) -> None:
-        """Completions arrive: of training groups, or of an evaluation (None), of which nobody hears here."""
+        """Take completions: of training groups, or of an evaluation (None), whose scores go nowhere here."""
         if not self.workers:
             self._begin(ordinals)
             return
@@ -121,7 +117,7 @@ class _Save:
 
 
 class _Trainer:
-    """The trainer process: rollouts that arrived, then commands up to one step, and again."""
+    """The trainer process: it takes rollouts that arrived, then commands up to one step, and again."""
 
     def __init__(self, simulation: Simulation, device: Device) -> None:
         self.simulation, self.setup, self.costs, self.device = simulation, simulation.setup, simulation.costs, device
@@ -194,7 +190,7 @@ class _Trainer:
         self._go_on()
 
     def _next(self) -> tuple[Mapping[str, float], Callable[[], None]] | None:
-        """Seconds by state of the next piece of work, and what comes of it."""
+        """Return the seconds by state of the next piece of work, and what is done after it."""
         costs = self.costs
         if self.todo:
             return self.todo.popleft()
@@ -255,11 +251,11 @@ class _Trainer:
 
 
 def _nothing() -> None:
-    """Nothing comes of it but the time it took."""
+    """End a piece of work that only takes time."""
 
 
-class Simulation:
-    """The controller's part, and what the others tell each other. `run` it once."""
+class Simulation(Clockwork):
+    """The controller, and the messages between all processes. `run` it once."""
 
     def __init__(
         self,
@@ -272,18 +268,16 @@ class Simulation:
         events: Path | None = None,
         window: tuple[int, int] | None = None,
     ) -> None:
-        self.policy, self.setup, self.workload, self.costs = policy, setup, workload, costs
-        self.loop = EventLoop()
-        self.result = Simulated()
+        super().__init__(setup, costs, seed)
+        self.policy, self.workload = policy, workload
         self._first, self._last = (0, policy.config.steps) if window is None else window
         self._origin_s = 0.0  # of the result's times
         cores = None if setup.cores is None else Cores(self.loop, setup.cores, setup.beside, setup.background)
         self.trainer = _Trainer(self, cores or OwnDevice(self.loop))
         self.rewards = _Rewards(self)
-        self.replicas = [Replica(self, index, cores or OwnDevice(self.loop)) for index in range(setup.replicas)]
+        tell = Tell(self.finished, self.evaluated, self.swapped, self.trainer.release)
+        self.replicas = [Replica(self, index, cores or OwnDevice(self.loop), tell) for index in range(setup.replicas)]
         self._recorder = None if events is None else EventRecorder(events, self.loop)
-        self._random = np.random.default_rng((seed, 0))
-        self._drawn: dict[str, list[float]] = {}
         self._groups: dict[int, GroupWork] = {}  # admitted, not trained or dropped
         self._tokens: dict[int, dict[int, int]] = {}  # what is finished of them, by version
         self._begun: dict[int, tuple[float, Batch]] = {}  # step -> when, of what
@@ -294,6 +288,7 @@ class Simulation:
         self._evaluation_due: int | None = None
 
     def run(self) -> Simulated:
+        """Run to the last step. ScheduleError where it deadlocks."""
         if self._recorder is not None:
             self._recorder.record(self.policy.began(), [])
         try:
@@ -314,30 +309,10 @@ class Simulation:
                 self._recorder.close()
         return self._finished()
 
-    # Time
-
-    def later(self, seconds: float, do: Callable[[], None]) -> None:
-        """After `seconds`; at once, and not by way of the heap, where that is nothing."""
-        if seconds > 0:
-            self.loop.after(seconds, do)
-        else:
-            do()
-
-    def drawn(self, kind: str, count: int = 1) -> float:
-        """A factor of the jitter of `kind`; for `count` pieces on end one that varies as their mean does."""
-        factors = self.costs.jitter.get(kind)
-        if not factors:
-            return 1.0
-        drawn = self._drawn.setdefault(kind, [])
-        if not drawn:
-            drawn.extend(self._random.choice(np.asarray(factors), DRAWN_AT_ONCE).tolist())
-        factor = drawn.pop()
-        return factor if count <= 1 else 1.0 + (factor - 1.0) / math.sqrt(count)
-
     # What the executors tell
 
     def finished(self, replica: int, rows: Sequence[tuple[Row, list[tuple[int, int]]]]) -> None:
-        """Completions go to the rewards, word of them to the controller."""
+        """Send completions to the rewards, and word of them to the controller."""
         for row, spans in rows:
             tokens = self._tokens[row.ordinal]
             for version, count in spans:
@@ -355,7 +330,7 @@ class Simulation:
         self.later(self.costs.to_controller_s, partial(self._hear_scored, ordinal))
 
     def began(self, command: TrainStep) -> Batch:
-        """The trainer begins a step; what it reads."""
+        """Note that the trainer begins a step; return the tokens that it reads."""
         works = [self._groups.pop(ordinal) for ordinal in command.ordinals]
         total = 0
         for ordinal in command.ordinals:
@@ -412,7 +387,7 @@ class Simulation:
         self._decide(StepDone(step=command.step, version=command.step + 1, metrics={}))
 
     def _decide(self, event: Event) -> None:
-        """Let the schedule decide, one event after the other; carry it out."""
+        """Give the schedule one event after the other, and carry out its commands."""
         self._events.append(event)
         if self._is_deciding:
             return
@@ -456,7 +431,7 @@ class Simulation:
         self._reason_since_s = now_s
 
     def _send(self, seconds: float, do: Callable[[], None]) -> None:
-        """When the controller has come to it, and `seconds` on the way."""
+        """Call `do` `seconds` after the controller has come to it."""
         self.later(self._free_s - self.loop.time_s + seconds, do)
 
     def _start(self, command: StartGroup) -> tuple[int, GroupWork]:
@@ -482,14 +457,14 @@ class Simulation:
             self._evaluation_due = done
 
     def _evaluate(self, version: int) -> None:
-        """On the replica with the newest version, the first of them."""
+        """Evaluate on the first replica with the newest version."""
         versions = self.policy.versions
         newest = max(self.replicas, key=lambda replica: (versions[replica.index], -replica.index))
         prompts = self.workload.held_out(version)
         self._send(self.costs.to_generator_s, partial(newest.evaluate, prompts, version))
 
     def _look_from_here(self) -> None:
-        """Forget what happened so far."""
+        """Forget the run so far."""
         self._count_reason()
         processes: list[_Trainer | Replica] = [self.trainer, *self.replicas]
         for process in processes:

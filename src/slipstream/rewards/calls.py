@@ -20,7 +20,7 @@ from typing import Any, SupportsFloat
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
 from slipstream.rewards.protocol import MAX_ERROR_CHARS, AnyJob, GroupJob, Job, Per, Result, Term
-from slipstream.rewards.user_functions import GIVEN
+from slipstream.rewards.user_functions import GIVEN, place_of
 
 Scores = Callable[[Sequence[Job]], list[float | None]]
 """Jobs to score together, one or those of a group; a number or None for each."""
@@ -72,7 +72,11 @@ def call_function(function: Callable[..., Any], jobs: Sequence[Job]) -> list[flo
     )
     if inspect.isawaitable(rewards):
         rewards = asyncio.run(_awaited(rewards))
-    return _numbers(rewards, len(jobs))
+    try:
+        return _numbers(rewards, len(jobs))
+    except (TypeError, ValueError) as error:  # raised here, so it has no line of the function
+        place = place_of(function)
+        raise type(error)(str(error) if place is None else f"{error} ({place})") from error
 
 
 def _completion(job: Job) -> str | list[dict[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,16 +15,20 @@ import msgspec
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import stage_dir
 from slipstream.core.types import Prompt
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.win_rate import Comparison, judge_win_rate
 from slipstream.models.build import build_policy
 from slipstream.observe.jsonl import JsonlWriter
 from slipstream.prompts import build_prompts
-from slipstream.stages.completions import PREFERENCE_STREAM, reference_completions, sampled, scored_tokens
-from slipstream.stages.judging import build_judge
-from slipstream.stages.progress import Progress, Times, write_record
+from slipstream.stages.completions import (
+    PREFERENCE_STREAM,
+    build_judge,
+    reference_completions,
+    sampled,
+    scored_tokens,
+)
+from slipstream.stages.progress import Progress, Times, fresh_folder, write_record
 
 FILE = "preferences.jsonl"
 
@@ -64,10 +67,8 @@ class Scored:
 def run_preferences(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
     """Sample, label and pair; writes `preferences/preferences.jsonl` and `preferences/stage.json`."""
     times = Times()
-    folder = stage_dir(run_dir, "preferences")
     with times.span("start_up"):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder = fresh_folder(run_dir, "preferences")
     scored = sampled_candidates(config, progress, times)
     with times.span("score"):
         lines = labelled(scored, config)

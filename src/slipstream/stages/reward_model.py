@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -27,10 +26,15 @@ from slipstream.prompts import build_prompts, prompts_that_fit
 from slipstream.prompts.dataset import read_records
 from slipstream.prompts.rows import Row
 from slipstream.prompts.template import Encoder, Template
-from slipstream.stages.completions import NORMALISATION_STREAM, reference_completions, sampled, scored_tokens
+from slipstream.stages.completions import (
+    NORMALISATION_STREAM,
+    reference_completions,
+    sampled,
+    scored_tokens,
+    split_by_prompt,
+)
 from slipstream.stages.preferences import FILE, PreferenceLine
-from slipstream.stages.progress import Progress, Times, write_record
-from slipstream.stages.split import split_by_prompt
+from slipstream.stages.progress import Progress, Times, fresh_folder, write_record
 from slipstream.trainer.metric_names import reward_model_names
 from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
 
@@ -39,10 +43,8 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
     """Train on the preferences; writes `reward_model/model`, `metrics.jsonl` and `stage.json` with its accuracies."""
     times = Times()
     settings = config.reward_model
-    folder = stage_dir(run_dir, "reward_model")
     with times.span("start_up"):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder = fresh_folder(run_dir, "reward_model")
         policy, tokenizer = build_policy(config.model, seed=config.seed)
         train, held_out = read_preferences(config, run_dir, tokenizer, progress)
         path = settings.path or config.model.path
@@ -181,7 +183,7 @@ def _from_dataset(
                 allowed=f"texts in the columns prompt, {', '.join(texts)}"
                 + (", and a number in rating" if is_rated else ""),
             )
-        rows.append(Row(text=template.render(_columns(record)), task="dataset"))
+        rows.append(Row(text=template.render({**record, "question": record["prompt"]}), task="dataset"))
         labels.append(([record[name] for name in texts], rating))
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -210,10 +212,6 @@ def _from_dataset(
             hint="see preferences.held_out, prompts.max_prompt_tokens and rewards.truncate_token",
         )
     return train, held_out
-
-
-def _columns(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {**record, "question": record["prompt"]}
 
 
 def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[Sample]:

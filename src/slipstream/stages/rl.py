@@ -35,7 +35,7 @@ from slipstream.core.hub import with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.staleness import last_step
-from slipstream.core.types import Partial, Prompt
+from slipstream.core.types import Partial
 from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.evaluation import EVALUATION_FILE
@@ -114,11 +114,11 @@ def run_rl(
             sleep(pause_s)
         except KeyboardInterrupt:
             _mark_interrupted(run_dir)
-            _tell(config, given, [f"go on with: {given.resume_call(run_dir)}"])
+            tell(config, given, [f"go on with: {given.resume_call(run_dir)}"])
             raise
         resumed, prepared = prepare_resume(run_dir), None
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
-        _tell(config, given, [f"{what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
+        tell(config, given, [f"{what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
 
 
 def _attempt(
@@ -292,7 +292,7 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
     resumed = prepare_resume(run_dir, found)
     if (run_dir / EVALUATION_FILE).exists():  # of a policy that is trained further
         (run_dir / EVALUATION_FILE).replace(resumed.attempt / EVALUATION_FILE)
-    _tell(config, given, [*resumed.notes, *notes])
+    tell(config, given, [*resumed.notes, *notes])
     return run_rl(config, run_dir, given, resumed=resumed, prepared=prepared)
 
 
@@ -336,13 +336,13 @@ def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bo
     note = dry_call(
         config.rewards,
         task_table(config.prompts.tasks),
-        two_prompts(prompts),
+        [*prompts.train.prompts, *prompts.eval],
         functions=given.functions,
         group_size=config.samples_per_group,
         private=[str(run_dir)],
     )
     if note is not None:
-        _tell(config, given, [note])
+        tell(config, given, [note])
     return work, prompts
 
 
@@ -353,11 +353,6 @@ def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[W
     if config.prompts.max_prompt_tokens is None:
         check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
     return work, prompts
-
-
-def two_prompts(prompts: PromptSet) -> list[Prompt]:
-    """One to train on and one held out, which may come from another data set."""
-    return [*prompts.train.prompts[:1], *prompts.eval[:1]]
 
 
 def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:
@@ -426,7 +421,7 @@ def _check_lines(path: Path) -> None:
         raise ConfigError(f"'{path}' cannot be read", got=error.strerror, allowed="a file of lines") from error
 
 
-def _tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
+def tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
     with watch(config, "rl", display=given.display) as watcher:
         for note in notes:
             watcher.note(note)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
@@ -16,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig, WarmStartConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import stage_dir
 from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
@@ -25,8 +23,8 @@ from slipstream.observe.jsonl import JsonlWriter
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template
-from slipstream.stages.progress import Progress, Times, write_record
-from slipstream.stages.split import split_by_prompt
+from slipstream.stages.completions import split_by_prompt
+from slipstream.stages.progress import Progress, Times, fresh_folder, write_record
 from slipstream.trainer.metric_names import sft_names
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.supervised import Demonstration, Prediction, measure_prediction, supervised_updates
@@ -36,10 +34,8 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
     """Train on the demonstrations of `config.sft`; writes `sft/model`, `sft/metrics.jsonl` and `sft/stage.json`."""
     times = Times()
     sft = config.sft
-    folder = stage_dir(run_dir, "sft")
     with times.span("start_up"):
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted attempt left
-        folder.mkdir(parents=True)
+        folder = fresh_folder(run_dir, "sft")
         model, tokenizer = build_policy(config.model.model_copy(update={"path": sft.path}), seed=config.seed)
         found, num_too_long = stage_demonstrations(config, tokenizer)
     fitting = [pair for pair in found if len(pair[0]) + len(pair[1]) <= model.config.max_positions]

@@ -148,7 +148,9 @@ def learned(run: Run) -> str:
     if summary is not None and summary.eval.after is not None and (told := _held_out(before, after)):
         count = summary.eval.after.num_prompts
         chance = may_be_chance(before.accuracy, after.accuracy, count)  # of a mean reward the error is not known
-        return f"{told} ({count} prompts, greedy) in {summary.steps} steps{chance}."
+        never = summary.eval.never_right
+        suffix = "" if never is None else f" {never}"
+        return f"{told} ({count} prompts, greedy) in {summary.steps} steps{chance}.{suffix}"
     return _rewarded([value for _, value in run.history.points("reward")])
 
 

@@ -1,77 +1,136 @@
-"""The best way to run a recipe on the cores of one machine.
+"""The best way to run a recipe on the cores of one machine without GPUs.
 
-`controller/placement.py` divides the cores: by the number of replicas, which is what there is to choose, with decode
-slots and microbatch. How long everything takes there says what was measured: curves of trainer and engine
-(`curves.py`), or a finished run (`run_times.py`), which knows what happens between them, too. Both sides slow each
-other while they work at the same time, as the simulator's cores do.
+`controller/placement.py` divides the cores by the number of replicas, which is chosen here with decode slots and
+microbatch. Seconds come from measured curves of trainer and engine (`measured.Curves`), or from the files of finished
+runs (`RunTimes`), which include the work between the two. Both sides slow each other while they work at the same time,
+as the simulator's cores do.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
 
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
 from slipstream.models.config import TransformerConfig
+from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
 from slipstream.plan.counts import counts_of
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, StepTime, TrainerLayout, Workload
+from slipstream.plan.measured import Curves
 from slipstream.plan.planner import Plan, Row, bounds_up_to, ranked, recommended
 from slipstream.plan.reasons import limits, staleness
 from slipstream.plan.recipe import layout_tables
+from slipstream.plan.recorded import RecordedWorkload, read_run
 from slipstream.plan.rehearsal import SEED, Rehearsed, rehearsed, run_schedule
 from slipstream.plan.search import Found
 from slipstream.plan.simulated_run import Costs, Setup
-from slipstream.plan.simulated_run import Workload as SimulatedWorkload
 
 USABLE_MEMORY = 0.8
-"""Of a machine: the rest is the system's, and what processes hold besides their tensors."""
+"""Share of a machine's memory: the rest is the system's, and what processes hold besides their tensors."""
 ROW_MULTIPLE = 8
 
 
-class Times(Protocol):
-    """How long both sides take on a machine's cores, each alone there."""
+class RunTimes:
+    """Seconds of both sides from the files of runs: also of the work that curves of each side alone leave out."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        outcomes = [line.outcome for run in calibration.runs for line in run.rollouts]
+        self._drawn_per_trained = len(outcomes) / max(1, outcomes.count("trained"))
 
     def train(self, layout: TrainerLayout, workload: Workload) -> Parts:
-        """Seconds of a training step."""
-        ...
+        """Seconds of a step: its passes, updates, and what the trainer's process does besides for each rollout."""
+        seconds, updates = self.calibration.seconds, workload.epochs * workload.minibatches
+        rows = workload.rollouts * (workload.trained_tokens - 1) * workload.epochs
+        capacity = max(1.0, layout.microbatch * workload.trained_tokens)
+        passes = self.calibration.train.seconds(
+            layout.devices, microbatches=max(updates, math.ceil(rows / capacity)), tokens=rows
+        )
+        received = workload.rollouts * self._drawn_per_trained
+        return Parts(
+            {
+                "forward_backward": passes,
+                "optimizer": updates * seconds["optimizer"],
+                "stage": seconds["publish"],
+                "collate": workload.rollouts * seconds["collate"],
+                "receive": received * (seconds["receive"] + seconds["record"]),
+            }
+        )
 
     def generate(self, layout: GeneratorLayout, workload: Workload) -> Parts:
-        """Seconds in which the replicas generate a step's completions with all slots taken."""
-        ...
+        """Seconds of the replicas for a step's completions and those of groups that are dropped."""
+        decode, seconds, cores = self.calibration.decode, self.calibration.seconds, layout.tensor_parallel
+        lengths, slots = workload.lengths, layout.slots
+        mine = workload.rollouts * self._drawn_per_trained / layout.replicas
+        context = slots * (lengths.prompt_mean + lengths.mean_square / lengths.mean / 2)
+        step_s = decode.seconds(cores, steps=1, rows=slots, context=context) + seconds["turn"]
+        prompts = mine / workload.group_size * lengths.prompt_mean
+        return Parts(
+            {
+                "decode": mine * lengths.mean / slots * step_s,
+                "prefill": prompts * decode.seconds(cores, rows=1),
+                "send": mine * seconds["send"],
+                "pause": seconds["swap"],
+            }
+        )
 
     def together(self, trainer_cores: int, generator_cores: int) -> tuple[float, float]:
-        """By what factor trainer and generators take longer beside each other."""
-        ...
+        """Return by what factor trainer and generators take longer beside each other: less with fewer busy cores."""
+        cores = self.calibration.cores
+        busy = 1.0 if cores == 1 else min(1.0, (trainer_cores + generator_cores - 1) / (cores - 1))
+        sides = self.calibration.train.beside, self.calibration.decode.beside
+        trainer, generator = (1 / (1 - busy * (1 - beside)) for beside in sides)
+        return trainer, generator
 
-    def beside(self, plan: AsynchronousPlan) -> dict[str, float]:
-        """The speed of each kind of work with all cores busy, of its speed alone: what `event_loop.Cores` takes."""
-        ...
+    def beside(self, plan: AsynchronousPlan) -> dict[str, float]:  # noqa: ARG002
+        """Return the speed of each kind of work with all cores busy, over its speed alone."""
+        return {"train": self.calibration.train.beside, "decode": self.calibration.decode.beside}
 
     def row_multiple(self, config: RunConfig) -> int:
-        """Rows that a decode step is filled up to."""
-        ...
+        """Return the number of rows that decode steps are filled up to a multiple of."""
+        return row_multiple(config)
 
     def guessed(self, plan: AsynchronousPlan) -> str | None:
-        """What was never seen of the cores that `plan` takes, in words."""
-        ...
+        """Name the numbers of threads of `plan` that no run had; None where all were seen."""
+        seen = {"trainer": self.calibration.train.speeds, "generators": self.calibration.decode.speeds}
+        wanted = {"trainer": plan.trainer.devices, "generators": plan.generator.tensor_parallel}
+        unseen = [f"the {name} on {wanted[name]}" for name, speeds in seen.items() if wanted[name] not in speeds]
+        if not unseen:
+            return None
+        return f"No run had {' or '.join(unseen)} threads a process: how fast that is was extrapolated."
 
-    def costs(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Costs:
-        """What the simulator is to take for every piece of work."""
-        ...
+    def costs(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Costs:  # noqa: ARG002
+        """Return the seconds of every piece of work for the simulator."""
+        return self.calibration.costs(config)
 
-    def work(self, workload: Workload, seed: int) -> SimulatedWorkload | None:
-        """What is sampled; None: completions drawn from the lengths of `workload`."""
-        ...
+    def work(self, workload: Workload, seed: int) -> RecordedWorkload:
+        """Return the run's own groups, those without signal included."""
+        return RecordedWorkload(
+            self.calibration.runs,
+            groups_per_step=workload.groups,
+            samples=workload.group_size,
+            num_held_out=1,
+            seed=seed,
+        )
+
+
+def times_of_runs(paths: Sequence[Path]) -> RunTimes:
+    """Calibrate with finished runs of one model on one machine. ConfigError for a folder that is none."""
+    return RunTimes(calibrate([read_run(path) for path in paths]))
+
+
+Times = Curves | RunTimes
+"""Seconds of both sides on a machine's cores, each alone there."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class CpuMachine:
     """A recipe's work on the cores of one machine. Trainer and generators compute in float32, one rank each."""
 
     config: RunConfig
@@ -86,24 +145,15 @@ class Machine:
         return USABLE_MEMORY * self.memory_bytes
 
     def candidates(self, max_staleness: int) -> Iterator[Found]:
-        """Every number of replicas that the cores are divided by, with every number of slots and size of microbatch."""
+        """Yield what fits of every number of replicas that divides the cores, of slots, and size of microbatch."""
         for replicas in range(1, self.cores + 1):
             threads = place(self._placed(replicas, max_staleness), self.cores)
             trainer, generator = threads["trainer"].together, threads["generator"].together
             if replicas > 1 and self._busy(trainer, replicas * generator, max_staleness) > self.cores:
                 continue
             for slots, rollouts in itertools.product(self._slots(replicas, max_staleness), self._microbatches()):
-                plan = AsynchronousPlan(
-                    trainer=TrainerLayout(
-                        devices=trainer,
-                        tensor_parallel=trainer,
-                        microbatch=rollouts,
-                        precision="float32",
-                        recompute=self.config.trainer.recompute,
-                    ),
-                    generator=GeneratorLayout(
-                        devices=replicas * generator, tensor_parallel=generator, slots=slots, precision="float32"
-                    ),
+                plan = _in_float32(
+                    trainer, rollouts, replicas * generator, generator, slots, recompute=self.config.trainer.recompute
                 )
                 memory = self.memory(plan)
                 if sum(parts.total for parts in memory.values()) <= self.usable_bytes:
@@ -116,31 +166,20 @@ class Machine:
         rows = plan.trainer.microbatch * self.workload.trained_tokens
         kept = self.shape.num_layers * counts.kept_elements
         longest = lengths.prompt_mean + self.config.generator.max_new_tokens
-        slots = plan.generator.replicas * plan.generator.slots
+        replicas, slots = plan.generator.replicas, plan.generator.replicas * plan.generator.slots
+        kv = 8.0 * self.shape.num_layers * self.shape.kv_size
+        trainer = {"weights": weights, "moments": 2 * weights, "gradients": weights, "activations": 4 * rows * kept}
+        trainer |= {"logits": 3 * 4 * rows * self.shape.vocab_size, "staging": 2 * weights}
         return {
-            "trainer": Parts(
-                {
-                    "weights": weights,
-                    "moments": 2 * weights,
-                    "gradients": weights,
-                    "activations": 4 * rows * kept,
-                    "logits": 3 * 4 * rows * self.shape.vocab_size,
-                    "staging": 2 * weights,
-                }
-            ),
+            "trainer": Parts(trainer),
             "generator": Parts(
-                {
-                    "weights": plan.generator.replicas * weights,
-                    "shadow": plan.generator.replicas * weights,
-                    "keys_and_values": 8.0 * self.shape.num_layers * self.shape.kv_size * slots * longest,
-                }
+                {"weights": replicas * weights, "shadow": replicas * weights, "keys_and_values": kv * slots * longest}
             ),
         }
 
     def rehearse(self, found: Found) -> Rehearsed:
-        """The real schedule, on cores that both sides share."""
-        plan, bound = found.plan, found.max_staleness
-        assert isinstance(plan, AsynchronousPlan)
+        """Run the real schedule in virtual time, on cores that both sides share."""
+        plan, bound = found.side_by_side, found.max_staleness
         trainer, generator = plan.trainer, plan.generator
         config = self.planned(plan, bound)
         setup = Setup(
@@ -181,7 +220,7 @@ class Machine:
 
     @staticmethod
     def _busy(trainer: int, generators: int, max_staleness: int) -> int:
-        """Threads that want a core at the same time."""
+        """Return how many threads want a core at the same time."""
         return trainer + generators if max_staleness else max(trainer, generators)
 
     def _found(self, plan: AsynchronousPlan, memory: dict[str, Parts], max_staleness: int) -> Found:
@@ -198,17 +237,31 @@ class Machine:
         seconds = max(together) if max_staleness else sum(together)
         return Found(
             plan=plan,
-            step=StepTime(
-                seconds=seconds, sides=sides, idle={name: 1 - side.total / seconds for name, side in sides.items()}
-            ),
+            step=StepTime.of(seconds, sides),
             memory=memory,
             longest_s=workload.lengths.longest_of(workload.rollouts) * token_s if max_staleness else 0.0,
             max_staleness=max_staleness,
         )
 
 
-def plan_for_machine(machine: Machine, *, max_staleness: int = 8, num_rows: int = 3) -> Plan:
-    """The best plan for `machine` under bounds of at most `max_staleness` steps; 0, taking turns, is tried as well."""
+def _in_float32(
+    trainer_cores: int, microbatch: int, cores: int, replica_cores: int, slots: int, *, recompute: bool = True
+) -> AsynchronousPlan:
+    """Return the layout with one trainer rank on its cores, and replicas that divide theirs."""
+    return AsynchronousPlan(
+        trainer=TrainerLayout(
+            devices=trainer_cores,
+            tensor_parallel=trainer_cores,
+            microbatch=microbatch,
+            precision="float32",
+            recompute=recompute,
+        ),
+        generator=GeneratorLayout(devices=cores, tensor_parallel=replica_cores, slots=slots, precision="float32"),
+    )
+
+
+def plan_for_cpu(machine: CpuMachine, *, max_staleness: int = 8, num_rows: int = 3) -> Plan:
+    """Return the best plan for `machine` under bounds of 0 (taking turns) to `max_staleness` steps."""
     tables = {bound: _table(machine, bound) for bound in (0, *bounds_up_to(max_staleness))}
     if not all(tables.values()):
         raise _too_large(machine)
@@ -237,26 +290,23 @@ def plan_for_machine(machine: Machine, *, max_staleness: int = 8, num_rows: int 
     )
 
 
-def _table(machine: Machine, bound: int) -> list[Found]:
-    """The best of each number of replicas and slots, fastest first."""
+def _table(machine: CpuMachine, bound: int) -> list[Found]:
+    """Return the best of each number of replicas and slots, fastest first."""
     best: dict[tuple[int, int], Found] = {}
     for found in machine.candidates(bound):
-        assert isinstance(found.plan, AsynchronousPlan)
-        key = found.plan.generator.replicas, found.plan.generator.slots
+        generator = found.side_by_side.generator
+        key = generator.replicas, generator.slots
         if key not in best or found.seconds < best[key].seconds:
             best[key] = found
     return sorted(best.values(), key=lambda found: found.seconds)
 
 
-def _row(machine: Machine, found: Found) -> Row:
+def _row(machine: CpuMachine, found: Found) -> Row:
     return Row(found=found, rehearsed=machine.rehearse(found))
 
 
-def _too_large(machine: Machine) -> ConfigError:
-    smallest = AsynchronousPlan(
-        trainer=TrainerLayout(devices=1, tensor_parallel=1, microbatch=1, precision="float32"),
-        generator=GeneratorLayout(devices=1, tensor_parallel=1, slots=ROW_MULTIPLE, precision="float32"),
-    )
+def _too_large(machine: CpuMachine) -> ConfigError:
+    smallest = _in_float32(1, 1, 1, 1, ROW_MULTIPLE)
     needed = sum(parts.total for parts in machine.memory(smallest).values())
     return ConfigError(
         "the model does not fit into this machine's memory",
