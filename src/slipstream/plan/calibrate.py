@@ -1,12 +1,11 @@
-"""From the files of finished runs to what everything takes (`Costs`): calibration of the simulator.
+"""Calibration of the simulator: from the files of finished runs to the seconds of everything (`Costs`).
 
     calibrate([read_run(path), ...]) -> Calibration
 
 Decode steps and microbatches are fitted by their rows and tokens, together with how much slower each side is beside the
-other, and by threads (`plan/fits.py`). All else is a mean of what the timelines say, as it would have been alone; the
-latencies of messages come from comparing the files of two processes, whose clocks are one.
-
-Runs that calibrate together are of one model on one machine; they may differ in everything else.
+other, and by threads (`plan/fits.py`). All else is a mean over the timelines, as it would have been alone; latencies of
+messages come from comparing the files of two processes, whose clocks are one. Runs that calibrate together are of one
+model on one machine; they may differ in everything else.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import bisect
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
 import numpy as np
@@ -30,36 +29,23 @@ from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_b
 from slipstream.plan.recorded import Run
 from slipstream.plan.simulated_run import Batch, Costs
 
-SLOT_ROWS = 8
-"""Rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)."""
-LONG_CONTEXT = 128
-"""Tokens of a sequence from which on the keys and values that a step reads count."""
+SLOT_ROWS = 8  # rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)
+LONG_CONTEXT = 128  # tokens of a sequence from which on the keys and values that a step reads count
 STEP_STATES = ("forward_backward", "optimizer", "collate", "reference", "proximal", "values")
-"""Of the trainer: what a training step consists of."""
-MEASURES = ("reference", "proximal", "values")
-"""Of these, the passes that only read."""
-PASSES = DECODES | {"prefill", "re_prefill"}
-"""Of a generator: what runs the model for training."""
-CLOSE_NS = 1000
-"""What is closer is at the same time."""
-TURN = ("receive", "stage", "overhead")
-"""Of a generator: what every turn of its loop takes besides."""
-WAKING = ("receive", "overhead")
-"""Of a trainer: what it does between two waits that a rollout has interrupted."""
-TOGETHER_S = 3e-4
-"""Rollouts that come within it are taken at once."""
+"""States of a training step."""
+MEASURES = ("reference", "proximal", "values")  # those of them that only read
+PASSES = DECODES | {"prefill", "re_prefill"}  # states of a generator that run the model for training
+CLOSE_NS = 1000  # times that differ by less are the same
+TURN = ("receive", "stage", "overhead")  # states of every turn of a generator's loop besides
+WAKING = ("receive", "overhead")  # states of a trainer between two waits that a rollout has interrupted
+TOGETHER_S = 3e-4  # rollouts that come within it are taken at once
 SCORE_RANGE_S, SCORE_TRIALS = (1e-5, 10.0), 61
 """Seconds of scoring a completion that are tried: ten of each power of ten."""
-MAX_SCORED = 4000
-"""Completions that are looked at for it."""
-LATEST = 0.95
-"""Of latencies."""
-FEWEST = 4
-"""Factors that make a distribution."""
-MAX_JITTER = 512
-"""Factors of each kind that are kept."""
-JITTER_QUANTILES = (0.005, 0.995)
-"""What is beyond them counts as if it were there: then the machine did something else."""
+MAX_SCORED = 4000  # completions that are looked at for it
+LATEST = 0.95  # the quantile of latencies above which something else held a message up
+FEWEST = 4  # factors that make a distribution
+MAX_JITTER = 512  # factors of each kind that are kept
+JITTER_QUANTILES = (0.005, 0.995)  # factors beyond them are cut: there the machine did something else
 LEAST_JITTER = 0.05
 
 Told = tuple[float, float]
@@ -68,7 +54,7 @@ Told = tuple[float, float]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What runs have told: `decode` per step and row, `train` per microbatch and token, and `seconds` of the rest.
+    """Seconds from the files of runs: `decode` per step and row, `train` per microbatch and token, `seconds` of the rest.
 
     `background`: what staging gets of a core where others want all of them.
     """
@@ -82,7 +68,7 @@ class Calibration:
     runs: tuple[Run, ...]
 
     def costs(self, config: RunConfig) -> Costs:
-        """What everything takes in a run like these with the dials of `config`."""
+        """Return the seconds of all pieces of a run like these with the dials of `config`."""
         threads = place(config, self.cores)
         generator, trainer = threads["generator"].together, threads["trainer"].together
         seconds, decode, train = self.seconds, self.decode, self.train
@@ -110,29 +96,12 @@ class Calibration:
         return Costs(decode=decode_s, train=train_s, prefill=prefill_s, jitter=self.jitter, **fixed)
 
 
-FIXED = (
-    "turn_s",
-    "send_s",
-    "stage_s",
-    "swap_s",
-    "publish_s",
-    "receive_s",
-    "wake_s",
-    "record_s",
-    "checkpoint_s",
-    "score_s",
-    "decide_s",
-    "to_controller_s",
-    "to_generator_s",
-    "to_trainer_s",
-    "to_rewards_s",
-    "from_rewards_s",
-)
+FIXED = tuple(field.name for field in fields(Costs) if field.type == "float")
 """The fields of `Costs` that are one number."""
 
 
 def calibrate(runs: Sequence[Run]) -> Calibration:
-    """What `runs` have told. ConfigError where they are of different models or machines."""
+    """Calibrate with `runs`. ConfigError where they are of different models or machines."""
     _check_alike(runs)
     machines = [RunProcesses(run, cores_of(run)) for run in runs]
     decode, train = _fit_decode(machines), _fit_train(machines)
@@ -164,7 +133,7 @@ def _check_alike(runs: Sequence[Run]) -> None:
 
 
 def row_multiple(config: RunConfig) -> int:
-    """What the rows of a decode step, and the tokens of a prompt, are rounded up to."""
+    """Return the multiple that rows of a decode step and tokens of a prompt are rounded up to."""
     return SLOT_ROWS if config.generator.device == "cpu" and config.generator.engine == "native" else 1
 
 
@@ -288,7 +257,7 @@ def _seconds(machine: RunProcesses, beside: float, train: Fit) -> dict[str, Told
 
 
 def _num_wakes(machine: RunProcesses) -> int:
-    """How often something came while the trainer waited: rollouts that come together count once."""
+    """Count how often rollouts came while the trainer waited: those that come together count once."""
     start_s, end_s = machine.run.loop_s
     scored_s = np.sort([line.scored_s for line in machine.run.rollouts if start_s <= line.scored_s <= end_s])
     own = machine.slices[machine.trainer]
@@ -307,7 +276,7 @@ def _mean(told: Sequence[Told]) -> float:
 
 
 def _of_generator(machine: RunProcesses, name: str, beside: float) -> dict[str, tuple[float, float]]:
-    """What one replica spends besides decode steps: (seconds of work, the number of those it is for)."""
+    """Return what one replica spends besides decode steps: (seconds of work, the number of pieces)."""
     run, slices = machine.run, machine.slices[name]
     start_s, end_s = run.loop_s
     busy, turns = _turns(slices)
@@ -342,7 +311,7 @@ def _mean_length(run: Run) -> float:
 
 
 def _staging(machine: RunProcesses, beside: float) -> list[tuple[float, float]]:
-    """Of each version brought to a replica, beside decoding and at low priority: as in `RunProcesses.background_s`."""
+    """Return for each version brought to a replica at low priority the seconds as in `RunProcesses.background_s`."""
     published = {
         one.args["version"]: float(one.end_ns)
         for one in machine.slices[machine.trainer]
@@ -451,18 +420,18 @@ def _usual(seconds: Sequence[float], *, less: float = 0.0) -> Told:
 
 
 def _waited_s(machine: RunProcesses, name: str, start_s: float, end_s: float) -> float:
-    """What of this span of time `name` did nothing in."""
+    """Return the seconds of this span of time in which `name` did nothing."""
     share = float(machine.share(name, np.array([start_s * 1e9]), np.array([end_s * 1e9]))[0])
     return (1 - share) * max(0.0, end_s - start_s)
 
 
 def _is_idle(machine: RunProcesses, name: str, start_s: float, end_s: float) -> bool:
-    """Whether `name` did little meanwhile but take what came."""
+    """Return whether `name` mostly waited in this span of time."""
     return end_s > start_s and _waited_s(machine, name, start_s, end_s) > 2 / 3 * (end_s - start_s)
 
 
 def _waits(machine: RunProcesses, name: str, time_s: float) -> bool:
-    """Whether `name` waited at that moment."""
+    """Return whether `name` waited at that moment."""
     slices = machine.slices[name]
     index = int(np.searchsorted([one.start_ns for one in slices], time_s * 1e9)) - 1
     return index >= 0 and slices[index].end_ns >= time_s * 1e9 and kind(slices[index].state) == "wait"
@@ -490,7 +459,7 @@ def _jitter(factors: Sequence[float]) -> tuple[float, ...]:
 
 
 def _step_factors(machines: Sequence[RunProcesses], beside: float) -> list[float]:
-    """Of whole training steps: the work each took, over what its tokens take in the mean of its run."""
+    """Return the work of each training step over that of as many tokens in the mean of its run."""
     factors: list[float] = []
     for machine in machines:
         by_step: dict[int, list[Slice]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""How long collectives take: the model by which NCCL chooses its algorithms, with NCCL's own constants.
+"""Seconds of collectives, by the model by which NCCL chooses its algorithms, with NCCL's own constants.
 
     time(algorithm, protocol) = latency + bytes / bandwidth,   of the fastest pair
 
@@ -40,7 +40,7 @@ class _Protocol:
     is_ll: bool = False
 
     def latency_s(self, hops: float, network_hops: float, nodes: int) -> float:
-        """Of `hops`, of which `network_hops` lead to another node."""
+        """Return the latency of `hops`, of which `network_hops` lead to another node."""
         node_hop = self.node_hop * (_LL_BETWEEN_NODES if self.is_ll and nodes > 1 else 1.0)
         return (self.start + (hops - network_hops) * node_hop + network_hops * self.network_hop) * _US
 

@@ -41,14 +41,11 @@ from slipstream.plan.lengths import slowest_replica
 
 DECODE_KERNELS = 10
 """Per layer: two norms, four products, rotation and the write to the cache, attention and its reduction, activation."""
-PREFILL_CHUNK = 512
-"""Tokens prefilled beside a decode step (`generator.prefill_chunk`)."""
-LOGITS_AT_ONCE = 2**26
-"""Elements; larger heads run in chunks that the backward pass computes again (`trainer/step.py`)."""
+PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill_chunk`)
+LOGITS_AT_ONCE = 2**26  # elements; larger heads run in chunks that the backward pass computes again (`trainer/step.py`)
 LOGIT_PASSES = 5
 """Reads or writes of float32 logits, from the product to a sampled token with its logprob, or to a loss."""
-PAGE = 16
-"""Tokens of a page of keys and values (`generator/paged_kv.py`)."""
+PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
 USABLE_MEMORY = 0.92
 """Share of a device's memory: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
 ALONE = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
@@ -313,7 +310,7 @@ class CostModel:
         return USABLE_MEMORY * self.cluster.device.memory_bytes
 
     def fits(self, *memory: Parts) -> bool:
-        """Whether each of these fits on a device."""
+        """Return whether each of these fits on a device."""
         return all(parts.total <= self.usable_bytes for parts in memory)
 
     # Pieces
@@ -429,7 +426,7 @@ class CostModel:
         return Parts(parts)
 
     def _imbalance(self, layout: TrainerLayout) -> float:
-        """By how much the data-parallel rank with most tokens has more than the mean: rollouts are dealt by number.
+        """Return how much more than the mean the rank with most tokens has: rollouts are dealt by number.
 
         Sums of lengths are nearly normal; the largest of n of them is at their (n - 3/8) / (n + 1/4) quantile (Blom).
         """

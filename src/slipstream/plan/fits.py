@@ -25,7 +25,7 @@ from slipstream.plan.recorded import Run
 
 
 class Prior(NamedTuple):
-    """Of a quantity that runs may not tell: its value, and the relative error it is believed to have."""
+    """The expected value of a quantity that runs may not show, and its expected relative error."""
 
     value: float
     error: float
@@ -42,16 +42,12 @@ PRIORS = {
 piece's time that does not depend on its tokens. `drift`: how much slower one
 run was than another. `background`: what a job of low priority gets of a core where others
 want all of them."""
-SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21
-"""Logarithms that are searched to either side, one after the other."""
-LEAST_BESIDE = 0.2
-"""r at least: beside another a thread keeps so much of its speed."""
-ROUNDS = 3
-"""Of least squares, each weighed by what the one before expects."""
+SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21  # logarithms that are searched to either side, one after the other
+LEAST_BESIDE = 0.2  # r at least: beside another a thread keeps so much of its speed
+ROUNDS = 3  # rounds of least squares, each weighed by the costs of the one before
 COMPUTING = frozenset({"trainer", "generator", "reward_models", "reference"})
 """Sides that run models. What the others do is part of what these take: it is there in every run."""
-INDEPENDENT = 200
-"""Pieces at most that count as so many observations: neighbours in time have the same troubles."""
+INDEPENDENT = 200  # pieces at most that count as so many observations: neighbours in time have the same troubles
 
 
 def speed(busy: int, cores: int) -> tuple[float, float]:
@@ -122,7 +118,7 @@ class RunProcesses:
         return chances
 
     def work_s(self, process: str, slices: Iterable[Slice], states: Sequence[str], beside: float) -> float:
-        """What `process` spent in `states` during `slices`, in seconds as it would have taken them alone."""
+        """Return the work of `process` in `states` during `slices`, in seconds that it takes alone."""
         table = [(one.start_ns, one.end_ns, seconds_in(one, states)) for one in slices]
         table = [row for row in table if row[2] > 0]
         if not table:
@@ -145,17 +141,17 @@ class RunProcesses:
 
 
 def cores_of(run: Run) -> int:
-    """Of the trainer's machine: alone, it takes all of them (`controller/placement.py`)."""
+    """Return the cores of the trainer's machine: alone, it takes all of them (`controller/placement.py`)."""
     return started(run, "trainer").threads_alone * run.config.trainer.ranks
 
 
 def started(run: Run, process: str) -> ProcessStart:
-    """How `process` was started, the last time."""
+    """Return the last start of `process`."""
     return [record for record in run.timelines[process] if isinstance(record, ProcessStart)][-1]
 
 
 def seconds_in(one: Slice, states: Sequence[str]) -> float:
-    """What of a slice was in `states`."""
+    """Return the seconds of a slice in `states`."""
     ns = one.state_ns if one.state in states else 0
     return 1e-9 * (ns + sum(also for state, also in one.also.items() if state in states))
 
@@ -213,11 +209,11 @@ class Fit:
     residuals: tuple[float, ...]
 
     def seconds(self, threads: int, **counts: float) -> float:
-        """Of a piece with these counts, alone, with `threads`."""
+        """Return the seconds of a piece with these counts, alone, with `threads`."""
         return sum(self.terms.get(name, 0.0) * count for name, count in counts.items()) / self.speed(threads)
 
     def speed(self, threads: int) -> float:
-        """Of so many threads: as seen, or as many as the next ones seen would give."""
+        """Return the speed of so many threads: as seen, or extrapolated from the nearest number seen."""
         if threads not in self.speeds:
             known = min(self.speeds, key=lambda seen: abs(seen - threads))
             return self.speeds[known] * together(threads, self.beside) / together(known, self.beside)
@@ -225,7 +221,7 @@ class Fit:
 
 
 def together(threads: int, beside: float, cores: int = 0) -> float:
-    """What so many threads get done, of one alone. `cores`: as many as threads, if not given."""
+    """Return the work of so many threads over that of one alone. `cores`: as many as threads, if not given."""
     cores = cores or threads
     return min(threads, cores) * speed_with(threads, cores, beside)
 
@@ -262,7 +258,7 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
 
 
 class _Point(NamedTuple):
-    """What is searched: logarithms of r, of the speed of each number of threads, and of each run's own slowness."""
+    """A point of the search: logarithms of r, of the speed of each number of threads, and of each run's slowness."""
 
     beside: float
     speeds: tuple[float, ...]

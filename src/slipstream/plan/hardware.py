@@ -1,4 +1,4 @@
-"""What hardware can do at best: published constants of GPUs, their links and their networks.
+"""Peak rates of hardware: published constants of GPUs, their links and their networks.
 
     A100    NVIDIA A100 datasheet, SXM 80 GB: 312 TFLOP/s bf16, 2.039 TB/s, NVLink 600 GB/s; HDR InfiniBand, 200 Gb/s
     H100    NVIDIA H100 datasheet, SXM5: 989 TFLOP/s bf16, 3.35 TB/s, NVLink 900 GB/s; NDR InfiniBand, 400 Gb/s

@@ -19,8 +19,7 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.observe.recorder import read_rollouts
 
-P99_DEVIATIONS = 2.3263478740408408
-"""The deviation of the normal distribution that one in a hundred exceeds."""
+P99_DEVIATIONS = 2.3263478740408408  # the deviation of the normal distribution that one in a hundred exceeds
 MOST_TAIL = 14.0
 """p99 over mean, at most: a lognormal distribution reaches exp(P99_DEVIATIONS ** 2 / 2) = 14.97 before it is cut."""
 

@@ -36,7 +36,7 @@ CAUSES = {
     "forward_backward": "forward and backward passes",
     "decode": "decoding",
 }
-"""What seconds are spent on, by their names in the cost model."""
+"""Words for the causes of seconds in the cost model."""
 
 HELD = {
     "weights": "of weights",
@@ -52,7 +52,7 @@ HELD = {
     "prefill": "of prompts under way",
     "served": "of the generators' weights",
 }
-"""What memory is taken by, by its names in the cost model."""
+"""Words for the uses of memory in the cost model."""
 
 NAMES = {
     "trainer": "the trainer",

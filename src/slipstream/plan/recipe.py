@@ -20,10 +20,9 @@ from slipstream.plan.layouts import AsynchronousPlan, Workload
 from slipstream.plan.question import Subject
 
 MODELS, PROMPTS = "models", "prompts.jsonl"
-"""Where a recipe that was made for a model by name looks for its checkpoint, and for its prompts."""
+"""The places of checkpoint and prompts in a recipe that was made for a model by name."""
 STEPS = 1000
-KL_COEF = 0.05
-"""Weight of the reference in a recipe for a model by name."""
+KL_COEF = 0.05  # weight of the reference in a recipe for a model by name
 
 
 def base_tables(

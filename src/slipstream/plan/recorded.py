@@ -1,4 +1,4 @@
-"""What a finished run's files say, in the simulator's words: what it sampled, and what came of it.
+"""The files of a finished run in the simulator's terms: the groups that it sampled, and its outcome.
 
 `RecordedWorkload` gives a simulated run the groups of a recorded one: the same ones where the dials still ask for the
 same groups, and others of the same time of training where they do not. `measured` is what a simulation is held against.
@@ -28,7 +28,7 @@ NEARBY_STEPS = 2
 """Groups of so many steps before and after are of the same time of training: lengths change as a policy learns."""
 EXPONENTS = np.linspace(0.0, 1.0, 21)
 USUAL_EXPONENT, EXPONENT_ERROR = 0.5, 0.25
-"""Of `learning_exponent`: with gradients of four times the samples, half as many steps."""
+"""The prior of `learning_exponent`: with four times the samples a step, half as many steps."""
 PROGRESS_BINS = 8
 
 
@@ -105,7 +105,7 @@ def read_run(path: Path) -> Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to, recorded or simulated: seconds per step, rates, idle share by side, staleness in steps."""
+    """The result of a run, recorded or simulated: seconds per step, rates, idle share by side, staleness in steps."""
 
     steps: int
     step_s: float
@@ -118,7 +118,7 @@ class Outcome:
 
 
 def measured(run: Run) -> Outcome:
-    """What the run came to, in its loop."""
+    """Return the recorded outcome of the run's loop."""
     start_s, end_s = run.loop_s
     wall_s = end_s - start_s
     lags: Counter[int] = Counter()
@@ -197,7 +197,7 @@ def _samples_per_step(run: Run) -> int:
 
 
 def prompt_tokens_per_char(run: Run) -> float:
-    """What a prompt's character is in tokens, on average: rows that were read and are no completion's are its.
+    """Return the mean tokens of a prompt's character: rows that were read and belong to no completion.
 
     A step reads each prompt once, and of a completion all tokens but the last (`batching/collate.py`).
     """

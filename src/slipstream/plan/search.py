@@ -7,7 +7,7 @@ over integer degrees of parallelism m, bounded microbatches b_t and decode concu
 gradients are summed, the precision of the generators, and where the reference lies: LlamaRL's problems (7) and (8) with
 what it leaves out (docs/planning.md). Nothing is approximated. Executors side by side share only devices and the
 precision that versions are published in; so for each precision every executor's choices are listed, and `best_split`
-finds the division exactly. Executors that take turns: `colocated.py`.
+finds the division exactly. Executors that take turns: `planner.best_synchronous`.
 
 The staleness bound k enters twice. No more than k + 1 steps' completions are in flight, so decode slots beyond that
 stay empty. And a completion that begins under version v is trained by step v + k at the latest, which waits for it:
@@ -42,8 +42,7 @@ from slipstream.plan.layouts import (
 
 FINE_CLUSTER = 64
 """Devices up to which executors are given any number of them; in larger clusters whole nodes beyond the first."""
-ROW_MULTIPLE = 8
-"""Decode slots are a multiple of it (`generator.num_slots`)."""
+ROW_MULTIPLE = 8  # decode slots are a multiple of it (`generator.num_slots`)
 _SLOTS = (*range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1536, 2048)
 _ANY_TRAINER = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 _ANY_GENERATOR = GeneratorLayout(devices=1, tensor_parallel=1, slots=ROW_MULTIPLE)

@@ -1,6 +1,6 @@
 """The generators of a simulated run: rows in lock step, prefill, swaps, by the rules of the real ones.
 
-An `_Engine` is `generator/engine.py` in counts and seconds, a `Replica` the loop of `generator/executor.py` around it.
+An `Engine` is `generator/engine.py` in counts and seconds, a `Replica` the loop of `generator/executor.py` around it.
 Decode steps between which nothing changes are one piece of work (`Stretch`), which a message cuts at the end of the
 step it comes in: a simulated run is as exact as one event per step, and costs one per change.
 """
@@ -21,6 +21,9 @@ from slipstream.plan.simulated_run import Clockwork, Costs, GroupWork, Setup
 ROWS_PER_REQUEST_AHEAD = 8
 """For so many rows the prompt of one waiting request is stored before a row is free (`generator/engine.py`)."""
 
+Spans = list[tuple[int, int]]
+"""(version, tokens) of a completion, in order."""
+
 
 class Account:
     """Seconds of one process by state."""
@@ -36,10 +39,9 @@ class Account:
 
     def enter(self, state: str) -> None:
         """Count the time since the last call for the state so far; begin `state`."""
-        now_s = self._loop.time_s
-        if now_s > self._since_s:
-            self.seconds[self._state] = self.seconds.get(self._state, 0.0) + now_s - self._since_s
-            self._since_s = now_s
+        if self._loop.time_s > self._since_s:
+            self.seconds[self._state] = self.seconds.get(self._state, 0.0) + self._loop.time_s - self._since_s
+            self._since_s = self._loop.time_s
         self._state = state
 
     def spend(self, parts: Mapping[str, float]) -> None:
@@ -52,24 +54,27 @@ class Account:
 
 
 class Row:
-    """A completion of `length` tokens, of which `done` were sampled before it got into the row it is in."""
+    """A completion of `length` tokens, of which `done` were sampled (`spans`) before it got into the row it is in."""
 
     __slots__ = ("done", "kv_version", "length", "ordinal", "prompt_tokens", "sample", "spans", "start_step")
 
     def __init__(self, ordinal: int, sample: int, prompt_tokens: int, length: int) -> None:
         self.ordinal, self.sample, self.prompt_tokens, self.length = ordinal, sample, prompt_tokens, length
         self.done = self.start_step = self.kv_version = 0
-        self.spans: list[tuple[int, int]] = []  # (version, tokens) of `done`
+        self.spans: Spans = []
 
 
 class Waiting:
-    """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on."""
+    """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on.
+
+    `is_open`: its turn to be stored has come.
+    """
 
     __slots__ = ("is_open", "num_stored", "rows", "tokens", "was_live")
 
     def __init__(self, tokens: int, rows: Sequence[Row], *, was_live: bool = False) -> None:
         self.tokens, self.rows, self.was_live = tokens, deque(rows), was_live
-        self.num_stored, self.is_open = 0, False  # open: its turn to be stored has come
+        self.num_stored, self.is_open = 0, False
 
     @property
     def is_stored(self) -> bool:
@@ -77,6 +82,7 @@ class Waiting:
 
 
 def group_of(ordinal: int, work: GroupWork) -> Waiting:
+    """Return the completions of a group, which wait for their prompt to be prefilled."""
     rows = [Row(ordinal, sample, work.prompt_tokens, length) for sample, length in enumerate(work.lengths)]
     return Waiting(work.prompt_tokens - 1, rows)  # the last token is the first that a row decodes
 
@@ -94,7 +100,7 @@ class Stretch(NamedTuple):
         return self.steps * self.first_s + self.growth_s * self.steps * (self.steps - 1) / 2
 
     def steps_in(self, seconds: float) -> int:
-        """Whole steps of `seconds`."""
+        """Return how many whole steps `seconds` are enough for."""
         if seconds <= 0 or self.first_s <= 0:
             return 0
         if abs(self.growth_s) <= 1e-12 * self.first_s:
@@ -107,17 +113,18 @@ NO_DECODING = Stretch({}, 0, 0.0, 0.0, 0)
 
 
 class Engine:
-    """Rows that decode in lock step, and the completions that wait for one."""
+    """Rows that decode in lock step, and the completions that wait for one.
+
+    `waiting`: those that were live (`num_left` of them), then resumed ones, then new ones. `live`: a heap of (the step
+    that a row ends with, its number among all starts, the row). `context`: tokens of all live rows.
+    """
 
     def __init__(self, setup: Setup, costs: Costs, replica: int, slots: int, version: int) -> None:
         self.setup, self.costs, self.replica, self.slots, self.version = setup, costs, replica, slots, version
-        self.steps = 0  # decoded so far
-        self.waiting: deque[Waiting] = deque()  # those that were live, then resumed ones, then new ones
-        self.num_left = 0  # completions that were live
-        self.live: list[tuple[int, int, Row]] = []  # heap: the step it ends with, order of starts, who
-        self.context = 0  # tokens of all live rows
+        self.steps = self.num_left = self.context = self._num_starts = 0
+        self.waiting: deque[Waiting] = deque()
+        self.live: list[tuple[int, int, Row]] = []
         self.is_paused = False
-        self._num_starts = 0
 
     @property
     def num_live(self) -> int:
@@ -136,8 +143,7 @@ class Engine:
             has_prefilled = self._prefill(wanted, ahead, is_alone=False)
         steps = 1 if has_prefilled else self.live[0][0] - self.steps
         rows = _round_up(num_rows, self.setup.row_multiple)
-        first_s = self.costs.decode(self.replica, rows, self.context)
-        growth_s = 0.0
+        first_s, growth_s = self.costs.decode(self.replica, rows, self.context), 0.0
         if steps > 1:
             last_s = self.costs.decode(self.replica, rows, self.context + (steps - 1) * num_rows)
             growth_s = (last_s - first_s) / (steps - 1)
@@ -159,7 +165,7 @@ class Engine:
             finished.append(row)
         return finished
 
-    def take_out(self, is_stale: Callable[[Row], bool], spans: Callable[[Row], list[tuple[int, int]]]) -> list[Row]:
+    def take_out(self, is_stale: Callable[[Row], bool], spans: Callable[[Row], Spans]) -> list[Row]:
         """Remove the live rows that are stale, with what they have; return them in the order in which they started."""
         leaving = sorted((entry for entry in self.live if is_stale(entry[2])), key=lambda entry: entry[1])
         gone = {entry[1] for entry in leaving}
@@ -218,9 +224,7 @@ class Engine:
                     tokens[state] += _round_up(chunk, self.setup.row_multiple)
             if entry.is_stored:
                 num_ready += len(entry.rows)
-        for state, count in tokens.items():
-            if count:
-                ahead[state] = self.costs.prefill(self.replica, count, is_alone)
+        ahead |= {state: self.costs.prefill(self.replica, count, is_alone) for state, count in tokens.items() if count}
         return any(tokens.values())
 
     def _admit(self) -> None:
@@ -231,10 +235,7 @@ class Engine:
             if (self.is_paused and not entry.was_live) or not (entry.is_stored or entry.is_open):
                 break
             self.waiting.popleft()
-            if not entry.is_stored:
-                passed.append(entry)
-                continue
-            while entry.rows and len(self.live) < self.slots:
+            while entry.is_stored and entry.rows and len(self.live) < self.slots:
                 self._start(entry.rows.popleft(), was_live=entry.was_live)
             if entry.rows:
                 passed.append(entry)
@@ -255,34 +256,36 @@ def _round_up(number: int, multiple: int) -> int:
 class Tell(NamedTuple):
     """The messages of a replica."""
 
-    finished: Callable[[int, Sequence[tuple[Row, list[tuple[int, int]]]]], None]  # replica, completions with versions
+    finished: Callable[[int, Sequence[tuple[Row, Spans]]], None]  # replica, completions
     evaluated: Callable[[int], None]  # number of completions
     swapped: Callable[[int, int], None]  # replica, version
     released: Callable[[int, int], None]  # version, replica
 
 
 class Replica:
-    """A generator process: one turn of its loop after the other."""
+    """A generator process: one turn of its loop after the other.
+
+    A version is `offered` until it is staged, `staging` meanwhile, `staged` until that is noticed, and `pending` until
+    it is swapped in. `swap_steps` are the engine's steps at which `swap_versions` began. `num_evaluated` completions
+    end with the evaluation step under way.
+    """
 
     def __init__(self, clockwork: Clockwork, index: int, device: Device, tell: Tell) -> None:
         self.clockwork, self.setup, self.costs = clockwork, clockwork.setup, clockwork.costs
         self.index, self.device, self.name, self.tell = index, device, f"generator-{index}", tell
         self.engine = Engine(self.setup, self.costs, index, self.setup.slots, version=0)
         self.account = Account(clockwork.loop, "wait_trainer")
-        self.swap_steps, self.swap_versions = [0], [0]  # at which engine step which version began
+        self.swap_steps, self.swap_versions = [0], [0]
         self.inbox: list[Waiting] = []
         self.evaluations: deque[Engine] = deque()
-        self.num_evaluated = 0  # completions of the evaluation step under way
-        self.offered: int | None = None  # waits to be staged
+        self.offered: int | None = None
         self.staging: int | None = None
-        self.staged: int | None = None  # is done, and not noticed yet
-        self.pending: int | None = None  # is to be swapped in
-        self.drain_steps = 0
+        self.staged: int | None = None
+        self.pending: int | None = None
+        self.num_evaluated = self.drain_steps = 0
         self.is_in_turn = self.has_news = False
         self.job: Job | None = None
         self.stretch, self.num_ending, self.factor = NO_DECODING, 0, 1.0
-
-    # What comes in
 
     def admit(self, groups: Sequence[tuple[int, GroupWork]]) -> None:
         self.inbox.extend(group_of(ordinal, work) for ordinal, work in groups)
@@ -311,24 +314,18 @@ class Replica:
         elif self.stretch.steps > 1:
             self._end_with_this_step(self.job)
 
-    # The loop
-
     def turn(self) -> None:
         """Handle messages, a swap and a step of evaluation; then decode until something changes."""
         self.is_in_turn, self.has_news = True, True
         planned: Stretch | None = None
         while self.has_news and planned is None:
             self.has_news = False
-            if self.inbox:
-                self.engine.waiting.extend(self.inbox)
-                self.inbox.clear()
+            self.engine.waiting.extend(self.inbox)
+            self.inbox.clear()
             ahead: dict[str, float] = {}
-            if self.staged is not None or self.offered is not None:
-                self._poll_weights()
-            if self.pending is not None or self.engine.is_paused:
-                self._swap(ahead)
-            if self.evaluations:
-                self._evaluate(ahead)
+            self._poll_weights()
+            self._swap(ahead)
+            self._evaluate(ahead)
             planned = self.engine.plan()
             if planned is not None:
                 ahead |= planned.ahead
@@ -360,20 +357,20 @@ class Replica:
         if self.evaluations or self.has_news:
             return min(steps, 1)
         limit = self.setup.segment_tokens
-        if self.engine.is_paused and limit is not None:
-            return min(steps, max(1, limit - self.drain_steps))
-        return steps
+        return steps if limit is None or not self.engine.is_paused else min(steps, max(1, limit - self.drain_steps))
 
     def _work_s(self) -> float:
         stretch = self.stretch
         self.num_ending = self.engine.num_ending(stretch.steps) if self.costs.send_s else 0
         return (sum(stretch.ahead.values()) + stretch.decode_s()) * self.factor + self.num_ending * self.costs.send_s
 
+    def _steps_done(self, job: Job) -> int:
+        return self.stretch.steps_in(job.done_s() / self.factor - sum(self.stretch.ahead.values()))
+
     def _end_with_this_step(self, job: Job) -> None:
-        stretch = self.stretch
-        done = stretch.steps_in(job.done_s() / self.factor - sum(stretch.ahead.values())) + 1
-        if done < stretch.steps:
-            self.stretch = stretch._replace(steps=done)
+        done = self._steps_done(job) + 1
+        if done < self.stretch.steps:
+            self.stretch = self.stretch._replace(steps=done)
             job.shorten(self._work_s())
 
     def _end(self) -> None:
@@ -400,26 +397,18 @@ class Replica:
         if not stretch.ahead and not self.num_ending:
             self.account.enter(self._state)
             return
-        parts = dict(stretch.ahead)
-        parts[self._state] = stretch.decode_s()
-        parts["send"] = self.num_ending * self.costs.send_s / self.factor
-        self.account.spend(parts)
+        sending_s = self.num_ending * self.costs.send_s / self.factor
+        self.account.spend({**stretch.ahead, self._state: stretch.decode_s(), "send": sending_s})
 
     def end_run(self) -> int:
         """Account for what is under way; return the tokens of completions that are not finished."""
-        done = 0
         self.spend()
+        engine, done = self.engine, 0
         if self.job is not None:
-            stretch = self.stretch
-            done = min(stretch.steps, stretch.steps_in(self.job.done_s() / self.factor - sum(stretch.ahead.values())))
-        self.clockwork.result.generated_tokens += done * len(self.engine.live)
-        live = [row for _, _, row in self.engine.live]
-        waiting = [row for entry in self.engine.waiting for row in entry.rows]
-        return sum(row.done + self.engine.steps + done - row.start_step for row in live) + sum(
-            row.done for row in waiting
-        )
-
-    # Weights
+            done = min(self.stretch.steps, self._steps_done(self.job))
+        self.clockwork.result.generated_tokens += done * len(engine.live)
+        live = sum(row.done + engine.steps + done - row.start_step for _, _, row in engine.live)
+        return live + sum(row.done for entry in engine.waiting for row in entry.rows)
 
     def _poll_weights(self) -> None:
         """Notice a finished transfer; else stage the newest offer, before which a pending version gives way."""
@@ -437,7 +426,7 @@ class Replica:
     def _swap(self, ahead: dict[str, float]) -> None:
         engine = self.engine
         if self.pending is None:
-            if self.engine.is_paused and not engine.num_live:
+            if engine.is_paused and not engine.num_live:
                 self._resume()
             return
         resumed: list[Row] = []
@@ -466,15 +455,13 @@ class Replica:
             ahead["swap"] = self.costs.swap_s
         self.tell.swapped(self.index, version)
 
-    def _spans(self, row: Row) -> list[tuple[int, int]]:
-        """Return (version, tokens) of what `row` has so far."""
+    def _spans(self, row: Row) -> Spans:
+        """Return the versions and tokens of what `row` has so far."""
         now, steps = self.engine.steps, self.swap_steps
         first = bisect.bisect_right(steps, row.start_step) - 1
         edges = [row.start_step, *steps[first + 1 :], now]
         spans = [(v, b - a) for v, a, b in zip(self.swap_versions[first:], edges, edges[1:], strict=False) if b > a]
         return row.spans + spans if row.spans else spans
-
-    # Evaluation
 
     def _evaluate(self, ahead: dict[str, float]) -> None:
         """Run one decode step of the oldest evaluation, with the weights that it is pinned to."""

@@ -13,8 +13,7 @@ import numpy as np
 from slipstream.observe.states import idle_share
 from slipstream.plan.event_loop import BACKGROUND_SHARE, EventLoop
 
-DRAWN_AT_ONCE = 1024
-"""Factors of jitter: one call draws so many."""
+DRAWN_AT_ONCE = 1024  # factors of jitter: one call draws so many
 
 
 class GroupWork(NamedTuple):

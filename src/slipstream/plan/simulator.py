@@ -41,8 +41,7 @@ from slipstream.plan.event_loop import Cores, Device, OwnDevice
 from slipstream.plan.simulated_generator import Account, Replica, Row, Tell
 from slipstream.plan.simulated_run import Batch, Clockwork, Costs, GroupWork, Setup, Simulated, Step, Workload
 
-VERSIONS_IN_TRANSIT = 2
-"""Slots of a publisher (`controller/weights.py`)."""
+VERSIONS_IN_TRANSIT = 2  # slots of a publisher (`controller/weights.py`)
 
 
 def simulate(

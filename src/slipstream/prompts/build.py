@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH = 1024  # rows tokenised at once
-MAX_DROPPED_FRAC = 0.05
-"""Of the distinct prompts: a larger share that is too long is worth a warning."""
+MAX_DROPPED_FRAC = 0.05  # A larger share of the distinct prompts that is too long is worth a warning
 _DRY_CANDIDATES = 2048  # a task whose candidates yield under 1 % new prompts over so many has run dry
 
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What became of the candidates. `overlap` is recomputed from the finished splits and must be 0."""
+    """Counts of the candidates. `overlap` is recomputed from the finished splits and must be 0."""
 
     num_train: int
     num_eval: int
@@ -45,7 +44,7 @@ class PromptReport:
 
     @property
     def warning(self) -> str | None:
-        """Where so many prompts were dropped as too long that what is trained on is not what was given."""
+        """A sentence where so many prompts were too long that the rest differs from the data; else None."""
         given = self.num_candidates - self.num_duplicates
         if self.num_too_long <= MAX_DROPPED_FRAC * given:
             return None

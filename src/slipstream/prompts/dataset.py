@@ -16,12 +16,11 @@ from slipstream.prompts.rows import Row, to_json_types
 from slipstream.prompts.template import Template
 
 MAX_LINE_BYTES = 16 * 2**20
-"""Of a line of JSONL: what is longer was not meant to be one, and would lie in memory several times and in messages."""
+"""Characters of a line of JSONL: a longer one would lie in memory several times, and in messages."""
 MAX_ENTRIES = 10_000
-"""Of a folder that is searched for files of data; the library that does it follows every path, for minutes."""
+"""Files of a folder that is searched for data; the library that does it follows every path, for minutes."""
 
-KINDS = (".jsonl", ".ndjson", ".parquet")
-"""Suffixes of the files that are read."""
+KINDS = (".jsonl", ".ndjson", ".parquet")  # suffixes of the files that are read
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 

@@ -9,7 +9,7 @@ from slipstream.core.types import Completion
 from slipstream.rewards.protocol import Per
 
 Where = tuple[bool, Per]
-"""Who scores: whether in this process (else in workers), and whether a completion or a group at once."""
+"""The kind of a call: whether in this process (else in workers), and of a completion or of a group at once."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Call:
 
 @dataclass
 class Assembly:
-    """Which calls a completion needs, and when it has all its parts.
+    """The calls that completions need, and the parts that these have returned.
 
     `terms` says who scores each. Terms of groups are called when all `group_size` completions of a group are here, an
     evaluation's when its one is. Of copies of a sample the first counts until its group is complete, as in the group

@@ -85,7 +85,7 @@ def _completion(job: Job) -> str | list[dict[str, str]]:
 
 
 def _numbers(rewards: Any, count: int) -> list[float | None]:
-    """What a function returned, as numbers. Text is none, also where it could be read as one."""
+    """Return a function's result as numbers. Text is no number, also where it could be read as one."""
     wanted = f"a list with one number or None for each of {count} completion{'s' if count > 1 else ''}"
     if isinstance(rewards, str | bytes | Mapping | Set) or not isinstance(rewards, Iterable):
         raise TypeError(f"it returned {_brief(rewards)}, not {wanted}")

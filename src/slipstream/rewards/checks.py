@@ -1,4 +1,4 @@
-"""What has to hold before a run starts: reward functions that exist, and barriers where verifiers evaluate text."""
+"""Checks before a run starts: reward functions exist, and barriers hold where verifiers evaluate text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from slipstream.rewards.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Setup, Task, Term
 
-COMPARING = frozenset({"exact_match", "overlap", "math"})
-"""Built-ins that abstain without an answer to compare with."""
+COMPARING = frozenset({"exact_match", "overlap", "math"})  # built-ins that abstain without an answer to compare with
 
 
 @lru_cache(maxsize=1)
 def isolation_report() -> dict[str, bool]:
-    """Which barriers of `isolation.BARRIERS` hold on this machine, found by starting one worker (a quarter second)."""
+    """Test which barriers hold on this machine by starting one worker (a quarter second)."""
     pool = ScoringPool(Setup(terms=[], tasks={}, memory_bytes=1 << 30, timeout_s=1.0), num_workers=1)
     try:
         pool.wait_ready()

@@ -58,7 +58,7 @@ class Programs:
             return frozenset(out.content(1 << 16).decode().split())
 
     def run_script(self, source: str, given: str, limits: Limits) -> str | None:
-        """What the program prints when it is `given` this; None when it fails, or takes too long."""
+        """Return what the program prints when it is `given` this; None when it fails, or takes too long."""
         with _File(_bytes(source)) as program, _File(_bytes(given)) as stdin, _File() as stdout:
             code = self._request(SCRIPT, limits, [program.readable, stdin.readable, stdout.writable])
             return stdout.content(limits.file_bytes).decode("utf-8", "replace") if code == 0 else None
@@ -165,7 +165,7 @@ def code_reward(
 def _passed(
     programs: Programs, source: str, tests: Sequence[InOut | str], limits: Limits, *, end_s: float, may_stop: bool
 ) -> int:
-    """How many tests pass; `may_stop` at the first that does not."""
+    """Count the tests that pass; `may_stop` at the first that does not."""
     in_python = [test for test in tests if isinstance(test, str)]
     passed = 0
     if in_python:
@@ -186,7 +186,7 @@ def _passed(
 
 
 def _lines(text: str) -> list[str]:
-    """What counts of an output: its lines without spaces at their ends, up to the last that is not empty."""
+    """Return an output's lines without spaces at their ends, up to the last that is not empty."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

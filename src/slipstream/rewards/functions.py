@@ -63,7 +63,7 @@ class _Pattern:
         return find(text, timeout=self.timeout_s) is not None
 
     def last(self, text: str) -> str | None:
-        """What the last match holds in its first group, else the whole match."""
+        """Return the first group of the last match, or all of the match where the pattern has no group."""
         match = None
         for match in self.compiled.finditer(text, timeout=self.timeout_s):  # noqa: B007 - the last one counts
             pass
@@ -94,7 +94,7 @@ def _pattern(pattern: str | None, function: str, timeout_s: float) -> _Pattern |
 
 
 def _repetitions(pattern: str) -> int:
-    """How often a pattern's parts are copied at most, as if its counted groups were all inside each other.
+    """Bound how often a pattern's parts are copied, as if its counted groups were all inside each other.
 
     Compiled, `(?:ab){500}` is 500 copies.
     """

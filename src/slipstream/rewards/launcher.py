@@ -39,7 +39,7 @@ _PRELOADED = (  # what programs import most, beside what is here already; who im
 
 @dataclass(frozen=True)
 class JailLayout:
-    """Where jails are made, and what `isolation.enter_namespaces` has achieved."""
+    """The folder of the jails, and the result of `isolation.enter_namespaces`."""
 
     stash: str  # an empty folder
     program_uid: int | None

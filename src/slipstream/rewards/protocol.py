@@ -1,4 +1,4 @@
-"""What passes between the pool and a worker: length-prefixed msgpack frames, decoded strictly on both sides."""
+"""Messages between the pool and a worker: length-prefixed msgpack frames, decoded strictly on both sides."""
 
 from __future__ import annotations
 

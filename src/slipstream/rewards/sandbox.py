@@ -24,7 +24,7 @@ _decoder = msgspec.msgpack.Decoder(FromWorker, strict=True)
 
 
 def _environment(also: Sequence[str]) -> dict[str, str]:
-    """What a worker sees of the environment: no secrets but those of `also`, one thread, where this package is."""
+    """Return a worker's environment: no secrets but those of `also`, one thread, the folder of this package."""
     package_root = str(Path(__file__).resolve().parents[2])
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", *also) if name in os.environ}
     return kept | {
@@ -139,7 +139,7 @@ class Worker:
         os.close(self._claim)
 
     def _cause(self) -> str:
-        """How the scorer ended; the keeper outlives it by milliseconds and passes its exit code on."""
+        """Return how the scorer ended; the keeper outlives it by milliseconds and passes its exit code on."""
         try:
             code = self._keeper.wait(timeout=_CAUSE_S)
         except subprocess.TimeoutExpired:

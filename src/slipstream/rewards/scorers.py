@@ -1,4 +1,4 @@
-"""Who scores the terms of a configuration: sandboxed workers, and this process for functions given from Python."""
+"""The scorers of a configuration: sandboxed workers, and this process for functions given from Python."""
 
 from __future__ import annotations
 

@@ -13,13 +13,12 @@ from typing import Any
 
 from slipstream.core.errors import ConfigError, did_you_mean
 
-GIVEN = ("prompts", "completions", "completion_ids")
-"""Keywords that every call has, before the row's columns."""
+GIVEN = ("prompts", "completions", "completion_ids")  # keywords that every call has, before the row's columns
 
 
 @dataclass(frozen=True)
 class Definition:
-    """Where a function is defined, and the parameters of it that have no default."""
+    """The file and line of a function, and its parameters without a default."""
 
     place: str
     required: frozenset[str]

@@ -49,7 +49,7 @@ _NETWORK_CALLS = {"socket.getaddrinfo", "socket.gethostbyname", "socket.gethostb
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where a worker lives: its scratch folder, folders that modules are imported from, and those it may not see."""
+    """A worker's folders: its scratch, those that modules are imported from, and those that are hidden from it."""
 
     scratch: str
     sys_path: list[str]
@@ -149,7 +149,7 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
 
 
 def _start_launcher(connection: int, layout: Layout, namespaces: isolation.Namespaces) -> socket.socket:
-    """Our end of the connection to it. It sees all files until it has made its own root of a few of them."""
+    """Start the launcher; return our end of the connection. It sees all files until it has entered its bare root."""
     stash = os.path.join(layout.scratch, "jail")
     os.mkdir(stash)
     about = launcher.JailLayout(

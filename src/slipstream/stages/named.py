@@ -1,4 +1,4 @@
-"""What a configuration names, looked for before torch is imported: the answer to a slip of the pen comes at once.
+"""Checks of the names in a configuration before torch is imported, so that a misspelling is answered at once.
 
 `check_stages` in `stages/chain.py` asks all of this again, with all that needs a library.
 """

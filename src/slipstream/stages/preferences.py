@@ -195,7 +195,7 @@ def _judged(sets: Sequence[tuple[Scored, Sequence[Candidate]]], config: RunConfi
 
 
 def _reference_best_share(lines: Sequence[PreferenceLine]) -> float | None:
-    """Of the preferences that involve a reference, the share where it is the best."""
+    """Return the share of preferences with a reference in which it is the best; None without any."""
     involved = [line for line in lines if any(candidate.is_reference for candidate in line.candidates)]
     if not involved:
         return None

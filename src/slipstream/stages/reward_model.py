@@ -215,7 +215,7 @@ def _from_dataset(
 
 
 def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[Sample]:
-    """What scores are normalised on: samples of the policy that RL starts from, or references (N, items 20 and 21)."""
+    """Return the samples that scores are normalised on: the policy's, or references (N, items 20 and 21)."""
     settings = config.reward_model
     if settings.normalise == "none":
         return []

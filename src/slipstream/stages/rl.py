@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FromPython:
-    """What a caller may hand in besides a configuration."""
+    """The arguments of a run besides its configuration."""
 
     functions: Functions = field(default_factory=dict)  # of the rewards, by the names that the configuration has
     display: bool = True
@@ -216,7 +216,7 @@ def _mark_interrupted(run_dir: Path) -> None:
 
 
 def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial, ...]]:
-    """What generators may go on with: where the bound holds in any step that could train it, by the drops of the cut.
+    """Return the partial completions whose bound holds in any step that could train them, by the drops of the cut.
 
     It does for all that was admitted before the cut. What lost its replica between the cut and its saving may have
     started again thanks to a drop that the resumed run need not repeat.
@@ -428,7 +428,7 @@ def tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
 
 
 def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
-    """Whether RL has gone through all of its steps and left a policy: its summary is written last.
+    """Return whether RL has done all of its steps and left a policy: its summary is written last.
 
     ConfigError where it has gone through more.
     """
