@@ -37,11 +37,11 @@ from trl_call import INSTALL, TRL_PYTHON, TrlFailed, call_trl, trl_version
 
 import slipstream
 from slipstream.core.config import ModelConfig
+from slipstream.core.run_log import read_metrics
 from slipstream.models.hf import new_model, save_model
 from slipstream.models.linear import linear
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.observe.hardware import describe
-from slipstream.observe.metrics import read_metrics
 from slipstream.observe.states import in_words
 from slipstream.observe.summary import versions
 from slipstream.observe.timeline import Slice, account_file, process_files, read_timeline, timeline_path

@@ -30,9 +30,10 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.controller.machine import Event, ScheduleConfig, SchedulingPolicy, Snapshot
+from slipstream.controller.machine import SchedulingPolicy
 from slipstream.controller.policies import make_policy
 from slipstream.core.errors import ScheduleError
+from slipstream.core.run_log import Event, ScheduleConfig, Snapshot
 from slipstream.core.types import (
     CompletionFinished,
     GroupScored,

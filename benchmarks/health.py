@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from slipstream.core.run_log import read_metrics
 from slipstream.observe.health import RULES
-from slipstream.observe.metrics import read_metrics
 from slipstream.observe.trends import History
 
 

@@ -35,9 +35,9 @@ from pathlib import Path
 
 from slipstream.controller.placement import num_cores
 from slipstream.core.clock import WallClock
+from slipstream.core.run_log import read_metrics
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.hardware import describe
-from slipstream.observe.metrics import read_metrics
 from slipstream.observe.states import kind
 from slipstream.observe.timeline import (
     Slice,

@@ -19,8 +19,8 @@ from __future__ import annotations
 import argparse
 from statistics import mean
 
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.policies import POLICIES, make_policy
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.simulated_run import Costs, MadeUp, Setup, Simulated, heavy_tailed
 from slipstream.plan.simulator import simulate
 

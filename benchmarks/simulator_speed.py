@@ -16,8 +16,8 @@ import pstats
 import sys
 import time
 
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.policies import make_policy
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.observe.summary import versions
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel

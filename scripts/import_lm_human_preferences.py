@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from slipstream.observe.jsonl import JsonlWriter
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.stages.preferences import Candidate, PreferenceLine
 
 PADDING = 50259

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from slipstream.observe.metrics import read_metrics
+from slipstream.core.run_log import read_metrics
 
 
 def table(lines: list[dict[str, Any]], every: int) -> list[str]:

@@ -14,8 +14,8 @@ from experiments.idle_compute.course import course
 from experiments.lab import Lab, Spec, metrics, summary
 from experiments.rlhf import LEAST_GAIN, LR, SEEDS, Ended, Pipeline, ended, read_evaluation
 from experiments.section import Section, Verdict, markdown_table, spread
+from slipstream.core.jsonl import read_jsonl
 from slipstream.core.recipes import merge
-from slipstream.observe.jsonl import read_jsonl
 
 TIMED_SEEDS = (0, 1, 2)
 PIPELINE = Pipeline()

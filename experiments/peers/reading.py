@@ -12,8 +12,8 @@ from typing import Any
 
 from experiments.lab import metrics, summary
 from slipstream.core.recipes import resolve
+from slipstream.core.run_log import read_rollouts
 from slipstream.observe.accounting import read_accounting
-from slipstream.observe.recorder import read_rollouts
 
 TARGET = 0.9
 """Mean reward of `WINDOW` batches in a row that counts as learned."""

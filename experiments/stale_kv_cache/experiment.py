@@ -17,7 +17,7 @@ from experiments.lab import Lab, Spec, metrics, summary
 from experiments.section import Section, Verdict, markdown_table, spread
 from experiments.stale_kv_cache.cache import KEEP, RECOMPUTE, WAYS, errors_by_lag, speed_by_swaps
 from slipstream.core.recipes import merge
-from slipstream.observe.recorder import RolloutLine, read_rollouts
+from slipstream.core.run_log import RolloutLine, read_rollouts
 
 VERSION = 1
 """Of what is measured: raised when it changes."""

@@ -12,8 +12,8 @@ import pytest
 from browsing import until
 from synthetic_run import HOSTILE, add_evaluation, make_run_dir
 
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.observe.health import Alarm
-from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.report import write_comparison, write_report
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from browsing import until
 from made_up_loop import RAW_START_S, VERDICT, Loop
 from test_report_page import BROKEN_WORDS
 
+from slipstream.core.run_log import PHASES, decode_decision, loop_at
 from slipstream.observe.watch import Watch
-from slipstream.observe.watch.loop import PHASES, decode_decision, loop_at
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -106,7 +106,7 @@ def dots(page: Page) -> dict[str, set[int]]:
 
 def expected_dots(run_dir: Path, time_s: float) -> dict[str, set[int]]:
     lines = [decode_decision(line) for line in (run_dir / "events.jsonl").read_bytes().splitlines()]
-    known = [(line, line.time_s - RAW_START_S) for line in lines if line is not None]
+    known = [(line, line.time_s - RAW_START_S) for line in lines]
     found: dict[str, set[int]] = {}
     for group in loop_at(known, time_s).groups.values():
         place = {"waiting": "prompts", "sampling": f"replica-{group.replica}"}.get(group.phase, group.phase)
@@ -150,7 +150,7 @@ def test_the_pages_state_is_the_servers_at_any_time(visit: Visit, page_of_made: 
         times,
     )
     lines = [decode_decision(x) for x in (page_of_made.index.run_dir / "events.jsonl").read_bytes().splitlines()]
-    known = [(line, line.time_s - RAW_START_S) for line in lines if line is not None]
+    known = [(line, line.time_s - RAW_START_S) for line in lines]
     for time_s, (groups, version, versions, fates, counts) in zip(times, found, strict=True):
         truth = loop_at(known, time_s)
         mine = {row[0]: (PHASES[row[1]], row[3], row[4], row[5], row[6]) for row in groups}

@@ -18,7 +18,6 @@ import pytest
 from slipstream.controller import executors
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, Work
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.meeting import Listen, attend, read_spec
 from slipstream.controller.membership import Membership
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
@@ -31,6 +30,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ExecutorDied
 from slipstream.core.keys import RunKeys
 from slipstream.core.recipes import resolve
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import (
     Admit,
     Checkpoint,

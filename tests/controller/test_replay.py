@@ -11,12 +11,12 @@ import pytest
 
 import slipstream
 from slipstream.cli import main
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
+from slipstream.core.jsonl import cut_jsonl
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import CompletionFinished, GroupScored, ReplicaLost, StartGroup, StepDone, Swapped, TrainStep
-from slipstream.observe.jsonl import cut_jsonl
 from slipstream.observe.recorder import EventRecorder
 
 CONFIG = ScheduleConfig(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.schedule import Schedule
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import (
     CompletionFinished,
     GroupScored,

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from slipstream.controller.machine import ScheduleConfig, SchedulingPolicy
+from slipstream.controller.machine import SchedulingPolicy
 from slipstream.controller.policies import POLICIES
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import CompletionFinished, GroupScored, ReplicaLost, StartGroup, StepDone, Swapped, TrainStep
 
 EVENTS = 400

@@ -20,8 +20,9 @@ from slipstream.core.held_out import (
     measured,
 )
 from slipstream.core.recipes import list_recipes, resolve
+from slipstream.core.run_log import read_metrics
 from slipstream.core.sections import names_of
-from slipstream.observe.metrics import MetricsWriter, read_metrics
+from slipstream.observe.metrics import MetricsWriter
 from slipstream.rewards.given import with_given
 
 

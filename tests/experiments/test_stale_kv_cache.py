@@ -42,11 +42,11 @@ from experiments.stale_kv_cache.experiment import (
     verdicts,
     versions,
 )
+from slipstream.core.run_log import RolloutLine
 from slipstream.core.sections import ModelConfig
 from slipstream.generator.requests import Request
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
-from slipstream.observe.recorder import RolloutLine
 
 VOCAB_SIZE = 32
 SWAP_AT = 6

@@ -9,9 +9,9 @@ import pytest
 
 import slipstream
 from slipstream.core.config import RunConfig, TaskConfig
+from slipstream.core.run_log import read_rollouts
 from slipstream.generator import native
 from slipstream.generator.executor import training_seed
-from slipstream.observe.recorder import read_rollouts
 
 
 def test_seeds_of_replicas() -> None:

@@ -14,9 +14,9 @@ from audit import audit
 
 import slipstream
 from slipstream.core.recipes import resolve
+from slipstream.core.run_log import read_metrics
 from slipstream.models.attention import PackedAttention
 from slipstream.models.build import build_policy, build_tokenizer
-from slipstream.observe.metrics import read_metrics
 
 SYNC: dict[str, Any] = {"max_staleness": 0, "weight_update": "between_batches", "host": "inline"}
 ACTOR_CRITIC: dict[str, Any] = {

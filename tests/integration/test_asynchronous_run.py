@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trace_audit import audit_trace
 
 import slipstream
-from slipstream.observe.metrics import read_metrics
-from slipstream.observe.recorder import read_rollouts
+from slipstream.core.run_log import read_metrics, read_rollouts
 from slipstream.observe.summary import check, read_summary
 from slipstream.observe.tokens import read_tokens
 from slipstream.observe.watch.answers import ANSWERS

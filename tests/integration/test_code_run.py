@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import slipstream
-from slipstream.observe.recorder import read_rollouts
+from slipstream.core.run_log import read_rollouts
 
 
 def prints(program: str) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 
 import slipstream
 from slipstream.core.errors import ConfigError
-from slipstream.observe.metrics import read_metrics
+from slipstream.core.run_log import read_metrics
 
 SYNC: dict[str, Any] = {"max_staleness": 0, "weight_update": "between_batches", "host": "inline", "steps": 2}
 

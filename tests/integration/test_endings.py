@@ -26,8 +26,8 @@ from slipstream.controller.controller import Controller
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.executor import Executor
 from slipstream.core.run_lock import LOCK_FILE
+from slipstream.core.run_log import read_metrics
 from slipstream.core.types import GroupScored
-from slipstream.observe.metrics import read_metrics
 
 START_DEADLINE_S = 400.0
 

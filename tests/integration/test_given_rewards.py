@@ -10,8 +10,8 @@ from audit import audit
 
 import slipstream
 from slipstream.core.errors import ConfigError
+from slipstream.core.run_log import read_rollouts
 from slipstream.observe.health import read_alarms
-from slipstream.observe.recorder import read_rollouts
 
 
 def flaky(completions: list[str], **_: Any) -> list[float]:

@@ -12,8 +12,7 @@ from audit import audit
 
 import slipstream
 from slipstream.core.errors import SlipstreamError
-from slipstream.observe.metrics import read_metrics
-from slipstream.observe.recorder import read_rollouts
+from slipstream.core.run_log import read_metrics, read_rollouts
 
 HOSTILE = """
 import os, pathlib, subprocess, sys, time

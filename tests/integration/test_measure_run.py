@@ -14,7 +14,7 @@ import slipstream
 from slipstream import cli
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
-from slipstream.observe.metrics import read_metrics
+from slipstream.core.run_log import read_metrics
 
 FORMAT, RIGHT = "format_reward", "accuracy_reward"
 REWARDS = """

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.core.run_log import read_metrics
 from slipstream.core.sections import PROBE_TOLERANCES
 from slipstream.generator import executor
 from slipstream.generator.native import NativeBackend
 from slipstream.generator.paged_runner import PagedRunner
-from slipstream.observe.metrics import read_metrics
 
 SYNCHRONOUS = {"steps": 3, "max_staleness": 0, "weight_update": "between_batches"}
 EVALUATED = {"every": 2, "num_prompts": 8, "num_slots": 8}

@@ -10,7 +10,7 @@ from audit import audit
 
 import slipstream
 from slipstream.controller.policies import POLICIES
-from slipstream.observe.metrics import read_metrics
+from slipstream.core.run_log import read_metrics
 from slipstream.observe.summary import check, read_summary
 
 RUN: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import slipstream
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
-from slipstream.observe.metrics import read_metrics
+from slipstream.core.run_log import read_metrics
 
 
 @pytest.mark.parametrize(("precision", "largest_gap"), [("int8", 0.5), ("bfloat16", 0.1)])

@@ -13,7 +13,7 @@ import pytest
 import slipstream
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.observe.jsonl import read_jsonl
+from slipstream.core.jsonl import read_jsonl
 
 PAGE = Path(__file__).parents[2] / "docs" / "ppo_details.md"
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}

@@ -11,11 +11,11 @@ import pytest
 
 import slipstream
 from slipstream.core.config import ModelConfig
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import resolve
 from slipstream.models.hf import new_model, save_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.tokenizer import char_tokenizer
-from slipstream.observe.jsonl import JsonlWriter
 
 NUM_ROWS = 20
 PADDING = 50259

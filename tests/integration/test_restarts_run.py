@@ -16,7 +16,7 @@ from processes import is_alive
 from test_endings import await_steps, executors_of, start
 from trace_audit import audit_trace
 
-from slipstream.observe.recorder import read_rollouts
+from slipstream.core.run_log import read_rollouts
 from slipstream.observe.timeline import Instant, read_timeline, timeline_path
 
 ENDS_WITHIN_S = 90.0

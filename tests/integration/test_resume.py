@@ -19,9 +19,9 @@ import slipstream
 from slipstream.controller.controller import Controller
 from slipstream.core.errors import ConfigError, DiskError, ExecutorDied, ExecutorLost, SlipstreamError
 from slipstream.core.recipes import resolve
+from slipstream.core.run_log import read_metrics
 from slipstream.core.types import StepDone
 from slipstream.observe.evaluation import EVALUATION_FILE
-from slipstream.observe.metrics import read_metrics
 from slipstream.observe.samples import read_samples
 from slipstream.rewards.pool import Scored, ScoringPool
 from slipstream.stages import rl

@@ -8,9 +8,10 @@ import numpy as np
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured
+from slipstream.core.run_log import read_metrics
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.observe.balance import Balance, Dial, Interference, Split
-from slipstream.observe.metrics import MetricsWriter, read_metrics
+from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.samples import Sample, write_samples
 from slipstream.observe.summary import (

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written import began, event
 
 from slipstream.core.background import background_cpu_s, start_thread
 from slipstream.core.clock import VirtualClock, WallClock
@@ -24,7 +25,7 @@ from slipstream.observe.timeline import TRAINED, ProcessEnd, Slice, Timeline, ac
 from slipstream.observe.waste import WASTE
 
 START_S = 100.0
-SWAPPED = {"type": "Swapped", "replica": 0, "version": 0, "transfer_s": 0.0, "pause_s": 0.0, "probe_error": 0.0}
+SWAPPED = event("Swapped")
 
 
 class Process:
@@ -60,12 +61,11 @@ def start(ordinal: int) -> dict[str, Any]:
 
 
 def finished(ordinal: int, sample: int, num_tokens: int, num_restored: int = 0) -> dict[str, Any]:
-    return {"type": "CompletionFinished", "ordinal": ordinal, "sample": sample, "replica": 0, "num_tokens": num_tokens,
-            "min_version": 0, "max_version": 0, "num_restored": num_restored}  # fmt: skip
+    return event("CompletionFinished", ordinal=ordinal, sample=sample, num_tokens=num_tokens, num_restored=num_restored)
 
 
 def done(step: int) -> dict[str, Any]:
-    return {"type": "StepDone", "step": step, "version": step + 1, "metrics": {}}
+    return event("StepDone", step=step, version=step + 1)
 
 
 def configure(run_dir: Path, text: str = "") -> None:
@@ -434,7 +434,7 @@ def test_windows_of_steps_are_disjoint_and_cover_the_loop(tmp_path: Path):
 def test_wasted_tokens_by_cause_and_step(tmp_path: Path):
     configure(tmp_path)
     decisions = Decisions(tmp_path)
-    decisions.add(0.0, {"type": "ScheduleBegan", "policy": "p", "config": {}, "snapshot": None})
+    decisions.add(0.0, began())
     decisions.add(0.1, SWAPPED, *map(start, range(6)))
     for ordinal in range(5):
         for sample in (0, 1):
@@ -473,10 +473,10 @@ def test_wasted_tokens_by_cause_and_step(tmp_path: Path):
 def test_after_a_resume_what_was_admitted_before_is_regenerated(tmp_path: Path):
     configure(tmp_path)
     decisions = Decisions(tmp_path)
-    decisions.add(-9.0, {"type": "ScheduleBegan", "policy": "p", "config": {}, "snapshot": None})
+    decisions.add(-9.0, began())
     decisions.add(-8.0, SWAPPED, start(0), start(1))
     decisions.add(-7.0, finished(0, 0, 11))
-    decisions.add(0.0, {"type": "ScheduleBegan", "policy": "p", "config": {}, "snapshot": {"next_ordinal": 2}})
+    decisions.add(0.0, began(next_ordinal=2, readmit=[0, 1]))
     decisions.add(0.1, SWAPPED, start(0), start(1), start(2))
     for ordinal, restored in ((0, 11), (1, 4), (2, 0)):  # 0 was saved whole, 1 in part
         decisions.add(0.2, finished(ordinal, 0, 11, num_restored=restored))

@@ -19,10 +19,10 @@ from synthetic_run import make_run_dir, make_summary
 from test_health import healthy, watched
 
 from slipstream.core.config import AlarmName, HealthConfig
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import resolve
 from slipstream.observe import display, noise
 from slipstream.observe.health import RULES, WATCHED_STEPS, Alarm, Health, unfit
-from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.report import overview, write_report
 from slipstream.observe.report.run import Run, read_run
 from slipstream.observe.summary import Evaluation, Evaluations, Throughput, write_summary

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trace_format import check_trace, load_trace
+from written import EVENTS, began
 
 from slipstream.core.clock import VirtualClock
 from slipstream.observe.attempts import read_attempts
@@ -45,6 +46,7 @@ def a_rollout(
         "ordinal": ordinal,
         "sample": sample,
         "step": step,
+        "outcome": "skipped" if step is None else "trained",
         "replica": replica,
         "started_s": started,
         "finished_s": finished,
@@ -54,10 +56,15 @@ def a_rollout(
 
 
 def an_event(seq: int, at_ms: float, event: dict, *commands: dict) -> dict:
-    return {"seq": seq, "time_s": at_ms / 1e3, "event": event, "commands": list(commands)}
+    return {
+        "seq": seq,
+        "time_s": at_ms / 1e3,
+        "event": EVENTS.get(event["type"], {}) | event,
+        "commands": list(commands),
+    }
 
 
-BEGAN = {"type": "ScheduleBegan", "config": {"completions_per_group": 2, "steps": 9}}
+BEGAN = began()
 
 
 def start(ordinal: int, replica: int = 0) -> dict:

@@ -10,12 +10,12 @@ import pytest
 
 from slipstream.core.config import AlarmName, HealthConfig
 from slipstream.core.errors import AlarmError, ConfigError
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Counters, GroupScored, Published, ReplicaLost, Swapped
 from slipstream.observe import trends
 from slipstream.observe.display import printable
 from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line, read_alarms, spans
-from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.vitals import Vitals
 

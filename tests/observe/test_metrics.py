@@ -1,7 +1,8 @@
 import json
 from pathlib import Path
 
-from slipstream.observe.metrics import MetricsWriter, read_metrics
+from slipstream.core.run_log import read_metrics
+from slipstream.observe.metrics import MetricsWriter
 
 
 def test_lines_are_flat_and_say_null_for_nan_and_inf(tmp_path: Path):

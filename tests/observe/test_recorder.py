@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import msgspec
@@ -5,8 +6,9 @@ import pytest
 from synthetic_run import make_group
 
 from slipstream.core.clock import VirtualClock
-from slipstream.core.types import GroupScored, StepDone, Swapped, TrainStep
-from slipstream.observe.recorder import EventRecorder, RolloutRecorder, read_events, read_rollouts
+from slipstream.core.run_log import Decision, RolloutLine, RolloutTimes, num_missing, read_decisions, read_rollouts
+from slipstream.core.types import StepDone, Swapped, TrainStep
+from slipstream.observe.recorder import EventRecorder, RolloutRecorder
 
 SWAPPED = Swapped(replica=1, version=3, transfer_s=0.1, pause_s=0.0, probe_error=1e-6)
 DONE = StepDone(step=0, version=1, metrics={"loss": 0.5})
@@ -15,18 +17,62 @@ DONE = StepDone(step=0, version=1, metrics={"loss": 0.5})
 def test_events_come_back_as_the_messages_they_were(tmp_path: Path):
     clock, path = VirtualClock(2.0), tmp_path / "events.jsonl"
     recorder = EventRecorder(path, clock)
-    assert recorder.record(SWAPPED, [TrainStep(step=0, ordinals=(0, 1))]) == 0
+    recorded = [recorder.record(SWAPPED, [TrainStep(step=0, ordinals=(0, 1))])]
     clock.advance(1.0)
-    assert recorder.record(DONE, []) == 1
-    assert recorder.record(SWAPPED, [], error="no signal") == 2
+    recorded.append(recorder.record(DONE, []))
+    recorded.append(recorder.record(SWAPPED, [], error="no signal"))
     recorder.sync()
     recorder.close()
-    lines = list(read_events(path))
-    assert [(line.seq, line.time_s) for line in lines] == [(0, 2.0), (1, 3.0), (2, 3.0)]
-    assert [line.error for line in lines] == [None, None, "no signal"]
-    event = Swapped | StepDone | GroupScored
-    assert [msgspec.convert(line.event, event) for line in lines] == [SWAPPED, DONE, SWAPPED]
-    assert msgspec.convert(lines[0].commands[0], TrainStep) == TrainStep(step=0, ordinals=(0, 1))
+    assert recorded == [
+        Decision(0, 2.0, SWAPPED, [TrainStep(step=0, ordinals=(0, 1))]),
+        Decision(1, 3.0, DONE, []),
+        Decision(2, 3.0, SWAPPED, [], "no signal"),
+    ]
+    assert list(read_decisions(path)) == recorded
+
+
+def test_the_bytes_of_a_decision_are_those_of_older_runs(tmp_path: Path):
+    """By hand, from a file of the version before there was a schema."""
+    path = tmp_path / "events.jsonl"
+    recorder = EventRecorder(path, VirtualClock(2.0))
+    recorder.record(DONE, [TrainStep(step=1, ordinals=(2, 3))])
+    recorder.record(StepDone(step=1, version=2, metrics={}), [], error="no signal")
+    recorder.close()
+    assert path.read_bytes().splitlines() == [
+        b'{"seq":0,"time_s":2.0,"event":{"type":"StepDone","step":0,"version":1,"metrics":{"loss":0.5}},'
+        b'"commands":[{"type":"TrainStep","step":1,"ordinals":[2,3],"heads":[]}]}',
+        b'{"seq":1,"time_s":2.0,"event":{"type":"StepDone","step":1,"version":2,"metrics":{}},"commands":[],'
+        b'"error":"no signal"}',
+    ]
+
+
+def test_what_json_cannot_say_comes_back_as_nan(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    recorder = EventRecorder(path, VirtualClock())
+    recorder.record(msgspec.structs.replace(SWAPPED, probe_error=math.nan), [])
+    recorder.record(StepDone(step=0, version=1, metrics={"loss": math.nan, "reward": 0.5}), [])
+    recorder.close()
+    swapped, done = [line.event for line in read_decisions(path)]
+    assert isinstance(swapped, Swapped)
+    assert isinstance(done, StepDone)
+    assert math.isnan(swapped.probe_error)
+    assert math.isnan(done.metrics["loss"])
+    assert (swapped.transfer_s, done.metrics["reward"]) == (0.1, 0.5)
+
+
+def test_numbers_that_are_left_out_are_counted_as_missing(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    for num_events in (0, 5):
+        recorder = EventRecorder(path, VirtualClock(), num_events=num_events)
+        recorder.record(DONE, [])
+        recorder.close()
+    assert [line.seq for line in read_decisions(path)] == [0, 5]
+    assert num_missing(path) == 4
+
+
+def test_the_parts_of_a_rollout_line_have_its_fields():
+    whole = {field.name: field.type for field in msgspec.structs.fields(RolloutLine)}
+    assert {field.name: field.type for field in msgspec.structs.fields(RolloutTimes)}.items() <= whole.items()
 
 
 def test_numbering_goes_on_after_a_crash_in_the_middle_of_a_line(tmp_path: Path):
@@ -37,9 +83,9 @@ def test_numbering_goes_on_after_a_crash_in_the_middle_of_a_line(tmp_path: Path)
     with path.open("ab") as file:
         file.write(b'{"seq": 1, "time_s"')
     second = EventRecorder(path, VirtualClock())
-    assert second.record(DONE, []) == 1
+    assert second.record(DONE, []).seq == 1
     second.close()
-    assert [line.seq for line in read_events(path)] == [0, 1]
+    assert [line.seq for line in read_decisions(path)] == [0, 1]
 
 
 def test_a_rollout_line_says_who_sampled_what_and_when_it_was_trained(tmp_path: Path):

@@ -27,9 +27,9 @@ from synthetic_run import (
 
 import slipstream
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.observe.hardware import Hardware
 from slipstream.observe.health import Alarm
-from slipstream.observe.jsonl import JsonlWriter
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.report import write_report

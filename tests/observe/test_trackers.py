@@ -22,8 +22,9 @@ import pytest
 import slipstream
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.run_log import read_metrics
 from slipstream.observe.health import Alarm
-from slipstream.observe.metrics import MetricsWriter, read_metrics
+from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.sinks import SINKS, AlarmLine, Begin, End, MetricsLine, serve
 from slipstream.observe.trackers import MAX_BEHIND, Feed, Trackers, check_trackers, open_trackers, without_secrets
 

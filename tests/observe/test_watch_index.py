@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_loop import RAW_START_S, VERDICT, Loop
+from written import CONFIG, SNAPSHOT, event
 
+from slipstream.core.run_log import PHASES, Decision, decode_decision, loop_at, read_rollouts
+from slipstream.core.types import StepDone
 from slipstream.observe.accounting import read_accounting
-from slipstream.observe.recorder import read_rollouts
 from slipstream.observe.timeline import Slice, read_timeline
 from slipstream.observe.tokens import TokenRecorder, read_tokens
 from slipstream.observe.watch import events as events_module
@@ -27,7 +29,6 @@ from slipstream.observe.watch.answers import ANSWERS, BadRequest
 from slipstream.observe.watch.buckets import Buckets, Curve
 from slipstream.observe.watch.events import EventIndex
 from slipstream.observe.watch.index import RunIndex
-from slipstream.observe.watch.loop import PHASES, Decision, Done, decode_decision, loop_at
 from slipstream.observe.watch.rollouts import RolloutIndex, TokenIndex
 from slipstream.observe.watch.tail import Tail
 from slipstream.observe.watch.timelines import TimelineIndex
@@ -64,8 +65,7 @@ def answer(index: RunIndex, name: str, **query: Any) -> dict[str, Any]:
 def all_decisions(path: Path) -> list[tuple[Decision, float]]:
     """With the run's time of each, where there is one attempt."""
     found = [decode_decision(line) for line in path.read_bytes().splitlines()]
-    known = [decision for decision in found if decision is not None]
-    return [(decision, decision.time_s - known[0].time_s) for decision in known]
+    return [(decision, decision.time_s - found[0].time_s) for decision in found]
 
 
 # One file
@@ -193,7 +193,9 @@ def test_a_passage_is_the_fold_of_all_events(run_dir: Path, monkeypatch: pytest.
         for swap in found.swaps:
             versions[swap.replica] = swap.version
         assert {r: v for r, v in versions.items() if v >= 0} == loop_at(lines, end_s).versions
-        steps = [(at_s, d.event.version) for d, at_s in lines if isinstance(d.event, Done) and start_s < at_s <= end_s]
+        steps = [
+            (at_s, d.event.version) for d, at_s in lines if isinstance(d.event, StepDone) and start_s < at_s <= end_s
+        ]
         assert found.steps == steps
         assert found.end_s == end_s
 
@@ -280,7 +282,7 @@ def resumed(made: Loop, run_dir: Path, *, reboot: bool) -> tuple[Path, float]:
     raw_s = 300.0 if reboot else RAW_START_S + 500.0
     again = Loop(seed=9, steps=made.steps).run()
     shift_s = raw_s - RAW_START_S
-    snapshot = {"next_ordinal": 40, "steps_done": version, "readmit": [38, 39], "dropped": []}
+    snapshot = {**SNAPSHOT, "next_ordinal": 40, "steps_done": version, "readmit": [38, 39]}
     lines = [dict(line, time_s=line["time_s"] + shift_s) for line in again.lines if line["time_s"] < RAW_START_S + 5]
     lines[0] = lines[0] | {"event": lines[0]["event"] | {"snapshot": snapshot}}
     lines = [line for line in lines if line["event"]["type"] in ("ScheduleBegan", "Swapped")]
@@ -506,13 +508,12 @@ def test_steps_and_times(made: Loop, run_dir: Path) -> None:
 
 def test_of_very_many_groups_a_part_is_drawn_and_all_are_counted(tmp_path: Path) -> None:
     """2000 groups in the air, whose 8000 completions finish."""
-    began = {"type": "ScheduleBegan", "policy": "x", "snapshot": None, "config": {
-        "groups_per_step": 700, "completions_per_group": 4, "max_staleness": 2, "steps": 3}}  # fmt: skip
+    began = event("ScheduleBegan", config={**CONFIG, "groups_per_step": 700, "completions_per_group": 4})
     starts = [{"type": "StartGroup", "ordinal": o, "replica": 0} for o in range(2000)]
     lines: list[dict[str, Any]] = [{"seq": 0, "time_s": 0.0, "event": began, "commands": starts}]
     for ordinal in range(2000):
-        event = {"type": "CompletionFinished", "ordinal": ordinal, "sample": 0, "replica": 0}
-        lines += [{"seq": 0, "time_s": 1 + ordinal / 1000, "event": event, "commands": []}] * 4
+        finished = event("CompletionFinished", ordinal=ordinal)
+        lines += [{"seq": 0, "time_s": 1 + ordinal / 1000, "event": finished, "commands": []}] * 4
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     index = caught_up(RunIndex(tmp_path))
     found = answer(index, "loop", **{"from": 0.5, "to": 3.0})

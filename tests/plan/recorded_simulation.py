@@ -7,10 +7,10 @@ from pathlib import Path
 
 from slipstream.controller.policies import schedule_for
 from slipstream.core.config import RunConfig
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import save_config
-from slipstream.observe.jsonl import JsonlWriter
+from slipstream.core.run_log import RolloutLine
 from slipstream.observe.metrics import MetricsWriter
-from slipstream.observe.recorder import RolloutLine
 from slipstream.observe.timeline import Instant, ProcessStart, Record, Slice, timeline_path
 from slipstream.plan.simulated_generator import Engine, Replica, Row
 from slipstream.plan.simulated_run import Batch, Costs, Setup, Simulated, Workload

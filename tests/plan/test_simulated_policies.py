@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.core.errors import ScheduleError
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.simulated_run import Costs, MadeUp, Setup, Simulated, heavy_tailed
 from slipstream.plan.simulator import simulate
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import replace
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.controller.replay import replay
 from slipstream.core.errors import ScheduleError
-from slipstream.observe.recorder import read_events
+from slipstream.core.run_log import ScheduleConfig, read_decisions
+from slipstream.core.types import CompletionFinished, StepDone, Swapped, TrainStep
 from slipstream.plan.simulated_run import Costs, GroupWork, MadeUp, Setup, Simulated, heavy_tailed
 from slipstream.plan.simulator import simulate
 
@@ -207,10 +206,10 @@ def test_a_log_replays_and_says_the_same(tmp_path):
     assert (replayed.num_steps, replayed.num_trained) == (25, 25 * P)
     assert replayed.num_decisions == found.num_events
     assert replayed.max_staleness == found.staleness_max
-    lines = list(read_events(tmp_path / "events.jsonl"))
-    done = [line.time_s for line in lines if line.event["type"] == "StepDone"]
+    lines = list(read_decisions(tmp_path / "events.jsonl"))
+    done = [line.time_s for line in lines if isinstance(line.event, StepDone)]
     assert done == [step.done_s for step in found.timed]
-    trained = [tuple(c["ordinals"]) for line in lines for c in line.commands if c["type"] == "TrainStep"]
+    trained = [c.ordinals for line in lines for c in line.commands if isinstance(c, TrainStep)]
     assert trained == found.steps
 
 
@@ -389,19 +388,19 @@ def test_staleness_is_that_of_the_log(tmp_path):
     swapped: list[tuple[float, int]] = []
     ended: dict[int, list[tuple[float, int]]] = defaultdict(list)
     lags: Counter[int] = Counter()
-    for line in read_events(tmp_path / "events.jsonl"):
-        event = msgspec.to_builtins(line.event)
-        if event["type"] == "Swapped":
-            swapped.append((line.time_s, event["version"]))
-        if event["type"] == "CompletionFinished":
-            ended[event["ordinal"]].append((line.time_s, event["num_tokens"]))
+    for line in read_decisions(tmp_path / "events.jsonl"):
+        event = line.event
+        if isinstance(event, Swapped):
+            swapped.append((line.time_s, event.version))
+        if isinstance(event, CompletionFinished):
+            ended[event.ordinal].append((line.time_s, event.num_tokens))
         for command in line.commands:
-            if command["type"] == "TrainStep":
-                for ordinal in command["ordinals"]:
+            if isinstance(command, TrainStep):
+                for ordinal in command.ordinals:
                     for time_s, tokens in ended[ordinal]:
                         for token in range(tokens):  # sampled in the second that ends then
                             began_s = time_s - (tokens - token)
-                            lags[command["step"] - max(v for t, v in swapped if t <= began_s + 1e-9)] += 1
+                            lags[command.step - max(v for t, v in swapped if t <= began_s + 1e-9)] += 1
     assert found.lags == lags
     assert len(lags) > 2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.schedule import Schedule
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.simulated_run import Costs, MadeUp, Setup
 from slipstream.plan.simulator import simulate
 

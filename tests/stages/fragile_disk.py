@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.observe import jsonl
+from slipstream.core import jsonl
 from slipstream.trainer import checkpoint
 
 KINDS = ("killed", "renamed", "lost")

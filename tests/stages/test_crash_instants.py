@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 
 from slipstream.controller.controller import Cut
 from slipstream.controller.ledger import Ledger, cut_back
-from slipstream.controller.machine import Snapshot
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import OptimizerConfig
 from slipstream.core.errors import CheckpointError, DiskError
+from slipstream.core.run_log import RolloutLine, Snapshot
 from slipstream.core.types import StepDone
 from slipstream.models.flat import FlatParameters
 from slipstream.observe.metrics import MetricsWriter
-from slipstream.observe.recorder import EventRecorder, RolloutLine, RolloutRecorder
+from slipstream.observe.recorder import EventRecorder, RolloutRecorder
 from slipstream.stages.resume import prepare_resume
 from slipstream.trainer.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from slipstream.trainer.optim import FlatAdamW

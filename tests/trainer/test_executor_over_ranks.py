@@ -18,6 +18,7 @@ from slipstream.core.clock import WallClock
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.executor import Context, NoSpans
 from slipstream.core.ranks import data_parallel_rank, rank_name
+from slipstream.core.run_log import read_rollouts
 from slipstream.core.types import (
     Arrived,
     GroupScored,
@@ -31,7 +32,6 @@ from slipstream.core.types import (
     Waiting,
     WarmStart,
 )
-from slipstream.observe.recorder import read_rollouts
 from slipstream.observe.tokens import read_tokens
 from slipstream.trainer import executor
 from slipstream.trainer.dealing import dealt_by

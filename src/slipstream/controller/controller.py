@@ -26,7 +26,7 @@ from slipstream.controller.cluster import Cluster
 from slipstream.controller.evaluations import GREEDY, SAMPLED, Evaluations, Request
 from slipstream.controller.executors import Executors
 from slipstream.controller.ledger import Ledger
-from slipstream.controller.machine import Command, Event, SchedulingPolicy, Snapshot
+from slipstream.controller.machine import SchedulingPolicy
 from slipstream.controller.pipeline import CONTROLLER, Pipeline
 from slipstream.controller.tally import Tally
 from slipstream.controller.watch import Observer, write_samples
@@ -37,6 +37,7 @@ from slipstream.core.errors import CheckpointError, SlipstreamError, clip
 from slipstream.core.files import decode_json
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, measured
 from slipstream.core.interrupts import Interrupts
+from slipstream.core.run_log import Command, Decision, Event, Snapshot
 from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.types import (
     Admit,
@@ -74,7 +75,7 @@ from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 from slipstream.observe.trackers import Trackers
 from slipstream.observe.vitals import Vitals
-from slipstream.observe.waste import Decided
+from slipstream.observe.waste import SampledTokens
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Controller:
         told = [] if trackers is None else [trackers]
         self.metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=[one.metrics for one in told])
         self.vitals = Vitals(config.samples_per_group, config.max_staleness)
-        self.decided = Decided(schedule.next_ordinal)
+        self.sampled = SampledTokens()
         self.watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told], silent=unfit(config))
         self.executors = Executors(
             config,
@@ -173,7 +174,7 @@ class Controller:
             run_id, owner = transport_dir.name, claim(transport_dir)
         try:
             with self.timeline.span("start_up"):
-                self.events.record(self.schedule.began(), [])
+                self._waste_of(self.events.record(self.schedule.began(), []))
                 self.executors.launch(transport_dir, run_id, self.cluster)
                 if self.work.warm_start is not None:
                     self.executors.send("trainer", self.work.warm_start)
@@ -334,11 +335,7 @@ class Controller:
         except SlipstreamError as error:  # the run ends; a replay of its events should end the same way
             self.events.record(event, [], error=error.what)
             raise
-        self.events.record(event, commands)
-        for cause, tokens in self.decided.take(event, commands):
-            self.vitals.waste(cause, tokens)
-            if cause == "regenerated":
-                self.tally.regenerated_tokens += tokens
+        self._waste_of(self.events.record(event, commands))
         if isinstance(event, StepDone):
             self._after_step()  # a checkpoint comes before the next step: it has the weights between the two
         for command in commands:
@@ -353,6 +350,12 @@ class Controller:
         if isinstance(event, Swapped) and self.evaluation_due is not None and event.version >= self.evaluation_due:
             self.evaluation_due = None
             self._evaluate((GREEDY,))
+
+    def _waste_of(self, decision: Decision) -> None:
+        for cause, tokens in self.sampled.take(decision):
+            self.vitals.waste(cause, tokens)
+            if cause == "regenerated":
+                self.tally.regenerated_tokens += tokens
 
     def _tell_generators(self, event: Event) -> None:
         """What they wait for without work, when that has changed."""

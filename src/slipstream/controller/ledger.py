@@ -9,52 +9,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
-import msgspec
-
-from slipstream.controller.machine import Snapshot
 from slipstream.core.errors import CheckpointError
-from slipstream.observe.jsonl import JsonlWriter, cut_jsonl, intact_lines, read_jsonl
-
-State = Literal["admitted", "trained", "skipped", "failed"]
-
-
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Ordinal `ordinal` came into `state`; `step` is set for trained ones."""
-
-    ordinal: int
-    state: State
-    step: int = -1
+from slipstream.core.jsonl import JsonlWriter, cut_jsonl, intact_lines, read_jsonl
+from slipstream.core.run_log import LedgerLine, LedgerState, Snapshot
 
 
 class Ledger:
     """Current state of every ordinal; each change is a line of the file."""
 
     def __init__(self, path: Path) -> None:
-        self.states: dict[int, State] = {entry.ordinal: entry.state for entry in read_jsonl(path, Entry)}
+        self.states: dict[int, LedgerState] = {entry.ordinal: entry.state for entry in read_jsonl(path, LedgerLine)}
         self.repeated = 0
         self._writer = JsonlWriter(path)
 
     def admit(self, ordinal: int) -> None:
         if ordinal not in self.states:  # a regenerated group is admitted already
-            self._record(Entry(ordinal, "admitted"))
+            self._record(LedgerLine(ordinal, "admitted"))
 
     def trained(self, ordinals: tuple[int, ...], *, step: int) -> None:
         """Commit a step: its ordinals are trained, on disk when this returns."""
         self.repeated += sum(self.states.get(ordinal) == "trained" for ordinal in ordinals)
         for ordinal in ordinals:
-            self._record(Entry(ordinal, "trained", step))
+            self._record(LedgerLine(ordinal, "trained", step))
         self._writer.sync()
 
     def dropped(self, ordinal: int, *, has_failed: bool) -> None:
-        self._record(Entry(ordinal, "failed" if has_failed else "skipped"))
+        self._record(LedgerLine(ordinal, "failed" if has_failed else "skipped"))
 
-    def _record(self, entry: Entry) -> None:
+    def _record(self, entry: LedgerLine) -> None:
         self.states[entry.ordinal] = entry.state
         self._writer.write(entry)
 
-    def count(self, state: State) -> int:
+    def count(self, state: LedgerState) -> int:
         return sum(s == state for s in self.states.values())
 
     def counts(self) -> dict[str, int]:
@@ -72,7 +59,7 @@ class Ledger:
             self._writer.close()
 
 
-def counts(states: Mapping[int, State]) -> dict[str, int]:
+def counts(states: Mapping[int, LedgerState]) -> dict[str, int]:
     """`admitted = trained + failed + skipped + pending`; `lost`: ordinals below the highest that nobody knows."""
     found = Counter(states.values())
     return {
@@ -86,7 +73,7 @@ def counts(states: Mapping[int, State]) -> dict[str, int]:
     }
 
 
-def cut_back(path: Path, snapshot: Snapshot) -> dict[int, State]:
+def cut_back(path: Path, snapshot: Snapshot) -> dict[int, LedgerState]:
     """Rewrite the ledger to what a checkpoint contains: the rest is admitted again, or was never admitted.
 
     Returns what it says now, but for admissions that it did not know of.
@@ -98,16 +85,16 @@ def cut_back(path: Path, snapshot: Snapshot) -> dict[int, State]:
     those in `readmit` (admitted), each in one of them. CheckpointError, with nothing changed: as `check_fits`.
     """
     states = check_fits(path, snapshot)
-    cut_jsonl(path, Entry, _keeper(snapshot, set(snapshot.dropped)))
+    cut_jsonl(path, LedgerLine, _keeper(snapshot, set(snapshot.dropped)))
     if missing := sorted(set(snapshot.readmit) - states.keys()):  # the checkpoint was on disk before their admission
         writer = JsonlWriter(path)
-        writer.write(*(Entry(ordinal, "admitted") for ordinal in missing))
+        writer.write(*(LedgerLine(ordinal, "admitted") for ordinal in missing))
         writer.sync()
         writer.close()
     return states
 
 
-def check_fits(path: Path, snapshot: Snapshot) -> dict[int, State]:
+def check_fits(path: Path, snapshot: Snapshot) -> dict[int, LedgerState]:
     """What the ledger `path` says, of all that a checkpoint contains.
 
     CheckpointError for a file that does not hold what the checkpoint says was trained and dropped: it is of another
@@ -116,7 +103,7 @@ def check_fits(path: Path, snapshot: Snapshot) -> dict[int, State]:
     dropped, owed = set(snapshot.dropped), set(snapshot.readmit)
     settled = set(range(snapshot.next_ordinal)) - owed
     is_kept = _keeper(snapshot, dropped)
-    states = {entry.ordinal: entry.state for _, entry in intact_lines(path, Entry) if is_kept(entry)}
+    states = {entry.ordinal: entry.state for _, entry in intact_lines(path, LedgerLine) if is_kept(entry)}
     unknown = sorted(ordinal for ordinal in settled if states.get(ordinal) in (None, "admitted"))
     if unknown or any(states[ordinal] == "trained" for ordinal in owed & states.keys()):
         raise CheckpointError(
@@ -128,8 +115,8 @@ def check_fits(path: Path, snapshot: Snapshot) -> dict[int, State]:
     return states
 
 
-def _keeper(snapshot: Snapshot, dropped: set[int]) -> Callable[[Entry], bool]:
-    def is_kept(entry: Entry) -> bool:
+def _keeper(snapshot: Snapshot, dropped: set[int]) -> Callable[[LedgerLine], bool]:
+    def is_kept(entry: LedgerLine) -> bool:
         match entry.state:
             case "trained":
                 return entry.step < snapshot.steps_done

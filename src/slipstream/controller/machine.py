@@ -17,12 +17,12 @@ import bisect
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 import msgspec
 
 from slipstream.core.errors import ScheduleError, SlipstreamError
+from slipstream.core.run_log import Command, Event, ScheduleBegan, ScheduleConfig, Snapshot
 from slipstream.core.types import (
     CompletionFinished,
     GroupScored,
@@ -35,29 +35,7 @@ from slipstream.core.types import (
     TrainStep,
 )
 
-Event = Swapped | CompletionFinished | GroupScored | StepDone | ReplicaLost | Stop
-Command = StartGroup | TrainStep | Skip
 WaitReason = Literal["generation", "rewards", "straggler", "nothing"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """The dials. `capacity`: unfinished completions a replica may hold, that is its slots and one group in reserve.
-
-    `staleness_threshold` and `queue_groups` are those of `SampleBudget` and `FinishOrder` (`controller/policies.py`).
-    """
-
-    groups_per_step: int
-    completions_per_group: int
-    max_staleness: int
-    reorder_window: int
-    steps: int
-    capacity: int
-    publish_every: int = 1
-    skip_no_signal: bool = True
-    max_dropped_in_a_row: int = 1000
-    staleness_threshold: float = 0.0
-    queue_groups: int = 0
 
 
 class InFlight(msgspec.Struct, frozen=True):
@@ -65,29 +43,6 @@ class InFlight(msgspec.Struct, frozen=True):
 
     replica: int
     unfinished: int
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """Everything that outlives the process, in JSON types."""
-
-    next_ordinal: int
-    steps_done: int
-    dropped: list[int]
-    dropped_in_a_row: int
-    num_failed: int
-    readmit: list[int]  # admitted, not trained: regenerated first
-    scored: list[int] = []  # those of them that lie beside the trainer: they may be restored with it
-
-
-class ScheduleBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first line of `events.jsonl`, and of what a resume appends: with it the file replays by itself.
-
-    `snapshot` is that of the checkpoint the run was resumed from.
-    """
-
-    policy: str
-    config: ScheduleConfig
-    snapshot: Snapshot | None = None
 
 
 class SchedulingPolicy(ABC):

@@ -8,9 +8,10 @@ rules, two things are alike: a lost group is regenerated first, and a group with
 
 from __future__ import annotations
 
-from slipstream.controller.machine import Command, Event, ScheduleConfig, SchedulingPolicy, Snapshot
+from slipstream.controller.machine import SchedulingPolicy
 from slipstream.controller.schedule import Schedule
 from slipstream.core.config import RunConfig
+from slipstream.core.run_log import Command, Event, ScheduleConfig, Snapshot
 from slipstream.core.types import Swapped
 
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run

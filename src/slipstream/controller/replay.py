@@ -21,46 +21,32 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.controller.ledger import Entry
-from slipstream.controller.machine import Command, Event, ScheduleBegan, SchedulingPolicy, Snapshot
+from slipstream.controller.machine import SchedulingPolicy
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.core.errors import ConfigError, SlipstreamError, clip
 from slipstream.core.files import open_regular, read_lines
+from slipstream.core.jsonl import intact_lines
+from slipstream.core.run_log import (
+    Command,
+    Decision,
+    Event,
+    LedgerLine,
+    LoopState,
+    ScheduleBegan,
+    Snapshot,
+    decode_decision,
+)
 from slipstream.core.types import (
-    CompletionFinished,
     GroupScored,
     ReplicaLost,
     Skip,
     StartGroup,
     StepDone,
-    Stop,
     Swapped,
     TrainStep,
 )
-from slipstream.observe.jsonl import intact_lines
 
 MAX_VIOLATIONS = 20
-
-
-class _Swapped(msgspec.Struct, frozen=True, tag="Swapped"):
-    """What the schedule reads of a `Swapped`; the rest may be null, as JSON has no NaN."""
-
-    replica: int
-    version: int
-
-
-class _StepDone(msgspec.Struct, frozen=True, tag="StepDone"):
-    """What the schedule reads of a `StepDone`."""
-
-    step: int
-    version: int
-
-
-class _Line(msgspec.Struct, frozen=True):
-    seq: int
-    event: _Swapped | CompletionFinished | GroupScored | _StepDone | ReplicaLost | Stop | ScheduleBegan
-    commands: list[Command]
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,12 +125,12 @@ def replay(path: str | Path) -> Replay:
             is_known, schedule = schedule is not None, _build(number, event, result.path)
             if audit is None or not is_known:
                 audit = Audit(schedule, result)
-            audit.begin(number, line.seq, event.snapshot)
+            audit.begin(number, line, event)
             continue
         if audit is None:
             raise ConfigError(
                 "the log does not say what it began with",
-                got=f"a first line with {type(event).__name__.lstrip('_')} in {result.path}",
+                got=f"a first line with {type(event).__name__} in {result.path}",
                 allowed="ScheduleBegan",
                 hint="it was cut at its head, or comes from an older version",
             )
@@ -157,7 +143,7 @@ def replay(path: str | Path) -> Replay:
             continue
         result.num_decisions += 1
         audit.check(number, line)
-        result.divergence = _decide(number, line, schedule)
+        result.divergence = _decide(number, event, line, schedule)
         if result.divergence is not None:
             break
         result.ended_with = line.error
@@ -174,7 +160,7 @@ def replay(path: str | Path) -> Replay:
 
 def _steps_of_ledger(path: Path) -> int:
     """Steps that the ledger beside the log calls trained; 0 without one."""
-    return max((entry.step + 1 for _, entry in intact_lines(path, Entry) if entry.state == "trained"), default=0)
+    return max((entry.step + 1 for _, entry in intact_lines(path, LedgerLine) if entry.state == "trained"), default=0)
 
 
 def _before(number: int, seq: int) -> str:
@@ -183,14 +169,13 @@ def _before(number: int, seq: int) -> str:
     return f"line {number}: {count} before it, of the run until it was resumed, are missing"
 
 
-def _read(path: Path) -> Iterator[tuple[int, _Line]]:
-    decoder = msgspec.json.Decoder(_Line)
+def _read(path: Path) -> Iterator[tuple[int, Decision]]:
     number = 0
     try:
         with open_regular(path) as file:
             for number, line in enumerate(read_lines(file), start=1):
                 if line.endswith(b"\n"):
-                    yield number, decoder.decode(line)
+                    yield number, decode_decision(line)
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read", got=error.strerror) from error
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
@@ -227,27 +212,16 @@ def _lasting(snapshot: Snapshot) -> Snapshot:
     return msgspec.structs.replace(snapshot, scored=[])
 
 
-def _decide(number: int, line: _Line, schedule: SchedulingPolicy) -> Divergence | None:
+def _decide(number: int, event: Event, line: Decision, schedule: SchedulingPolicy) -> Divergence | None:
     error: str | None = None
     commands: list[Command] = []
     try:
-        commands = schedule.apply(_event(line.event))
+        commands = schedule.apply(event)
     except SlipstreamError as raised:
         error = raised.what
     if (commands, error) == (line.commands, line.error):
         return None
-    return Divergence(number, _in_words([line.event]), _answer(line.commands, line.error), _answer(commands, error))
-
-
-def _event(event: object) -> Event:
-    match event:
-        case _Swapped():
-            return Swapped(replica=event.replica, version=event.version, transfer_s=0.0, pause_s=0.0, probe_error=0.0)
-        case _StepDone():
-            return StepDone(step=event.step, version=event.version, metrics={})
-        case CompletionFinished() | GroupScored() | ReplicaLost() | Stop():
-            return event
-    raise TypeError(f"not an event of the schedule: {event!r}")
+    return Divergence(number, _in_words([event]), _answer(line.commands, line.error), _answer(commands, error))
 
 
 def _answer(commands: list[Command], error: str | None) -> str:
@@ -260,29 +234,12 @@ def _in_words(messages: Sequence[msgspec.Struct]) -> str:
     for message in messages:
         fields = {f.name: (getattr(message, f.name), f.default) for f in msgspec.structs.fields(message)}
         shown = ", ".join(f"{name}={value!r}" for name, (value, default) in fields.items() if value != default)
-        texts.append(f"{type(message).__name__.lstrip('_')}({shown})")
+        texts.append(f"{type(message).__name__}({shown})")
     return ", ".join(texts) or "nothing"
 
 
-class Numbers:
-    """A set of ordinals that fills up from below: a floor, and the few above it."""
-
-    def __init__(self) -> None:
-        self._below = 0
-        self._above: set[int] = set()
-
-    def __contains__(self, number: int) -> bool:
-        return number < self._below or number in self._above
-
-    def add(self, number: int) -> None:
-        self._above.add(number)
-        while self._below in self._above:
-            self._above.remove(self._below)
-            self._below += 1
-
-
 class Audit:
-    """The promises, recounted line by line from the log alone.
+    """The promises, recounted line by line from the log alone: each is checked against `loop`, which then goes on.
 
     Lines are numbered without gaps; steps are trained in order, of P groups each; a group is trained or dropped once,
     and only after it was scored; none starts twice unless it was lost; no replica is given more than it holds; and no
@@ -294,32 +251,24 @@ class Audit:
         self.config, self.bound, self.result = policy.config, policy.staleness_bound, result
         self.bounds_admissions = policy.bounds_admissions
         self.next_seq: int | None = None
-        self.settled = Numbers()  # trained or dropped
+        self.loop = LoopState()
+        self.admitted_at: dict[int, int] = {}  # ordinal -> the oldest version that it was admitted at
         self.steps_done = 0
         self.training: TrainStep | None = None
-        self.begin(0, 0, None)
 
-    def begin(self, number: int, seq: int, snapshot: Snapshot | None) -> None:
+    def begin(self, number: int, line: Decision, began: ScheduleBegan) -> None:
         """A process begins: nothing is in flight, and what the snapshot owes may start, or be scored, once more."""
-        if number:
-            self._count(number, seq)
-        self.versions: dict[int, int] = {}
-        self.load: dict[int, int] = {}  # replica -> unfinished completions
-        self.in_flight: dict[int, tuple[int, int]] = {}  # ordinal -> replica, unfinished
-        self.admitted_at: dict[int, int] = {}  # ordinal -> the oldest version that it was admitted at
-        self.scored: dict[int, int] = {}  # ordinal -> oldest version in it
-        self.owed: set[int] = set() if snapshot is None else set(snapshot.readmit)
-        self.next_ordinal = 0 if snapshot is None else snapshot.next_ordinal
-        self.training = None
-        if snapshot is not None and self.steps_done == 0:  # the log's head is missing: take the snapshot's word
-            self.steps_done = snapshot.steps_done
-            for ordinal in range(snapshot.next_ordinal):
-                if ordinal not in self.owed:
-                    self.settled.add(ordinal)
-
-    def check(self, number: int, line: _Line) -> None:
         self._count(number, line.seq)
-        self._take(number, line.event)
+        self.loop.take(line)
+        self.admitted_at.clear()
+        self.training = None
+        if began.snapshot is not None and self.steps_done == 0:  # the log's head is missing
+            self.steps_done = began.snapshot.steps_done
+
+    def check(self, number: int, line: Decision) -> None:
+        self._count(number, line.seq)
+        self._check_event(number, line.event)
+        self.loop.hear(line.event, line.time_s)
         for command in line.commands:
             match command:
                 case StartGroup():
@@ -328,79 +277,63 @@ class Audit:
                     self._train(number, command)
                 case Skip():
                     self._skip(number, command)
+            self.loop.obey(command, line.time_s)
+            if isinstance(command, StartGroup):
+                self._check_room(number, command.replica)
 
     def _count(self, number: int, seq: int) -> None:
         if self.next_seq is not None and seq != self.next_seq:
             self._break(number, f"has seq {seq}, not {self.next_seq}: lines are missing or repeated")
         self.next_seq = seq + 1
 
-    def _take(self, number: int, event: object) -> None:
+    def _check_event(self, number: int, event: object) -> None:
         match event:
-            case _Swapped():
-                if event.version < self.versions.get(event.replica, 0):
-                    self._break(number, f"replica {event.replica} went back to version {event.version}")
-                self.versions[event.replica] = event.version
-            case CompletionFinished():
-                replica, unfinished = self.in_flight.get(event.ordinal, (-1, 0))
-                if replica == event.replica and unfinished:
-                    self.in_flight[event.ordinal] = (replica, unfinished - 1)
-                    self.load[replica] -= 1
-            case GroupScored():
-                self._score(number, event)
-            case _StepDone():
-                if self.training is None or event.step != self.training.step:
-                    self._break(number, f"step {event.step} was done and is not in training")
-                elif event.version != event.step + 1:
-                    self._break(number, f"step {event.step} made version {event.version}")
-                else:
-                    self._finish_step(self.training)
+            case Swapped(replica=replica, version=version):
+                if version < self.loop.versions.get(replica, 0):
+                    self._break(number, f"replica {replica} went back to version {version}")
+            case GroupScored(ordinal=ordinal):
+                group = self.loop.groups.get(ordinal)
+                if group is None or group.phase in ("ready", "training"):
+                    self._break(number, f"group {ordinal} was scored, and was not admitted, or for the second time")
+            case StepDone():
+                self._check_step(number, event)
             case ReplicaLost():
                 self.result.num_lost += 1
-                self.versions.pop(event.replica, None)
-                self.load.pop(event.replica, None)
-                lost = [ordinal for ordinal, (replica, _) in self.in_flight.items() if replica == event.replica]
-                for ordinal in lost:
-                    del self.in_flight[ordinal]
-                self.owed.update(lost)
 
-    def _score(self, number: int, event: GroupScored) -> None:
-        if event.ordinal in self.in_flight:
-            replica, unfinished = self.in_flight.pop(event.ordinal)
-            self.load[replica] -= unfinished
-        elif event.ordinal in self.owed:
-            self.owed.remove(event.ordinal)
+    def _check_step(self, number: int, event: StepDone) -> None:
+        if self.training is None or event.step != self.training.step:
+            self._break(number, f"step {event.step} was done and is not in training")
+        elif event.version != event.step + 1:
+            self._break(number, f"step {event.step} made version {event.version}")
         else:
-            self._break(number, f"group {event.ordinal} was scored, and was not admitted, or for the second time")
-        self.scored[event.ordinal] = event.min_version
+            self.steps_done += 1
+            self.result.num_steps += 1
+            self.result.num_trained += len(self.training.ordinals)
+            self.training = None
 
-    def _finish_step(self, step: TrainStep) -> None:
-        for ordinal in step.ordinals:
-            self.settled.add(ordinal)
-        self.steps_done += 1
-        self.training = None
-        self.result.num_steps += 1
-        self.result.num_trained += len(step.ordinals)
+    def _is_settled(self, ordinal: int) -> bool:
+        """Return whether the group was trained or dropped."""
+        return ordinal < self.loop.next_ordinal and ordinal not in self.loop.groups
 
     def _start(self, number: int, command: StartGroup) -> None:
         ordinal, replica = command.ordinal, command.replica
-        if ordinal == self.next_ordinal:
-            self.next_ordinal += 1
+        group = self.loop.groups.get(ordinal)
+        if ordinal == self.loop.next_ordinal:
             self.result.num_admitted += 1
-        elif ordinal in self.owed:
-            self.owed.remove(ordinal)
-        else:
-            self._break(number, f"group {ordinal} was started out of turn: {self.next_ordinal} is next")
-        if ordinal in self.settled:
+        elif group is None or group.phase != "waiting":
+            self._break(number, f"group {ordinal} was started out of turn: {self.loop.next_ordinal} is next")
+        if self._is_settled(ordinal):
             self._break(number, f"group {ordinal} was started after it was trained or dropped")
-        if replica not in self.versions:
+        if replica not in self.loop.versions:
             self._break(number, f"group {ordinal} was started on replica {replica}, which has no weights")
             return
-        version = self.versions[replica]
+        version = self.loop.versions[replica]
         self.admitted_at[ordinal] = min(version, self.admitted_at.get(ordinal, version))
-        self.in_flight[ordinal] = (replica, self.config.completions_per_group)
-        self.load[replica] = self.load.get(replica, 0) + self.config.completions_per_group
-        if self.load[replica] > self.config.capacity:
-            self._break(number, f"replica {replica} holds {self.load[replica]} of {self.config.capacity} completions")
+
+    def _check_room(self, number: int, replica: int) -> None:
+        held = self.loop.unfinished.get(replica, 0)
+        if replica in self.loop.versions and held > self.config.capacity:
+            self._break(number, f"replica {replica} holds {held} of {self.config.capacity} completions")
 
     def _train(self, number: int, command: TrainStep) -> None:
         if command.step != self.steps_done or self.training is not None:
@@ -408,12 +341,13 @@ class Audit:
         if len(set(command.ordinals)) != self.config.groups_per_step:
             self._break(number, f"step {command.step} trains {len(set(command.ordinals))} groups")
         for ordinal in command.ordinals:
-            if ordinal in self.settled:
+            if self._is_settled(ordinal):
                 self._break(number, f"group {ordinal} was trained or dropped before")
-            if ordinal not in self.scored:
+            group = self.loop.groups.get(ordinal)
+            if group is None or group.phase != "ready":
                 self._break(number, f"group {ordinal} is trained and was not scored")
                 continue
-            oldest, admitted_at = self.scored.pop(ordinal), self.admitted_at.pop(ordinal, None)
+            oldest, admitted_at = group.version, self.admitted_at.pop(ordinal, None)
             self._check_age(number, command.step, ordinal, oldest if oldest >= 0 else command.step, "has tokens of")
             if self.bounds_admissions and admitted_at is not None:  # restored groups were admitted before
                 self._check_age(number, command.step, ordinal, admitted_at, "was admitted at")
@@ -429,12 +363,12 @@ class Audit:
 
     def _skip(self, number: int, command: Skip) -> None:
         for ordinal in command.ordinals:
-            if ordinal in self.settled:
+            group = self.loop.groups.get(ordinal)
+            if self._is_settled(ordinal):
                 self._break(number, f"group {ordinal} was dropped after it was trained or dropped")
-            if self.scored.pop(ordinal, None) is None:
+            if group is None or group.phase != "ready":
                 self._break(number, f"group {ordinal} was dropped and was not scored")
             self.admitted_at.pop(ordinal, None)
-            self.settled.add(ordinal)
         dropped = self.result.num_dropped
         dropped[command.cause] = dropped.get(command.cause, 0) + len(command.ordinals)
 

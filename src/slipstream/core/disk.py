@@ -1,6 +1,6 @@
 """What is on the disk when a call returns, and what it looks like when the disk refuses.
 
-A run has two kinds of files: lines that are appended (`observe/jsonl.py`), and files that are replaced as a whole,
+A run has two kinds of files: lines that are appended (`core/jsonl.py`), and files that are replaced as a whole,
 here. A rename is atomic, but neither it nor the bytes behind it are on the disk before file and folder are synced.
 """
 

@@ -29,6 +29,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
 from slipstream.core.recipes import resolve
+from slipstream.core.run_log import read_decisions
 from slipstream.observe.balance import COMPUTING, Balance, Dial, Dials, Interference, Loop, Side, judge
 from slipstream.observe.interference import Work
 from slipstream.observe.states import idle_share, seconds_of, side_of
@@ -46,7 +47,7 @@ from slipstream.observe.timeline import (
     read_timeline,
     times_ns,
 )
-from slipstream.observe.waste import WASTE, ReplicaTokens, Wasted, read_decisions, replica_tokens, wasted
+from slipstream.observe.waste import WASTE, ReplicaTokens, Wasted, replica_tokens, wasted
 
 CONTROLLER = "controller"
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.observe.jsonl import intact_lines
+from slipstream.core.jsonl import intact_lines
 from slipstream.observe.timeline import ProcessStart, process_files
 
 SAME_CLOCK_S = 10.0

@@ -27,10 +27,10 @@ import msgspec
 import numpy as np
 
 from slipstream.core.disk import disk_errors, replacing
+from slipstream.core.jsonl import intact_lines
 from slipstream.core.ranks import data_parallel_rank, split_rank_name
 from slipstream.observe.attempts import Attempt, read_attempts
 from slipstream.observe.group_flow import MAX_GROUPS, GroupPath, read_group_flow
-from slipstream.observe.jsonl import intact_lines
 from slipstream.observe.states import is_missed, kind
 from slipstream.observe.timeline import (
     UNLABELLED,

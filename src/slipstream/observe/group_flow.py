@@ -1,4 +1,4 @@
-"""What way each group took through the loop, and how many were where: read from `events.jsonl` and `rollouts.jsonl`.
+"""The path of each group through the loop, and curves of the loop: read from `events.jsonl` and `rollouts.jsonl`.
 
 Both are of bounded size in memory however long the run was: of too many groups every 2nd, 4th, 8th ... ordinal is kept,
 and of too many points of a curve likewise.
@@ -6,14 +6,15 @@ and of too many points of a curve likewise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import msgspec
-
+from slipstream.core.jsonl import intact_lines
+from slipstream.core.run_log import Decision, LoopState, Phase, RolloutTimes, ScheduleBegan, intact_decisions
+from slipstream.core.types import Skip, StartGroup, StepDone, Swapped
 from slipstream.observe.attempts import Attempt
-from slipstream.observe.jsonl import intact_lines
 
 T = TypeVar("T")
 
@@ -53,18 +54,18 @@ class GroupFlow:
 def read_group_flow(
     attempts: Sequence[Attempt], *, max_groups: int = MAX_GROUPS, max_points: int = MAX_POINTS
 ) -> GroupFlow:
-    """The ways of groups through all attempts, each line of the files taken once."""
+    """Return the paths of groups through all attempts, each line of the files taken once."""
     paths, stride = _read_paths(attempts, max_groups)
     curves: dict[str, _Thinned[dict[str, float]]] = {}
     admissions: dict[tuple[int, int], list[int]] = {}  # (ordinal, replica) -> times
     drops: dict[int, list[int]] = {}
-    loop = _Loop()
-    for attempt, line in _events(attempts):
+    loop = _LoopCurves()
+    for attempt, line in _decisions(attempts):
         time_ns = _ns(line.time_s) + attempt.shift_ns
         for command in line.commands:
-            if command.type == "StartGroup" and command.ordinal % stride == 0:
+            if isinstance(command, StartGroup) and command.ordinal % stride == 0:
                 admissions.setdefault((command.ordinal, command.replica), []).append(time_ns)
-            elif command.type == "Skip":
+            elif isinstance(command, Skip):
                 for ordinal in command.ordinals:
                     if ordinal % stride == 0:
                         drops.setdefault(ordinal, []).append(time_ns)
@@ -84,16 +85,6 @@ def read_group_flow(
 # rollouts.jsonl
 
 
-class _Rollout(msgspec.Struct, frozen=True, gc=False):
-    ordinal: int
-    sample: int
-    step: int | None
-    replica: int
-    started_s: float
-    finished_s: float
-    scored_s: float
-
-
 def _read_paths(attempts: Sequence[Attempt], max_groups: int) -> tuple[list[GroupPath], int]:
     """The paths of groups with lines, without admission and drop, by the time they began; and the stride of ordinals.
 
@@ -103,8 +94,8 @@ def _read_paths(attempts: Sequence[Attempt], max_groups: int) -> tuple[list[Grou
     seen: dict[tuple[int, int], set[float]] = {}  # what earlier attempts have: (ordinal, sample) -> scored at
     stride = 1
     for attempt in attempts:
-        own: list[_Rollout] = []
-        for _, line in intact_lines(attempt.folder / "rollouts.jsonl", _Rollout):
+        own: list[RolloutTimes] = []
+        for _, line in intact_lines(attempt.folder / "rollouts.jsonl", RolloutTimes):
             if line.ordinal % stride or line.scored_s in seen.get((line.ordinal, line.sample), ()):
                 continue
             own.append(line)
@@ -119,7 +110,7 @@ def _read_paths(attempts: Sequence[Attempt], max_groups: int) -> tuple[list[Grou
     return sorted(paths.values(), key=lambda path: path.started_ns), stride
 
 
-def _add(paths: dict[tuple[int, int | None, int], GroupPath], line: _Rollout, attempt: Attempt) -> None:
+def _add(paths: dict[tuple[int, int | None, int], GroupPath], line: RolloutTimes, attempt: Attempt) -> None:
     started_ns, finished_ns, scored_ns = (
         _ns(seconds) + attempt.shift_ns for seconds in (line.started_s, line.finished_s, line.scored_s)
     )
@@ -146,118 +137,66 @@ def _add(paths: dict[tuple[int, int | None, int], GroupPath], line: _Rollout, at
 # events.jsonl
 
 
-class _Dials(msgspec.Struct, frozen=True):
-    completions_per_group: int
+CURVE_OF: dict[Phase, str] = {
+    "sampling": "being sampled",
+    "scoring": "being scored",
+    "ready": "waiting for their step",
+    "training": "in training",
+}
+STEP_CURVES = {
+    "staleness (steps)": {"staleness_mean": "mean", "staleness_max": "max"},
+    "reward": {"reward": "mean", "reward_mean": "mean"},
+}
+"""Name of the curve -> metric of the step -> what the curve calls it."""
 
 
-class _Event(msgspec.Struct, frozen=True):
-    type: str
-    ordinal: int = -1
-    replica: int = -1
-    version: int = -1
-    config: _Dials | None = None
-    metrics: dict[str, Any] = {}
-
-
-class _Command(msgspec.Struct, frozen=True):
-    type: str
-    ordinal: int = -1
-    replica: int = -1
-    ordinals: tuple[int, ...] = ()
-
-
-class _EventLine(msgspec.Struct, frozen=True):
-    seq: int
-    time_s: float
-    event: _Event
-    commands: tuple[_Command, ...]
-
-
-def _events(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, _EventLine]]:
-    """The decisions of all attempts, each once: an attempt's own are those from its `ScheduleBegan` on.
+def _decisions(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, Decision]]:
+    """Yield the decisions of all attempts, each once: an attempt's own are those from its `ScheduleBegan` on.
 
     A resume cuts the file, so what came before that is in the files of earlier attempts, whole.
     """
     begun: set[tuple[int, float]] = set()
     for attempt in attempts:
         is_own = False
-        for _, line in intact_lines(attempt.folder / "events.jsonl", _EventLine):
-            if line.event.type == "ScheduleBegan":
+        for line in intact_decisions(attempt.folder / "events.jsonl"):
+            if isinstance(line.event, ScheduleBegan):
                 is_own = (line.seq, line.time_s) not in begun
                 begun.add((line.seq, line.time_s))
             if is_own:
                 yield attempt, line
 
 
-@dataclass
-class _Loop:
-    """How many groups are where, and what versions are held, event by event."""
+class _LoopCurves:
+    """The curves that have another value after a decision: groups by phase, versions held, and metrics of steps."""
 
-    group_size: int = 1
-    unfinished: dict[int, int] = field(default_factory=dict)  # completions that are being sampled, by ordinal
-    unscored: set[int] = field(default_factory=set)
-    ready: set[int] = field(default_factory=set)
-    training: set[int] = field(default_factory=set)
-    versions: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._loop = LoopState()
+        self._versions: dict[str, float] = {}
 
-    def take(self, line: _EventLine) -> Iterator[tuple[str, dict[str, float]]]:
-        """The curves that have another value after this event, as (name, values)."""
-        before, event = self._groups(), line.event
-        match event.type:
-            case "ScheduleBegan":
-                for groups in (self.unfinished, self.unscored, self.ready, self.training, self.versions):
-                    groups.clear()
-                self.group_size = event.config.completions_per_group if event.config is not None else self.group_size
-            case "CompletionFinished" if event.ordinal in self.unfinished:
-                self.unfinished[event.ordinal] -= 1
-                if self.unfinished[event.ordinal] <= 0:
-                    del self.unfinished[event.ordinal]
-                    self.unscored.add(event.ordinal)
-            case "GroupScored":
-                self._forget([event.ordinal])
-                self.ready.add(event.ordinal)
-            case "Swapped":
-                self.versions[f"generator-{event.replica}"] = event.version
-                yield "version", dict(self.versions)
-            case "StepDone":
-                self.training.clear()
-                self.versions["trainer"] = event.version
-                yield "version", dict(self.versions)
-                yield from _of_step(event.metrics)
-        for command in line.commands:
-            match command.type:
-                case "StartGroup":
-                    self._forget([command.ordinal])
-                    self.unfinished[command.ordinal] = self.group_size
-                case "TrainStep":
-                    self._forget(command.ordinals)
-                    self.training.update(command.ordinals)
-                case "Skip":
-                    self._forget(command.ordinals)
+    def take(self, line: Decision) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yield (name, values) of each curve that `line` changes."""
+        before = self._groups()
+        self._loop.take(line)
+        match line.event:
+            case ScheduleBegan():
+                self._versions.clear()
+            case Swapped(replica=replica, version=version):
+                self._versions[f"generator-{replica}"] = version
+                yield "version", dict(self._versions)
+            case StepDone(version=version, metrics=metrics):
+                self._versions["trainer"] = version
+                yield "version", dict(self._versions)
+                yield from _of_step(metrics)
         if (after := self._groups()) != before:
             yield "groups", after
 
     def _groups(self) -> dict[str, float]:
-        return {
-            "being sampled": len(self.unfinished),
-            "being scored": len(self.unscored),
-            "waiting for their step": len(self.ready),
-            "in training": len(self.training),
-        }
-
-    def _forget(self, ordinals: Sequence[int]) -> None:
-        for ordinal in ordinals:
-            self.unfinished.pop(ordinal, None)
-            for groups in (self.unscored, self.ready, self.training):
-                groups.discard(ordinal)
+        return {name: self._loop.counts[phase] for phase, name in CURVE_OF.items()}
 
 
-def _of_step(metrics: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    for curve, names in {
-        "staleness (steps)": {"staleness_mean": "mean", "staleness_max": "max"},
-        "reward": {"reward": "mean", "reward_mean": "mean"},
-    }.items():
-        values = {word: metrics[name] for name, word in names.items() if isinstance(metrics.get(name), int | float)}
+def _of_step(metrics: Mapping[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
+    for curve, names in STEP_CURVES.items():
+        values = {word: metrics[name] for name, word in names.items() if math.isfinite(metrics.get(name, math.nan))}
         if values:
             yield curve, values
 

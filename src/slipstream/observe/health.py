@@ -20,9 +20,9 @@ import msgspec
 
 from slipstream.core.config import AlarmName, HealthConfig, RunConfig
 from slipstream.core.errors import AlarmError
+from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.plain import shortened
-from slipstream.observe.jsonl import JsonlWriter, read_jsonl
-from slipstream.observe.metrics import read_metrics
+from slipstream.core.run_log import read_metrics
 from slipstream.observe.trends import (
     History,
     Statistic,

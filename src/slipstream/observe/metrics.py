@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.observe.jsonl import JsonlWriter, finite, read_jsonl
+from slipstream.core.jsonl import JsonlWriter, finite
+from slipstream.core.run_log import Metrics
 
-Metrics = dict[str, Any]
 LEAST_S = 0.01
 """A rate is told of so many seconds or more: in less, the time between two events is that of their messages."""
 
@@ -63,8 +63,3 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Metrics:
         else:
             flat[prefix + name] = finite(value)
     return flat
-
-
-def read_metrics(path: Path) -> list[Metrics]:
-    """Every whole line of `metrics.jsonl`; empty for a missing file."""
-    return list(read_jsonl(path, dict[str, Any]))

@@ -30,8 +30,8 @@ import msgspec
 from slipstream.core.background import background_cpu_s
 from slipstream.core.clock import Clock
 from slipstream.core.errors import DiskError
+from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.ranks import split_rank_name
-from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 
 UNLABELLED = "unlabelled"
 ABSENT = "absent"

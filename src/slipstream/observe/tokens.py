@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from slipstream.core.errors import DiskError
+from slipstream.core.jsonl import JsonlWriter, cut_jsonl, read_jsonl
 from slipstream.core.types import Completion
-from slipstream.observe.jsonl import JsonlWriter, cut_jsonl, read_jsonl
 from slipstream.observe.recorder import version_runs
 
 TOKENS_FILE = "tokens.jsonl"

@@ -34,8 +34,8 @@ from slipstream.core.config import RunConfig, TrackersConfig
 from slipstream.core.disk import disk_errors, replacing
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
+from slipstream.core.run_log import Metrics
 from slipstream.observe.health import Alarm, in_a_line
-from slipstream.observe.metrics import Metrics
 from slipstream.observe.sinks import AlarmLine, Begin, End, MetricsLine, TrackerLine
 
 MAX_BEHIND = 1000

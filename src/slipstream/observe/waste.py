@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from slipstream.core.ranks import split_rank_name
-from slipstream.core.types import (
-    CompletionFinished,
-    GroupScored,
-    ReplicaLost,
-    Skip,
-    StartGroup,
-    StepDone,
-    Stop,
-    Swapped,
-    TrainStep,
-)
-from slipstream.observe.jsonl import read_jsonl
+from slipstream.core.run_log import Decision, LoopState
+from slipstream.core.types import CompletionFinished, StartGroup
 from slipstream.observe.states import DECODES
 from slipstream.observe.timeline import Counter, ProcessEnd, ProcessStart, Record, Slice
 
@@ -45,32 +32,6 @@ class Wasted(NamedTuple):
     time_ns: int
     cause: str
     tokens: int
-
-
-class ScheduleBegan(msgspec.Struct, tag=True):
-    """The first line of `events.jsonl`, and of what a resume appends; nothing of it is needed here."""
-
-
-Event = Swapped | CompletionFinished | GroupScored | StepDone | ReplicaLost | Stop | ScheduleBegan
-Command = StartGroup | TrainStep | Skip
-
-
-class Decision(msgspec.Struct):
-    """A line of `events.jsonl`: an event, and what the schedule answered."""
-
-    time_s: float
-    event: Event
-    commands: list[Command]
-
-    @property
-    def begins(self) -> bool:
-        """Whether it starts a group, or trains what a resume has brought."""
-        return any(isinstance(command, StartGroup | TrainStep) for command in self.commands)
-
-
-def read_decisions(path: Path) -> Iterator[Decision]:
-    """Those of `events.jsonl`, in order, a torn last line left out."""
-    yield from read_jsonl(path, Decision)
 
 
 @dataclass
@@ -112,57 +73,41 @@ def replica_tokens(process: str, records: Iterable[Record]) -> tuple[int, Replic
     return int(number), found
 
 
-class Decided:
-    """What the schedule's decisions make of sampled tokens. Feed them to `take` in order.
+class SampledTokens:
+    """The finished completions' tokens, from their end until their group is trained or dropped; `loop` says when."""
 
-    Ordinals below `num_admitted` were admitted before.
-    """
-
-    def __init__(self, num_admitted: int = 0) -> None:
-        self._num_admitted = num_admitted
+    def __init__(self) -> None:
+        self.loop = LoopState()
         self._pending: dict[int, dict[int, int]] = {}  # ordinal -> sample -> tokens; neither trained nor dropped yet
         self._again: set[int] = set()  # ordinals that were admitted once more
-        self._settled: set[int] = set()  # of these, trained or dropped: with the copy that was scored first
-        self._training: Sequence[int] = ()
 
     @property
     def num_pending(self) -> int:
-        """Tokens of completions that are finished, and neither trained nor dropped."""
+        """Return the tokens of completions that are finished, and neither trained nor dropped."""
         return sum(sum(samples.values()) for samples in self._pending.values())
 
-    def take(self, event: object, commands: Iterable[Command]) -> Iterator[tuple[str, int]]:
-        """(cause, tokens) of what is wasted by one decision."""
-        match event:
-            case CompletionFinished(ordinal=ordinal):
-                new = event.num_tokens - event.num_restored
-                if ordinal in self._again:
-                    yield "regenerated", new
-                if ordinal not in self._settled:
-                    self._pending.setdefault(ordinal, {})[event.sample] = event.num_tokens
-            case StepDone():
-                self._settle(self._training)
-                self._training = ()
-            case _:
-                pass
-        for command in commands:
-            match command:
-                case StartGroup(ordinal=ordinal) if ordinal < self._num_admitted:
-                    self._again.add(ordinal)
-                case StartGroup(ordinal=ordinal):
-                    self._num_admitted = ordinal + 1
-                case TrainStep(ordinals=ordinals):
-                    self._training = ordinals
-                case Skip(ordinals=ordinals, cause=cause):
-                    if tokens := self._settle(ordinals):
-                        yield cause, tokens
+    def take(self, decision: Decision) -> Iterator[tuple[str, int]]:
+        """Yield (cause, tokens) of the waste that one decision makes. Decisions are taken in order.
 
-    def _settle(self, ordinals: Sequence[int]) -> int:
-        """Nothing is waited for any more; the tokens of their completions.
-
-        A second copy may still be sampled, where the first was not lost with its replica.
+        A second copy of a group may still be sampled when the group is settled: the first one was not lost with its
+        replica.
         """
-        self._settled.update(self._again.intersection(ordinals))
-        return sum(sum(self._pending.pop(ordinal, {}).values()) for ordinal in ordinals)
+        event = decision.event
+        if isinstance(event, CompletionFinished):
+            is_again = event.ordinal in self._again
+            if is_again:
+                yield "regenerated", event.num_tokens - event.num_restored
+            if event.ordinal in self.loop.groups or not is_again:
+                self._pending.setdefault(event.ordinal, {})[event.sample] = event.num_tokens
+        num_admitted = self.loop.next_ordinal
+        for command in decision.commands:
+            if isinstance(command, StartGroup) and command.ordinal < num_admitted:
+                self._again.add(command.ordinal)
+        for move in self.loop.take(decision):
+            if move.fate is not None and move.fate != "cut":
+                tokens = sum(self._pending.pop(move.group.ordinal, {}).values())
+                if tokens and move.fate in WASTE:
+                    yield move.fate, tokens
 
 
 def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens]) -> Iterator[Wasted]:
@@ -170,16 +115,16 @@ def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens])
 
     Identity, where no process was lost: tokens sampled = trained + all causes but `re_prefilled`.
     """
-    decided, time_ns = Decided(), 0
+    sampled, time_ns = SampledTokens(), 0
     begun = {number: replica.sampled for number, replica in replicas.items() if replica.sampled is not None}
     since_ns = {number: replicas[number].since_ns for number in begun}
     for line in decisions:
         event, time_ns = line.event, round(line.time_s * 1e9)
         if isinstance(event, CompletionFinished) and time_ns >= since_ns.get(event.replica, math.inf):
             begun[event.replica] -= event.num_tokens - event.num_restored
-        for cause, tokens in decided.take(event, line.commands):
+        for cause, tokens in sampled.take(line):
             yield Wasted(time_ns, cause, tokens)
     for replica in replicas.values():
         yield from replica.re_prefilled
-    if left := decided.num_pending + sum(max(0, tokens) for tokens in begun.values()):
+    if left := sampled.num_pending + sum(max(0, tokens) for tokens in begun.values()):
         yield Wasted(time_ns, "left", left)

@@ -22,7 +22,8 @@ import numpy as np
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.observe.recorder import RolloutLine
+from slipstream.core.run_log import LoopState, RolloutLine
+from slipstream.core.types import CompletionFinished, Swapped
 from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice
 from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_background, seconds_in
@@ -320,9 +321,9 @@ def _staging(machine: RunProcesses, beside: float) -> list[tuple[float, float]]:
     staged = []
     for line in machine.run.events:
         event = line.event
-        if event["type"] == "Swapped" and event["version"] in published and event["transfer_s"]:
-            start_ns = published[event["version"]]
-            staged.append(machine.background_s(start_ns, start_ns + event["transfer_s"] * 1e9, beside))
+        if isinstance(event, Swapped) and event.version in published and event.transfer_s > 0:
+            start_ns = published[event.version]
+            staged.append(machine.background_s(start_ns, start_ns + event.transfer_s * 1e9, beside))
     return staged
 
 
@@ -336,18 +337,18 @@ def _latencies(machine: RunProcesses, send_s: float, receive_s: float, wake_s: f
     scored: dict[int, float] = {}
     admitted: dict[int, tuple[float, int]] = {}
     commanded: dict[int, float] = {}
+    loop = LoopState()
     for line in run.events:
-        match line.event["type"]:
-            case "CompletionFinished":
-                told[line.event["ordinal"], line.event["sample"]] = line.time_s
-            case "GroupScored":
-                scored[line.event["ordinal"]] = line.time_s
-        for command in line.commands:
-            match command["type"]:
-                case "StartGroup":
-                    admitted[command["ordinal"]] = line.time_s, command["replica"]
-                case "TrainStep":
-                    commanded[command["step"]] = line.time_s
+        if isinstance(line.event, CompletionFinished):
+            told[line.event.ordinal, line.event.sample] = line.time_s
+        for group in (move.group for move in loop.take(line) if move.fate is None):
+            match group.phase:
+                case "ready":
+                    scored[group.ordinal] = line.time_s
+                case "sampling" if not group.finished:
+                    admitted[group.ordinal] = line.time_s, group.replica
+                case "training":
+                    commanded[group.step] = line.time_s
     together: dict[tuple[int, float], list[RolloutLine]] = defaultdict(list)  # that finished with one decode step
     groups: dict[int, list[RolloutLine]] = defaultdict(list)
     for rollout in run.rollouts:

@@ -17,7 +17,7 @@ from statistics import NormalDist
 import numpy as np
 
 from slipstream.core.errors import ConfigError
-from slipstream.observe.recorder import read_rollouts
+from slipstream.core.run_log import read_rollouts
 
 P99_DEVIATIONS = 2.3263478740408408  # the deviation of the normal distribution that one in a hundred exceeds
 MOST_TAIL = 14.0

@@ -18,9 +18,9 @@ import numpy as np
 from slipstream.core.config import GROUP_RELATIVE, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.run_log import Decision, RolloutLine, num_missing, read_decisions, read_metrics, read_rollouts
+from slipstream.core.types import CompletionFinished
 from slipstream.observe.accounting import RunAccounting, read_accounting
-from slipstream.observe.metrics import read_metrics
-from slipstream.observe.recorder import EventLine, RolloutLine, num_missing, read_events, read_rollouts
 from slipstream.observe.timeline import Record, process_files, read_timeline
 from slipstream.plan.simulated_run import GroupWork
 
@@ -51,7 +51,7 @@ class Run:
     config: RunConfig
     metrics: list[dict[str, Any]]  # of its steps
     rollouts: list[RolloutLine]
-    events: list[EventLine]
+    events: list[Decision]
     timelines: dict[str, list[Record]]
     accounting: RunAccounting
 
@@ -97,7 +97,7 @@ def read_run(path: Path) -> Run:
         config=config,
         metrics=[line for line in read_metrics(path / "metrics.jsonl") if "tokens_trained" in line],
         rollouts=list(read_rollouts(path / "rollouts.jsonl")),
-        events=list(read_events(path / "events.jsonl")),
+        events=list(read_decisions(path / "events.jsonl")),
         timelines={file.stem: list(read_timeline(file)) for file in process_files(path)},
         accounting=accounting,
     )
@@ -126,8 +126,8 @@ def measured(run: Run) -> Outcome:
         for name, value in line.items():
             if name.startswith("staleness_tokens/"):
                 lags[int(name.rpartition("_")[2])] += int(value)
-    finished = [line for line in run.events if line.event["type"] == "CompletionFinished" and line.time_s <= end_s]
-    generated = sum(line.event["num_tokens"] for line in finished if line.time_s >= start_s)
+    within = [line.event for line in run.events if start_s <= line.time_s <= end_s]
+    generated = sum(event.num_tokens for event in within if isinstance(event, CompletionFinished))
     return Outcome(
         steps=run.num_steps,
         step_s=wall_s / run.num_steps,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-from slipstream.controller.machine import ScheduleConfig
 from slipstream.controller.policies import make_policy
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Workload
 from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Setup, Simulated

@@ -33,8 +33,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from slipstream.controller.machine import Command, Event, SchedulingPolicy
+from slipstream.controller.machine import SchedulingPolicy
 from slipstream.core.errors import ScheduleError
+from slipstream.core.run_log import Command, Event
 from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGroup, StepDone, Swapped, TrainStep
 from slipstream.observe.recorder import EventRecorder
 from slipstream.plan.event_loop import Cores, Device, OwnDevice

@@ -15,11 +15,11 @@ import msgspec
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.types import Prompt
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.win_rate import Comparison, judge_win_rate
 from slipstream.models.build import build_policy
-from slipstream.observe.jsonl import JsonlWriter
 from slipstream.prompts import build_prompts
 from slipstream.stages.completions import (
     PREFERENCE_STREAM,

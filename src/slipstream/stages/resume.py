@@ -33,30 +33,18 @@ import msgspec
 from slipstream.controller.controller import Cut, read_cut
 from slipstream.controller.ledger import cut_back
 from slipstream.core.disk import disk_errors, sync, sync_files
+from slipstream.core.jsonl import cut_jsonl
+from slipstream.core.run_log import DecisionHead, MetricsHead, RolloutFate
 from slipstream.core.saved import saved_partials
 from slipstream.core.types import Partial
-from slipstream.observe.jsonl import cut_jsonl
 from slipstream.trainer.checkpoint import Found, settle
 
 FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "tokens.jsonl", "alarms.jsonl", "ledger.jsonl")
 """Of RL. The ledger comes last: without one a run begins anew, beside whatever else is there."""
 
 
-class _Metrics(msgspec.Struct, frozen=True):
-    version: int
-
-
-class _Event(msgspec.Struct, frozen=True):
-    seq: int
-
-
 class _OfStep(msgspec.Struct, frozen=True):
     step: int
-
-
-class _Rollout(msgspec.Struct, frozen=True):
-    ordinal: int
-    step: int | None
 
 
 @dataclass(frozen=True)
@@ -124,21 +112,21 @@ def _cut_back(run_dir: Path, cut: Cut | None) -> list[str]:
     versions: set[int] = set()
     lines: Counter[int] = Counter()  # of trained groups, by ordinal
 
-    def is_trained(line: _Rollout) -> bool:
+    def is_trained(line: RolloutFate) -> bool:
         if line.step is None:
             return line.ordinal in dropped
         lines[line.ordinal] += line.step < steps_done
         return line.step < steps_done
 
-    def is_measured(line: _Metrics) -> bool:
+    def is_measured(line: MetricsHead) -> bool:
         versions.add(line.version)
         return line.version <= steps_done
 
-    cut_jsonl(run_dir / "metrics.jsonl", _Metrics, is_measured)
+    cut_jsonl(run_dir / "metrics.jsonl", MetricsHead, is_measured)
     for name in ("alarms.jsonl", "tokens.jsonl"):
         cut_jsonl(run_dir / name, _OfStep, lambda line: line.step < steps_done)
-    recorded = cut_jsonl(run_dir / "events.jsonl", _Event, lambda line: line.seq < num_events)
-    cut_jsonl(run_dir / "rollouts.jsonl", _Rollout, is_trained)
+    recorded = cut_jsonl(run_dir / "events.jsonl", DecisionHead, lambda line: line.seq < num_events)
+    cut_jsonl(run_dir / "rollouts.jsonl", RolloutFate, is_trained)
     states = cut_back(run_dir / "ledger.jsonl", cut.schedule)
     size = max(lines.values(), default=0)  # all groups have one
     trained = [ordinal for ordinal, state in states.items() if state == "trained"]

@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.recipes import stage_dir
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import Sample, score
-from slipstream.observe.jsonl import JsonlWriter, read_jsonl
 from slipstream.prompts import build_prompts, prompts_that_fit
 from slipstream.prompts.dataset import read_records
 from slipstream.prompts.rows import Row

@@ -20,7 +20,6 @@ from slipstream.controller.build import build_work, check_room, default_pipeline
 from slipstream.controller.cluster import Cluster
 from slipstream.controller.controller import Controller, Work, read_cut
 from slipstream.controller.ledger import check_fits
-from slipstream.controller.machine import Snapshot
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.policies import schedule_for
 from slipstream.controller.restarts import Restarts
@@ -34,13 +33,14 @@ from slipstream.core.files import open_regular
 from slipstream.core.hub import with_folders
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
+from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import last_step
 from slipstream.core.types import Partial
 from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
-from slipstream.observe.metrics import flatten, read_metrics
+from slipstream.observe.metrics import flatten
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig, WarmStartConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
-from slipstream.observe.jsonl import JsonlWriter
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.run_log import RolloutLine
 from slipstream.core.types import Group
 from slipstream.models.tokenizer import TokenTexts
-from slipstream.observe.recorder import RolloutLine, RolloutRecorder, rollout_line
+from slipstream.observe.recorder import RolloutRecorder, rollout_line
 from slipstream.observe.tokens import TOKENS_FILE, TokenLine, TokenRecorder, token_line
 from slipstream.trainer.token_sample import TokenSample
 

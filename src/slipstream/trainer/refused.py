@@ -13,10 +13,10 @@ from torch import Tensor
 from slipstream.algorithms.losses import LossInputs
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import NonFiniteError
+from slipstream.core.jsonl import finite
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Group, Rollout, RolloutHead
-from slipstream.observe.jsonl import finite
 from slipstream.trainer.measure import Key
 from slipstream.trainer.optim import MAX_NAMED, named
 

@@ -17,16 +17,15 @@ import msgspec
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
 from slipstream.core.held_out import Measured
+from slipstream.core.jsonl import sample_jsonl
 from slipstream.core.recipes import read_toml
 from slipstream.core.run_lock import is_held
+from slipstream.core.run_log import Metrics, Outcome, RolloutLine, read_metrics
 from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.attempts import read_attempts
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.health import ALARMS_FILE, AlarmSpan, read_alarms, spans
-from slipstream.observe.jsonl import sample_jsonl
-from slipstream.observe.metrics import Metrics, read_metrics
 from slipstream.observe.noise import Estimate, share
-from slipstream.observe.recorder import Outcome, RolloutLine
 from slipstream.observe.report.times import Times, earlier_s, read_times
 from slipstream.observe.samples import Sample, read_samples
 from slipstream.observe.states import side_of

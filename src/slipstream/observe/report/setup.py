@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import defaults
+from slipstream.core.run_log import num_missing
 from slipstream.observe.hardware import Hardware
-from slipstream.observe.recorder import num_missing
 from slipstream.observe.report.html import card, facts, field, folded, part, table, text
 from slipstream.observe.report.run import Run
 

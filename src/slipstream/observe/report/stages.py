@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.recipes import stage_dir
-from slipstream.observe.metrics import read_metrics
+from slipstream.core.run_log import read_metrics
 from slipstream.observe.report.html import card, cards, part
 from slipstream.observe.report.learning import BLUE, GREEN, numbers
 from slipstream.observe.report.run import is_number, read_json

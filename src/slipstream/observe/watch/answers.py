@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
+from slipstream.core.run_log import PHASES, GroupState, LoopState, Move, RolloutLine
 from slipstream.observe.catalogue import described
-from slipstream.observe.recorder import RolloutLine
 from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_missed, kind, side_of
 from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
 from slipstream.observe.watch.events import Passage, Stretch
 from slipstream.observe.watch.index import RunIndex
-from slipstream.observe.watch.loop import PHASES, Group, Loop, Move
 from slipstream.observe.watch.rollouts import GroupRow
 from slipstream.observe.watch.timelines import bars
 from slipstream.observe.watch.verdict import Verdict
@@ -61,7 +60,7 @@ def run_answer(index: RunIndex, verdict: Verdict, _query: Mapping[str, str]) -> 
         "name": index.run_dir.resolve().name,
         "folder": str(index.run_dir.resolve()),
         "facts": {name: _typeset(text) for name, text in index.facts.items()},
-        "dials": None if loop.dials is None else msgspec.to_builtins(loop.dials),
+        "dials": None if loop.config is None else msgspec.to_builtins(loop.config),
         "policy": loop.policy,
         "stretches": [[round(one.start_s, 3), round(one.end_s, 3)] for one in index.events.stretches],
         "begin_s": round(_begin_s(index), 3),
@@ -143,7 +142,7 @@ def _thinned(passage: Passage) -> tuple[list[Move], int]:
     return moves, every
 
 
-def _loop(loop: Loop, every: int) -> dict[str, Any]:
+def _loop(loop: LoopState, every: int) -> dict[str, Any]:
     return {
         "groups": [_group(one) for one in loop.groups.values() if one.ordinal % every == 0],
         "counts": list(loop.counts.values()),
@@ -154,7 +153,7 @@ def _loop(loop: Loop, every: int) -> dict[str, Any]:
     }
 
 
-def _group(group: Group) -> list[Any]:
+def _group(group: GroupState) -> list[Any]:
     reward = None if group.reward is None else round(group.reward, 4)
     return [
         group.ordinal,

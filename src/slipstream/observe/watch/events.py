@@ -9,9 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.core.run_log import PHASES, Decision, LoopState, Move, ScheduleBegan, decode_decision
+from slipstream.core.types import StepDone, TrainStep
 from slipstream.observe.watch.buckets import Buckets
 from slipstream.observe.watch.lines import LineIndex
-from slipstream.observe.watch.loop import PHASES, Began, Decision, Done, Loop, Move, Train, decode_decision
 from slipstream.observe.watch.tail import lines_from
 
 FIRST_SPACING = 512  # lines between two marks, as long as there are few
@@ -60,7 +61,7 @@ class Passage:
 
     start_s: float
     end_s: float
-    loop: Loop
+    loop: LoopState
     moves: list[Move]
     swaps: list[Swap]
     steps: list[tuple[float, int]]  # when the trainer came to which version
@@ -79,7 +80,7 @@ class EventIndex(LineIndex):
         self.reset()
 
     def reset(self) -> None:
-        self.loop = Loop()
+        self.loop = LoopState()
         self.stretches: list[Stretch] = []
         self.step_starts, self.step_ends = array("d"), array("d")
         self.first_s: float | None = None  # when the first group was admitted, or trained
@@ -97,8 +98,9 @@ class EventIndex(LineIndex):
         return self.stretches[-1].end_s if self.stretches else 0.0
 
     def take(self, line: bytes, offset: int) -> None:
-        decision = decode_decision(line)
-        if decision is None:
+        try:
+            decision = decode_decision(line)
+        except (ValueError, RecursionError):
             self.num_damaged += 1
             return
         if self._num_lines % self._spacing == 0:
@@ -110,7 +112,7 @@ class EventIndex(LineIndex):
         self._count_steps(decision, time_s)
 
     def _time_of(self, decision: Decision) -> float:
-        if isinstance(decision.event, Began) or not self.stretches:
+        if isinstance(decision.event, ScheduleBegan) or not self.stretches:
             self.stretches.append(Stretch(decision.time_s, self.end_s, self.end_s))
         stretch = self.stretches[-1]
         stretch.end_s = max(stretch.end_s, stretch.run_s(decision.time_s))
@@ -131,9 +133,9 @@ class EventIndex(LineIndex):
         if decision.commands and self.first_s is None:
             self.first_s = time_s
         for command in decision.commands:
-            if isinstance(command, Train):
+            if isinstance(command, TrainStep):
                 _put_at(self.step_starts, command.step, time_s)
-        if isinstance(decision.event, Done):
+        if isinstance(decision.event, StepDone):
             _put_at(self.step_ends, decision.event.step, time_s)
 
     def _mark(self, offset: int) -> None:
@@ -147,7 +149,7 @@ class EventIndex(LineIndex):
 
         All events until `end_s` are to be known.
         """
-        base = Loop()
+        base = LoopState()
         found = Passage(start_s, end_s, base, [], [], [])
         if not self._marks:
             return found
@@ -156,10 +158,11 @@ class EventIndex(LineIndex):
         stretch, last_s = mark.stretch, mark.time_s
         budget = min(self.tail.offset - mark.offset, MAX_REPLAYED_BYTES)
         for line in lines_from(self.path, mark.offset, max_bytes=budget):
-            decision = decode_decision(line)
-            if decision is None:
+            try:
+                decision = decode_decision(line)
+            except (ValueError, RecursionError):
                 continue
-            stretch += isinstance(decision.event, Began)
+            stretch += isinstance(decision.event, ScheduleBegan)
             time_s = max(last_s, self.stretches[stretch - 1].run_s(decision.time_s))
             if time_s > found.end_s:
                 break
@@ -172,7 +175,7 @@ class EventIndex(LineIndex):
                 found.moves += moves
                 changed = {**dict.fromkeys(held, -1), **loop.versions}
                 found.swaps += [Swap(time_s, r, version) for r, version in changed.items() if held.get(r) != version]
-                if isinstance(decision.event, Done):
+                if isinstance(decision.event, StepDone):
                     found.steps.append((time_s, decision.event.version))
         else:
             if budget == MAX_REPLAYED_BYTES:
@@ -185,8 +188,8 @@ class EventIndex(LineIndex):
         return bisect.bisect_right(self.step_starts, time_s) - 1
 
 
-def _decoded(loop: bytes) -> Loop:
-    return msgspec.msgpack.decode(loop, type=Loop)
+def _decoded(loop: bytes) -> LoopState:
+    return msgspec.msgpack.decode(loop, type=LoopState)
 
 
 def _put_at(column: array[float], index: int, value: float) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import bisect
 from array import array
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from slipstream.observe.recorder import RolloutLine
+from slipstream.core.run_log import Outcome, RolloutLine
 from slipstream.observe.tokens import TokenLine
 from slipstream.observe.watch.lines import LineIndex
 
 MAX_GROUP_BYTES = 8_000_000
 MAX_AHEAD = 1_000_000  # how far ordinals may be ahead of how many groups there are, before a line is taken for damaged
-Outcome = Literal["trained", "skipped", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("trained", "skipped", "failed")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.core.errors import SlipstreamError
-from slipstream.observe.jsonl import sample_jsonl
+from slipstream.core.jsonl import sample_jsonl
 
 
 def write(path: Path, count: int) -> Path:

@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 from made_up_loop import RAW_START_S, Loop
 
-from slipstream.controller.machine import ScheduleBegan, ScheduleConfig
 from slipstream.controller.schedule import Schedule
 from slipstream.core.clock import VirtualClock
+from slipstream.core.run_log import (
+    PHASES,
+    Decision,
+    GroupState,
+    LoopState,
+    ScheduleBegan,
+    ScheduleConfig,
+    Snapshot,
+    decode_decision,
+    loop_at,
+)
 from slipstream.core.types import (
     CompletionFinished,
     GroupScored,
@@ -27,8 +37,6 @@ from slipstream.core.types import (
     TrainStep,
 )
 from slipstream.observe.recorder import EventRecorder
-from slipstream.observe.watch import loop as watched
-from slipstream.observe.watch.loop import Decision, decode_decision, loop_at
 
 
 @pytest.fixture
@@ -38,9 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decisions(path: Path) -> list[Decision]:
-    found = [decode_decision(line) for line in path.read_bytes().splitlines()]
-    assert None not in found, "every line that a run writes can be read"
-    return [decision for decision in found if decision is not None]
+    return [decode_decision(line) for line in path.read_bytes().splitlines()]
 
 
 class Driver:
@@ -164,8 +170,8 @@ def expected(schedule: Schedule) -> dict[str, set[Any]]:
     }
 
 
-def shown(loop: watched.Loop) -> dict[str, set[Any]]:
-    of: dict[str, list[watched.Group]] = {phase: [] for phase in watched.PHASES}
+def shown(loop: LoopState) -> dict[str, set[Any]]:
+    of: dict[str, list[GroupState]] = {phase: [] for phase in PHASES}
     for group in loop.groups.values():
         of[group.phase].append(group)
     return {
@@ -185,7 +191,7 @@ def test_the_fold_has_the_schedules_state_after_every_event(tmp_path: Path, seed
 
 
 def compare(driver: Driver, path: Path, *, resumes: bool) -> None:
-    loop, num_folded, num_compared = watched.Loop(), 0, 0
+    loop, num_folded, num_compared = LoopState(), 0, 0
     while not driver.schedule.is_finished:
         if resumes and num_compared in (40, 90):
             driver.resume()
@@ -200,6 +206,9 @@ def compare(driver: Driver, path: Path, *, resumes: bool) -> None:
         assert loop.counts == {phase: len(groups) for phase, groups in expected(schedule).items()}
         assert loop.version == schedule.steps_done
         assert loop.versions == schedule.versions
+        in_flight = [(group.replica, group.unfinished) for group in schedule.in_flight.values()]
+        for held_by in loop.versions:
+            assert loop.unfinished.get(held_by, 0) == sum(count for replica, count in in_flight if replica == held_by)
         assert loop.next_ordinal == schedule.next_ordinal
         fates = loop.fates
         assert fates.get("trained", 0) == schedule.steps_done * driver.CONFIG.groups_per_step
@@ -214,7 +223,7 @@ def compare(driver: Driver, path: Path, *, resumes: bool) -> None:
 
 def by_the_rollouts(groups: dict[int, list[dict[str, Any]]], steps: dict[int, tuple[float, float]], at_s: float) -> Any:
     """Phases at `at_s` from what each rollout says of its times, and from when the trainer was in which step."""
-    found: dict[str, set[Any]] = {phase: set() for phase in watched.PHASES}
+    found: dict[str, set[Any]] = {phase: set() for phase in PHASES}
     for ordinal, rollouts in groups.items():
         step = rollouts[0]["step"]
         begin, end = steps.get(step, (float("inf"), float("inf")))
@@ -272,38 +281,67 @@ def test_what_a_lost_replica_had_is_sampled_again(folder: Path) -> None:
     assert loop_at(lines, float("inf")).version == made.steps
 
 
-def test_events_of_other_versions_are_passed_over() -> None:
-    assert decode_decision(b'{"seq":0,"time_s":1,"event":{"type":"Teleported"},"commands":[]}') is None
-    assert decode_decision(b"\x00\x00\x00") is None
-    assert decode_decision(b"[" * 100_000) is None
-    assert decode_decision(b'{"time_s":1,"event":{"type":"Stop","why":"more is fine"},"commands":[]}') is not None
+@pytest.mark.parametrize(
+    "line",
+    [b'{"seq":0,"time_s":1,"event":{"type":"Teleported"},"commands":[]}', b"\x00\x00\x00", b"[" * 100_000, b"[]"],
+    ids=["unknown", "zeros", "deep", "list"],
+)
+def test_a_line_that_is_no_decision_is_refused(line: bytes) -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        decode_decision(line)
+
+
+def test_fields_of_later_versions_are_passed_over() -> None:
+    decision = decode_decision(b'{"seq":0,"time_s":1,"event":{"type":"Stop","why":"more is fine"},"commands":[]}')
+    assert decision == Decision(0, 1.0, Stop(), [])
+
+
+def began(snapshot: Snapshot | None = None) -> ScheduleBegan:
+    config = ScheduleConfig(
+        groups_per_step=1, completions_per_group=2, max_staleness=0, reorder_window=1, steps=5, capacity=4
+    )
+    return ScheduleBegan(policy="oldest_first", config=config, snapshot=snapshot)
+
+
+def started(*ordinals: int, replica: int = 0) -> Decision:
+    return Decision(0, 0.0, began(), [StartGroup(ordinal=ordinal, replica=replica) for ordinal in ordinals])
+
+
+def scored(ordinal: int, version: int, reward: float) -> GroupScored:
+    return GroupScored(
+        ordinal=ordinal, has_signal=True, mean_reward=reward, num_failed=0, min_version=version, max_version=version
+    )
+
+
+def finished(ordinal: int, replica: int) -> CompletionFinished:
+    return CompletionFinished(ordinal=ordinal, sample=0, replica=replica, num_tokens=3, min_version=0, max_version=0)
 
 
 def test_a_score_that_overtakes_the_last_completion() -> None:
-    loop = watched.Loop()
-    began = watched.Began(watched.Dials(1, 2, 0, 5))
-    start = Decision(0.0, began, [watched.Start(0, 0)])
-    loop.take(start, 0.0)
-    loop.take(Decision(1.0, watched.Scored(0, 3, 0.25)), 1.0)
-    assert loop.groups[0] == watched.Group(0, "ready", 1.0, 0, 2, 3, -1, 0.25)
-    assert loop.take(Decision(2.0, watched.Finished(0, 0)), 2.0) == []
+    loop = LoopState()
+    loop.take(started(0))
+    assert loop.unfinished == {0: 2}
+    loop.take(Decision(1, 1.0, scored(0, 3, 0.25), []))
+    assert loop.groups[0] == GroupState(0, "ready", 1.0, 0, 2, 3, -1, 0.25)
+    assert loop.unfinished == {0: 0}
+    assert loop.take(Decision(2, 2.0, finished(0, 0), [])) == []
 
 
 def test_a_group_that_waits_to_be_sampled_again_may_be_scored_before_it_is() -> None:
-    loop = watched.Loop()
-    loop.take(Decision(0.0, watched.Began(watched.Dials(1, 2, 0, 5)), [watched.Start(7, 1)]), 0.0)
-    loop.take(Decision(1.0, watched.Lost(1)), 1.0)
+    loop = LoopState()
+    loop.take(started(7, replica=1))
+    loop.take(Decision(1, 1.0, ReplicaLost(replica=1), []))
     assert loop.groups[7].phase == "waiting"
-    loop.take(Decision(2.0, watched.Scored(7, 0, 1.0)), 2.0)
+    assert loop.unfinished == {1: 0}
+    loop.take(Decision(2, 2.0, scored(7, 0, 1.0), []))
     assert loop.groups[7].phase == "ready"
 
 
 def test_a_resume_takes_away_what_its_snapshot_does_not_know() -> None:
-    loop = watched.Loop()
-    dials = watched.Dials(1, 2, 0, 5)
-    loop.take(Decision(0.0, watched.Began(dials), [watched.Start(0, 0), watched.Start(1, 0)]), 0.0)
-    snapshot = watched._Snapshot(next_ordinal=5, steps_done=4, readmit=[1, 3])
-    moves = loop.take(Decision(1.0, watched.Began(dials, snapshot=snapshot)), 1.0)
+    loop = LoopState()
+    loop.take(started(0, 1))
+    snapshot = Snapshot(next_ordinal=5, steps_done=4, dropped=[], dropped_in_a_row=0, num_failed=0, readmit=[1, 3])
+    moves = loop.take(Decision(1, 1.0, began(snapshot), []))
     assert {o: group.phase for o, group in loop.groups.items()} == {1: "waiting", 3: "waiting"}
     assert (loop.version, loop.next_ordinal, loop.counts["sampling"], loop.counts["waiting"]) == (4, 5, 0, 2)
     assert [(move.group.ordinal, move.fate) for move in moves] == [(0, "cut"), (1, None), (3, None)]

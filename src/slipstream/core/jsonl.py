@@ -97,22 +97,25 @@ def cut_torn_tail(path: Path) -> int:
     return size - keep
 
 
-def read_jsonl(path: Path, type: type[T]) -> Iterator[T]:
-    """The whole lines of `path` decoded as `type`, in order; nothing for a missing file.
+Decode = Callable[[bytes], T]
+
+
+def read_jsonl(path: Path, type: type[T], decode: Decode[T] | None = None) -> Iterator[T]:
+    """Yield the whole lines of `path` as `type`, in order; nothing for a missing file. `decode`: else as plain JSON.
 
     A torn last line (no newline) is left out. An undecodable line before it raises SlipstreamError: that is not a
     killed writer but a damaged file.
     """
     if not path.exists():
         return
-    decoder = msgspec.json.Decoder(type)
+    decode = msgspec.json.Decoder(type).decode if decode is None else decode
     with _opened(path) as file:
         number = 1
         try:
             for line in read_lines(file):
                 if not line.endswith(b"\n"):
                     return
-                yield decoder.decode(line)
+                yield decode(line)
                 number += 1
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
             raise SlipstreamError(
@@ -166,20 +169,20 @@ def cut_jsonl(path: Path, type: type[T], keep: Callable[[T], bool]) -> int:
     return num_kept
 
 
-def intact_lines(path: Path, type: type[T]) -> Iterator[tuple[bytes, T]]:
-    """The lines of `path` with their records, up to the first torn or undecodable one; none for a missing file.
+def intact_lines(path: Path, type: type[T], decode: Decode[T] | None = None) -> Iterator[tuple[bytes, T]]:
+    """Yield the lines of `path` with their records, up to the first torn or undecodable one; none for a missing file.
 
     After a power failure what was never synced may be anything, zeros for example.
     """
     if not path.exists():
         return
-    decoder = msgspec.json.Decoder(type)
+    decode = msgspec.json.Decoder(type).decode if decode is None else decode
     with _opened(path) as file:
         lines = read_lines(file)
         while True:
             try:
                 line = next(lines, b"")
-                record = decoder.decode(line)
+                record = decode(line)
             except (ValueError, RecursionError):
                 return
             if not line.endswith(b"\n"):

@@ -1,0 +1,32 @@
+"""Lines of a run's files from the fields that a test is about; the others are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CONFIG = {
+    "groups_per_step": 1,
+    "completions_per_group": 2,
+    "max_staleness": 1,
+    "reorder_window": 1,
+    "steps": 9,
+    "capacity": 8,
+}
+SNAPSHOT = {"next_ordinal": 0, "steps_done": 0, "dropped": [], "dropped_in_a_row": 0, "num_failed": 0, "readmit": []}
+EVENTS: dict[str, dict[str, Any]] = {
+    "ScheduleBegan": {"policy": "oldest_first", "config": CONFIG, "snapshot": None},
+    "Swapped": {"replica": 0, "version": 0, "transfer_s": 0.0, "pause_s": 0.0, "probe_error": 0.0},
+    "CompletionFinished": {"sample": 0, "replica": 0, "num_tokens": 1, "min_version": 0, "max_version": 0},
+    "GroupScored": {"has_signal": True, "mean_reward": 0.5, "num_failed": 0, "min_version": 0, "max_version": 0},
+    "StepDone": {"metrics": {}},
+}
+
+
+def event(kind: str, **fields: Any) -> dict[str, Any]:
+    """An event of the schedule, as JSON."""
+    return {"type": kind, **EVENTS.get(kind, {}), **fields}
+
+
+def began(**snapshot: Any) -> dict[str, Any]:
+    """The first event of an attempt, which goes on from `snapshot` where there is any."""
+    return event("ScheduleBegan", snapshot={**SNAPSHOT, **snapshot} if snapshot else None)
