@@ -55,7 +55,7 @@ Told = tuple[float, float]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds from the files of runs: `decode` per step and row, `train` per microbatch and token, `seconds` of the rest.
+    """Seconds from the files of runs: `decode` by step and row, `train` by microbatch and token, `seconds` of the rest.
 
     `background`: what staging gets of a core where others want all of them.
     """

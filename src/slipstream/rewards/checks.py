@@ -9,10 +9,10 @@ import msgspec
 
 from slipstream.core.config import RewardsConfig, TaskConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import FROM_PYTHON, names_of
+from slipstream.core.sections import names_of
 from slipstream.core.types import Prompt
 from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
-from slipstream.rewards.given import check_given
+from slipstream.rewards.given import check_given, is_from_python
 from slipstream.rewards.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Setup, Task, Term
@@ -55,7 +55,7 @@ def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
             allowed=", ".join(f"'{name}'" for name in BUILTINS if name != "task") + ", or your own function",
         )
     return Setup(
-        terms=[term for term in terms if not term.function.startswith(FROM_PYTHON)],
+        terms=[term for term in terms if not is_from_python(term)],
         tasks={key: Task(name=task.name, params=task.params) for key, task in tasks.items()},
         memory_bytes=config.memory_mb << 20,
         timeout_s=config.timeout_s,

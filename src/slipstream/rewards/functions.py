@@ -339,7 +339,7 @@ def build_scoring(
         scores = partial(call_function, import_function(term))
     else:
         scores = partial(_each, build_scorer(term, tasks, programs=programs, timeout_s=timeout_s))
-    return Scoring(term.name or term.function, term.per, scores)
+    return Scoring(term.label, term.per, scores)
 
 
 def _each(scorer: Scorer, jobs: Sequence[Job]) -> list[float | None]:
@@ -347,9 +347,9 @@ def _each(scorer: Scorer, jobs: Sequence[Job]) -> list[float | None]:
 
 
 def make_term(function: str, params: Mapping[str, Any], per: Per = "completion") -> Term:
-    """A checked term, with the text of its file where it names one. ConfigError on anything malformed.
+    """Return a checked term, with the text of its file where it names one. ConfigError on anything malformed.
 
-    One that was handed over from Python stays as it is: who runs it has the function.
+    A function that was given from Python is not checked: the process that runs it has it.
     """
     term = Term(function, dict(params), per=per)
     if function.startswith(FROM_PYTHON):

@@ -208,6 +208,16 @@ def keep_capabilities() -> None:
             _call("prctl", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, capability, 0, 0)
 
 
+def wake_at_childrens_ends() -> int:
+    """Return a descriptor that becomes readable whenever a child of this process ends."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    return reading
+
+
 def be_killed_first() -> None:
     """Let the system end this process and its children first, not the trainer, when memory runs out."""
     adjustment = Path("/proc/self/oom_score_adj")

@@ -160,8 +160,7 @@ class ScoringPool:
             if isinstance(message, TriedNetwork) and (slot.jobs or not slot.is_ready):
                 slot.has_tried_network = True
             elif isinstance(message, Began) and slot.jobs and 0 <= message.term < len(self._setup.terms):
-                term = self._setup.terms[message.term]
-                slot.term = term.name or term.function
+                slot.term = self._setup.terms[message.term].label
             elif isinstance(message, SetupFailed) and not slot.is_ready:
                 raise ConfigError(
                     f"the reward functions cannot be set up: {message.error}",
@@ -215,7 +214,7 @@ class ScoringPool:
         """The term that scores `job`, where there is just one."""
         per = "group" if isinstance(job, GroupJob) else "completion"
         terms = [term for term in self._setup.terms if term.per == per]
-        return (terms[0].name or terms[0].function) if len(terms) == 1 else None
+        return terms[0].label if len(terms) == 1 else None
 
     def _free(self) -> list[_Slot]:
         """Idle workers, not counting the spare."""

@@ -29,6 +29,10 @@ class Term(msgspec.Struct, frozen=True):
     per: Per = "completion"
     name: str = ""
 
+    @property
+    def label(self) -> str:
+        return self.name or self.function
+
 
 class Task(msgspec.Struct, frozen=True):
     """The reasoning-gym dataset behind a task key."""

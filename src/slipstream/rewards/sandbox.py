@@ -59,9 +59,16 @@ class Worker:
             runs_programs=any(term.function == "code" for term in setup.terms),
             allow_network=setup.allow_network,
         )
+        told = msgspec.json.encode(layout).decode()
         with theirs:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.rewards.worker", str(theirs.fileno()), _json(layout)],
+                [
+                    sys.executable,
+                    "-m",
+                    "slipstream.rewards.worker",
+                    str(theirs.fileno()),
+                    msgspec.json.encode(layout).decode(),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -145,7 +152,3 @@ class Worker:
         except subprocess.TimeoutExpired:
             return ""
         return f" (signal {code - 128})" if code > 128 else f" (exit code {code})"
-
-
-def _json(layout: Layout) -> str:
-    return msgspec.json.encode(layout).decode()

@@ -13,10 +13,10 @@ from slipstream.core.types import Completion
 from slipstream.rewards.assembly import Call, Where
 from slipstream.rewards.calls import Scoring, call_function
 from slipstream.rewards.checks import check_isolation, setup_of, terms_of
-from slipstream.rewards.given import Functions, check_given
+from slipstream.rewards.given import Functions, check_given, is_from_python
 from slipstream.rewards.inline import CallableScorer
 from slipstream.rewards.pool import Scored, ScoringPool
-from slipstream.rewards.protocol import AnyJob, GroupJob, Job, Term
+from slipstream.rewards.protocol import AnyJob, GroupJob, Job
 
 
 class Scorers:
@@ -40,9 +40,9 @@ class Scorers:
         check_given(config, functions)
         terms = terms_of(config)
         self.names = [term.name for term in terms]
-        self.where: list[Where] = [(_is_own(term), term.per) for term in terms]
+        self.where: list[Where] = [(is_from_python(term), term.per) for term in terms]
         self._scorers: dict[bool, CallableScorer | ScoringPool] = {}
-        if own := [term for term in terms if _is_own(term)]:
+        if own := [term for term in terms if is_from_python(term)]:
             scorings = [
                 Scoring(term.name, term.per, partial(call_function, functions[term.function.removeprefix(FROM_PYTHON)]))
                 for term in own
@@ -106,7 +106,3 @@ class Scorers:
             answer=prompt.answer,
             columns=prompt.columns,
         )
-
-
-def _is_own(term: Term) -> bool:
-    return term.function.startswith(FROM_PYTHON)

@@ -64,10 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     layout = msgspec.json.decode(arguments[1], type=Layout)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     isolation.be_killed_first()
-    wakeup_read, wakeup_write = os.pipe()
-    os.set_blocking(wakeup_write, False)
-    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    wakeup = isolation.wake_at_childrens_ends()
     namespaces = isolation.enter_namespaces(allow_network=layout.allow_network)
     child = os.fork()
     if child == 0:
@@ -76,10 +73,10 @@ def main(arguments: Sequence[str]) -> int:
     os.close(connection)  # so that the pool sees the scorer's end at once
     code = 0
     while True:
-        readable, _, _ = select.select([0, wakeup_read], [], [])
+        readable, _, _ = select.select([0, wakeup], [], [])
         if 0 in readable:
             break
-        os.read(wakeup_read, 4096)
+        os.read(wakeup, 4096)
         pid, status = os.waitpid(-1, os.WNOHANG)
         while pid > 0 and pid != child:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -191,7 +188,7 @@ def serve(connection: socket.socket, held: Iterable[str], programs: Programs | N
             connection.sendall(frame(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
             return
         except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
-            connection.sendall(frame(SetupFailed(error=f"{term.name or term.function}: {describe(error)}")))
+            connection.sendall(frame(SetupFailed(error=f"{term.label}: {describe(error)}")))
             return
     isolation.limit_resources(setup.memory_bytes, is_own_user="user" in held)
     around_programs = programs.probe() if programs is not None else None
