@@ -7,6 +7,7 @@ core < algorithms, models, observe < nodes and edges < evals < controller < plan
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,15 @@ def test_every_folder_has_a_layer() -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_imports_point_downwards(source: Source) -> None:
     assert not layer_violations(source), "\n" + "\n".join(layer_violations(source))
+
+
+@pytest.mark.parametrize("folder", ["plan", "prompts", "rewards", "stages"])
+def test_no_file_imports_itself_by_way_of_others(folder: str) -> None:
+    """Imports within functions and for types alone count, too."""
+    names = {f"slipstream.{source.name.removesuffix('.py').replace('/', '.')}": source for source in SOURCES}
+    own = {name: source for name, source in names.items() if source.unit == folder}
+    graph = {name: {module for module, _ in imports(source)} & own.keys() - {name} for name, source in own.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError, with the circle
 
 
 def test_nothing_is_pickled() -> None:

@@ -24,7 +24,8 @@ def prompts(*, chat: bool = False, answers: tuple[str | None, ...] = ("0", "1"))
     return [
         Prompt(
             prompt_id=str(i), text=f"{i}?", tokens=np.arange(5, dtype=np.int32), task="dataset", answer=answers[i],
-            messages=[{"role": "user", "content": f"{i}?"}] if chat else None, columns={"level": 3},
+            messages=[{"role": "user", "content": f"{i}?"}] if chat else None,
+            columns={"level": 3, "answer": answers[i]},  # as `prompts/dataset.py` makes them
         )
         for i in range(len(answers))
     ]  # fmt: skip

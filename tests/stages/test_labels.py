@@ -13,7 +13,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Prompt
 from slipstream.observe.evaluation import evaluation_rows
-from slipstream.prompts.posts import Posts
+from slipstream.prompts.tasks import Posts
 from slipstream.rewards.functions import build_scorer, make_term
 from slipstream.rewards.protocol import Job
 from slipstream.stages.preferences import Candidate, Scored, labelled

@@ -1,12 +1,12 @@
 """A run in virtual time: the real schedule among generators, rewards and a trainer that only take time.
 
     consumes      the schedule's commands
-    produces      its events; what happened when (`Simulated`); if asked, an `events.jsonl` that replays
+    produces      its events; the course of the run (`Simulated`); if asked, an `events.jsonl` that replays
     waits for     nothing: the clock jumps to the next event (`plan/event_loop.py`)
     ends when     the last step is done; ScheduleError where nothing can happen any more
 
-What is real: the schedule (`controller/policies.py`), so admission, order, bound and batches are those of a run. What
-is modelled is the rest of the system, by the rules that its code follows:
+The schedule is the real one (`controller/policies.py`), so admission, order, bound and batches are those of a run. The
+rest of the system is modelled by the rules that its code follows:
 
     generator   `slots` rows decode in lock step; how long a step takes depends on the rows and their context. A group's
                 prompt is prefilled once, within a budget, in the step before its rows start, or alone where nothing
@@ -15,13 +15,13 @@ is modelled is the rest of the system, by the rules that its code follows:
                 `segment_tokens` steps, when live ones are exported, prefilled again and go on.
     rewards     `workers` score one completion each at a time, first come first served
     trainer     does one thing at a time: it takes rollouts, and tells of whole groups, between two commands only; a
-                step, then the staging copy of a publish, then records
+                step, then the staging copy of a publish, then records; a command None saves a checkpoint
     weights     two versions may be in transit; a replica stages the newest beside decoding, at low priority
     controller  takes one event after the other; messages take a while either way
 
-What is sampled comes from a `Workload`, how long everything takes from `Costs`: of a run's files (`plan/calibrate.py`),
-of a cost model, or made up. Executors on one machine's cores slow each other (`event_loop.Cores`). Nothing here knows
-what weights do to lengths or rewards, and nobody dies.
+Completions are sampled from a `Workload`, seconds come from `Costs`: of a run's files (`plan/calibrate.py`), of a cost
+model, or made up. Executors on one machine's cores slow each other (`event_loop.Cores`). The effect of weights on
+lengths and rewards is not modelled, nor are failures.
 """
 
 from __future__ import annotations
@@ -112,10 +112,6 @@ class _Rewards:
                 self.simulation.trainer.take(ordinal)
 
 
-class _Save:
-    """The controller's command to save a checkpoint."""
-
-
 class _Trainer:
     """The trainer process: it takes rollouts that arrived, then commands up to one step, and again."""
 
@@ -123,7 +119,7 @@ class _Trainer:
         self.simulation, self.setup, self.costs, self.device = simulation, simulation.setup, simulation.costs, device
         self.account = Account(simulation.loop, "wait_generation")
         self.reason = "generation"
-        self.commands: deque[TrainStep | Skip | _Save] = deque()
+        self.commands: deque[TrainStep | Skip | None] = deque()
         self.num_arrived = 0  # rollouts
         self.whole: list[int] = []  # groups that are whole with them
         self.missing: dict[int, int] = {}  # ordinal -> rollouts to come
@@ -146,7 +142,7 @@ class _Trainer:
         if not left or self.costs.receive_s:
             self.wake()
 
-    def obey(self, command: TrainStep | Skip | _Save) -> None:
+    def obey(self, command: TrainStep | Skip | None) -> None:
         self.commands.append(command)
         self.wake()
 
@@ -209,7 +205,7 @@ class _Trainer:
             case Skip() as command:
                 rollouts = len(command.ordinals) * self.simulation.policy.config.completions_per_group
                 return {"record": rollouts * costs.record_s}, _nothing
-            case _Save():
+            case None:
                 return {"checkpoint": costs.checkpoint_s}, _nothing
 
     def _tell(self, whole: Sequence[int]) -> None:
@@ -452,7 +448,7 @@ class Simulation(Clockwork):
     def _after_step(self, done: int) -> None:
         setup = self.setup
         if setup.checkpoint_every and done % setup.checkpoint_every == 0:
-            self._send(self.costs.to_trainer_s, partial(self.trainer.obey, _Save()))
+            self._send(self.costs.to_trainer_s, partial(self.trainer.obey, None))
         if setup.evaluate_every and done % setup.evaluate_every == 0 and done < self.policy.config.steps:
             self._evaluation_due = done
 

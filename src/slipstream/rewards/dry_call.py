@@ -162,5 +162,5 @@ def _check(entry: Entry, names: Sequence[str], places: Mapping[str, str]) -> Non
 
 
 def _columns(prompt: Prompt) -> str:
-    answer = set() if prompt.answer is None else {"answer"}
-    return ", ".join(sorted({*answer, *prompt.columns} - set(GIVEN)))
+    lacking = {"answer"} if prompt.answer is None else set()
+    return ", ".join(sorted({"answer", *prompt.columns} - lacking - set(GIVEN)))

@@ -62,13 +62,7 @@ class Worker:
         told = msgspec.json.encode(layout).decode()
         with theirs:
             self._keeper = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "slipstream.rewards.worker",
-                    str(theirs.fileno()),
-                    msgspec.json.encode(layout).decode(),
-                ],
+                [sys.executable, "-m", "slipstream.rewards.worker", str(theirs.fileno()), told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
