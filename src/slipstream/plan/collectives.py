@@ -7,16 +7,11 @@ between nodes, by algorithm (ring, tree, NVLink SHARP) and protocol (LL: half of
 Simple: none, but fences). An all-reduce over n ranks on s nodes takes 2 (n - 1) hops around a ring, of which 2 (s - 1)
 leave a node, or 2 (n/s - 1) hops along each node's chain and 2 log2(s) up and down a tree of nodes.
 
-What is reached of a link's bandwidth is what NCCL's maintainers quote of H100: 370 of 450 GB/s of NVLink, 275 GB/s of
-summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb/s adapter (issue 290). On eight H100
-this gives 15 us for nothing, 28 us for 1 MiB and 3.9 ms for 1 GiB, where 20, 25 and 4.06 were measured
-(marin-community/marin issue 6736); on sixteen over InfiniBand 50 us for 1 MB and 3.7 ms for 1 GB, where it was 88 us
-and 4.5 ms (drmysore/nebius-h100-16gpu-benchmark).
-
-Between nodes a collective needs the host: a proxy thread moves the bytes. Captured in a CUDA graph, each has a host
-task to wake it (enqueue.cc: "host tasks impose a high performance cost"), a round trip of about 26 us by torchcomms'
-measurement (meta-pytorch/torchcomms pull request 1203). All ranks wait for the last one's: the longest of n exponential
-times is in the mean 1 + 1/2 + ... + 1/n of them.
+Shares of a link's bandwidth are those that NCCL's maintainers quote of H100: 370 of 450 GB/s of NVLink, 275 GB/s of
+summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb/s adapter (issue 290). Between nodes a
+proxy thread of the host moves the bytes: captured in a CUDA graph, each collective has a host task to wake it, a round
+trip of about 26 us (meta-pytorch/torchcomms pull request 1203), and all ranks wait for the last one's: the longest of n
+exponential times is in the mean 1 + 1/2 + ... + 1/n of them. docs/planning.md compares with measurements.
 """
 
 from __future__ import annotations

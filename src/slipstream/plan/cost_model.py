@@ -1,14 +1,7 @@
 """The costs of a step: seconds and bytes of every executor, for a model on a cluster (docs/planning.md).
 
 A roofline with named losses. Every time is a sum of parts that have a cause (`Parts`), so a prediction can be taken
-apart. `CostModel` answers, for a layout of each executor (`layouts.py`):
-
-    train_step, decode_step, prefill, generation, scoring, weight_sync     seconds, by what they are spent on
-    eta_t, eta_g                                                           seconds per rollout (LlamaRL, definition 7.3)
-    train_memory, generator_memory, scorer_memory, colocated_memory        bytes per device, by what they hold
-    asynchronous, synchronous                                              the step time of a plan, and who idles
-
-Left out: pipeline parallelism, networks that others use too, and what only happens now and then (checkpoints,
+apart. Left out: pipeline parallelism, networks that others use too, and what only happens now and then (checkpoints,
 evaluations, restarts).
 """
 
@@ -39,15 +32,12 @@ from slipstream.plan.layouts import (
 )
 from slipstream.plan.lengths import slowest_replica
 
-DECODE_KERNELS = 10
-"""Per layer: two norms, four products, rotation and the write to the cache, attention and its reduction, activation."""
+DECODE_KERNELS = 10  # per layer: two norms, four products, rotation and cache, attention and reduction, activation
 PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill_chunk`)
 LOGITS_AT_ONCE = 2**26  # elements; larger heads run in chunks that the backward pass computes again (`trainer/step.py`)
-LOGIT_PASSES = 5
-"""Reads or writes of float32 logits, from the product to a sampled token with its logprob, or to a loss."""
+LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
 PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
-USABLE_MEMORY = 0.92
-"""Share of a device's memory: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
+USABLE_MEMORY = 0.92  # of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use
 ALONE = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 
 
@@ -59,8 +49,6 @@ class CostModel:
     ) -> None:
         self.model, self.cluster, self.workload = model, cluster, workload
         self.efficiency = efficiency or Efficiency()
-
-    # Times
 
     def train_step(self, layout: TrainerLayout) -> Parts:
         """Seconds of a step: microbatches, the wait for the data-parallel rank with most tokens, optimizer updates.
@@ -223,8 +211,6 @@ class CostModel:
         """Completion tokens that a step trains, per second."""
         return self.workload.rollouts * self.workload.lengths.mean / step.seconds
 
-    # Memory
-
     def train_memory(self, layout: TrainerLayout, *, served: Precision | None = "bfloat16") -> Parts:
         """Bytes on each of the trainer's devices; `served`: the precision that versions are staged in, None for none.
 
@@ -312,8 +298,6 @@ class CostModel:
     def fits(self, *memory: Parts) -> bool:
         """Return whether each of these fits on a device."""
         return all(parts.total <= self.usable_bytes for parts in memory)
-
-    # Pieces
 
     @property
     def context(self) -> float:

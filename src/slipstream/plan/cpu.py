@@ -22,17 +22,16 @@ from slipstream.models.config import TransformerConfig
 from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
 from slipstream.plan.counts import counts_of
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, StepTime, TrainerLayout, Workload
-from slipstream.plan.measured import Curves
+from slipstream.plan.measured import Curves, Work
 from slipstream.plan.planner import Plan, Row, bounds_up_to, ranked, recommended
 from slipstream.plan.reasons import limits, staleness
 from slipstream.plan.recipe import layout_tables
 from slipstream.plan.recorded import RecordedWorkload, read_run
 from slipstream.plan.rehearsal import SEED, Rehearsed, rehearsed, run_schedule
 from slipstream.plan.search import Found
-from slipstream.plan.simulated_run import Costs, Setup
+from slipstream.plan.simulated_run import Setup
 
-USABLE_MEMORY = 0.8
-"""Share of a machine's memory: the rest is the system's, and what processes hold besides their tensors."""
+USABLE_MEMORY = 0.8  # of a machine: the rest is the system's, and what processes hold besides their tensors
 ROW_MULTIPLE = 8
 
 
@@ -53,15 +52,9 @@ class RunTimes:
             layout.devices, microbatches=max(updates, math.ceil(rows / capacity)), tokens=rows
         )
         received = workload.rollouts * self._drawn_per_trained
-        return Parts(
-            {
-                "forward_backward": passes,
-                "optimizer": updates * seconds["optimizer"],
-                "stage": seconds["publish"],
-                "collate": workload.rollouts * seconds["collate"],
-                "receive": received * (seconds["receive"] + seconds["record"]),
-            }
-        )
+        parts = {"forward_backward": passes, "optimizer": updates * seconds["optimizer"], "stage": seconds["publish"]}
+        parts["collate"] = workload.rollouts * seconds["collate"]
+        return Parts(parts | {"receive": received * (seconds["receive"] + seconds["record"])})
 
     def generate(self, layout: GeneratorLayout, workload: Workload) -> Parts:
         """Seconds of the replicas for a step's completions and those of groups that are dropped."""
@@ -71,14 +64,8 @@ class RunTimes:
         context = slots * (lengths.prompt_mean + lengths.mean_square / lengths.mean / 2)
         step_s = decode.seconds(cores, steps=1, rows=slots, context=context) + seconds["turn"]
         prompts = mine / workload.group_size * lengths.prompt_mean
-        return Parts(
-            {
-                "decode": mine * lengths.mean / slots * step_s,
-                "prefill": prompts * decode.seconds(cores, rows=1),
-                "send": mine * seconds["send"],
-                "pause": seconds["swap"],
-            }
-        )
+        parts = {"decode": mine * lengths.mean / slots * step_s, "prefill": prompts * decode.seconds(cores, rows=1)}
+        return Parts(parts | {"send": mine * seconds["send"], "pause": seconds["swap"]})
 
     def together(self, trainer_cores: int, generator_cores: int) -> tuple[float, float]:
         """Return by what factor trainer and generators take longer beside each other: less with fewer busy cores."""
@@ -87,14 +74,6 @@ class RunTimes:
         sides = self.calibration.train.beside, self.calibration.decode.beside
         trainer, generator = (1 / (1 - busy * (1 - beside)) for beside in sides)
         return trainer, generator
-
-    def beside(self, plan: AsynchronousPlan) -> dict[str, float]:  # noqa: ARG002
-        """Return the speed of each kind of work with all cores busy, over its speed alone."""
-        return {"train": self.calibration.train.beside, "decode": self.calibration.decode.beside}
-
-    def row_multiple(self, config: RunConfig) -> int:
-        """Return the number of rows that decode steps are filled up to a multiple of."""
-        return row_multiple(config)
 
     def guessed(self, plan: AsynchronousPlan) -> str | None:
         """Name the numbers of threads of `plan` that no run had; None where all were seen."""
@@ -105,19 +84,17 @@ class RunTimes:
             return None
         return f"No run had {' or '.join(unseen)} threads a process: how fast that is was extrapolated."
 
-    def costs(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Costs:  # noqa: ARG002
-        """Return the seconds of every piece of work for the simulator."""
-        return self.calibration.costs(config)
-
-    def work(self, workload: Workload, seed: int) -> RecordedWorkload:
-        """Return the run's own groups, those without signal included."""
-        return RecordedWorkload(
+    def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Work:  # noqa: ARG002
+        """Return the run's own groups, those without signal included, with the seconds of every piece of work."""
+        groups = RecordedWorkload(
             self.calibration.runs,
             groups_per_step=workload.groups,
             samples=workload.group_size,
             num_held_out=1,
-            seed=seed,
+            seed=SEED,
         )
+        beside = {"train": self.calibration.train.beside, "decode": self.calibration.decode.beside}
+        return Work(self.calibration.costs(config), beside, row_multiple(config), groups)
 
 
 def times_of_runs(paths: Sequence[Path]) -> RunTimes:
@@ -182,10 +159,11 @@ class CpuMachine:
         plan, bound = found.side_by_side, found.max_staleness
         trainer, generator = plan.trainer, plan.generator
         config = self.planned(plan, bound)
+        work = self.times.simulated(config, plan, self.workload)
         setup = Setup(
             replicas=generator.replicas,
             slots=generator.slots,
-            row_multiple=self.times.row_multiple(config),
+            row_multiple=work.row_multiple,
             weight_update=config.weight_update,
             segment_tokens=config.generator.segment_tokens,
             prefill_tokens=config.generator.prefill_tokens,
@@ -193,11 +171,9 @@ class CpuMachine:
             cores=self.cores,
             trainer_threads=trainer.devices,
             generator_threads=generator.tensor_parallel,
-            beside=self.times.beside(plan),
+            beside=work.beside,
         )
-        costs = self.times.costs(config, plan, self.workload)
-        simulated = run_schedule(setup, costs, self.workload, bound, self.times.work(self.workload, SEED))
-        return rehearsed(simulated, bound)
+        return rehearsed(run_schedule(setup, work.costs, self.workload, bound, work.groups), bound)
 
     def planned(self, plan: AsynchronousPlan, max_staleness: int) -> RunConfig:
         """The recipe with the plan's layout."""

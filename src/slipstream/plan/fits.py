@@ -1,13 +1,13 @@
-"""Costs of pieces of work, from who did what beside whom: the arithmetic behind `plan/calibrate.py`.
+"""Costs of pieces of work, from the times of all processes of a run: the arithmetic behind `plan/calibrate.py`.
 
 With C cores, t threads of its own, and g(n) the speed of a thread among n busy ones (`event_loop.Cores`), a second of a
 process is g(n) / g(t) seconds of its work. g is linear in r, the speed with all cores busy over the speed alone. So
 
     sum over n of seconds(n) g(n) / g(t)  =  (costs of the pieces) / (speed of t threads)
 
-is solved for the costs, for r, and, over runs with different numbers of threads, for the speed of each number. r and
-the speeds are searched, the costs then follow by least squares, none below zero. What the runs do not tell stays near
-what machines of this kind have (`PRIORS`): a run in which both sides always overlap says nothing of r.
+is solved for the costs, for r, and, over runs with different numbers of threads, for the speed of each number: r and
+the speeds are searched, the costs follow by least squares, none below zero. Quantities that runs do not show, such as r
+where both sides always overlap, stay near those of such machines (`PRIORS`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ PRIORS = {
     "background": Prior(BACKGROUND_SHARE, 1.0),
 }
 """`beside`: r. `threads`: the speed of t threads over that of t processes with one each. `fixed`: the share of a
-piece's time that does not depend on its tokens. `drift`: how much slower one
-run was than another. `background`: what a job of low priority gets of a core where others
-want all of them."""
+piece's time that does not depend on its tokens. `drift`: how much slower one run was than another. `background`: what
+a job of low priority gets of a core where others want all of them."""
 SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21  # logarithms that are searched to either side, one after the other
 LEAST_BESIDE = 0.2  # r at least: beside another a thread keeps so much of its speed
 ROUNDS = 3  # rounds of least squares, each weighed by the costs of the one before

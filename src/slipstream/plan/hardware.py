@@ -5,8 +5,8 @@
     H200    NVIDIA H200 datasheet, SXM: an H100 with 141 GB at 4.8 TB/s
     B200    NVIDIA HGX B200 datasheet: 2.25 PFLOP/s bf16, 180 GB, 8 TB/s, NVLink 1.8 TB/s; 400 Gb/s
 
-All rates are dense (no 2:4 sparsity) and of one direction: NVIDIA quotes NVLink as the sum of both. What is reached of
-them is the business of `cost_model.Efficiency`; what a message costs besides its bytes, that of `collectives`.
+All rates are dense (no 2:4 sparsity) and of one direction: NVIDIA quotes NVLink as the sum of both. `Efficiency` has
+the shares of them that are reached.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Device:
     network_bandwidth: float
     host_bandwidth: float
     devices_per_node: int = 8
-    has_sharp: bool = False
-    """Whether the switches of a node add what passes through them (NVLink SHARP)."""
+    has_sharp: bool = False  # whether the switches of a node add what passes through them (NVLink SHARP)
 
     def flops_of(self, precision: Precision) -> float:
         """Peak of `precision`. ConfigError where the hardware has no products of it."""

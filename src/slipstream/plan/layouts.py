@@ -37,17 +37,13 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of the published constants that are reached, and costs that they do not include.
+    """Shares of the published constants that are reached, and costs that they do not include (docs/planning.md).
 
     `matmul`, `memory`, `network`: shares of peak operations, of memory bandwidth and of links that large products,
-    reads and messages (weights, FSDP) reach. `kernel_s`: seconds of a decode step's kernel besides its work (launch
-    from a graph, first and last wave). `collective`: by how much the sums within a layer take longer than
-    `collectives.py` says, since ranks do not come at the same time; `host_task_s`: what those of a decode step wait for
-    a host where they lead to another node, in the mean. `step_s`, `sequence_s`: what sampler and host add to a decode
-    step, once and for each completion. `serial_s`: seconds of a training step in which the trainer's devices wait for
-    its host, for rewards above all where they are scored beside it.
-
-    The defaults are what good engines reach; docs/planning.md says where they come from.
+    reads and messages (weights, FSDP) reach. `kernel_s`: seconds of a decode step's kernel besides its work.
+    `collective`: factor on the sums within a layer, since ranks do not come at the same time; `host_task_s`: mean wait
+    of each for a host where it leads to another node. `step_s`, `sequence_s`: seconds of sampler and host in a decode
+    step, once and for each completion. `serial_s`: seconds of a training step in which devices wait for the host.
     """
 
     matmul: float = 0.65

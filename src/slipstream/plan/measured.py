@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from slipstream.plan.cost_model import ALONE, CostModel
 from slipstream.plan.hardware import Cluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, TrainerLayout, Workload
 from slipstream.plan.simulated_run import Batch, Costs
+from slipstream.plan.simulated_run import Workload as SimulatedWorkload
 
 Side = Literal["trainer", "generator"]
 FORMAT = 1
@@ -166,6 +167,19 @@ def measured_model(measured: Measured, shape: TransformerConfig) -> MeasuredMode
     )
 
 
+class Work(NamedTuple):
+    """The work of a plan on a machine's cores, for the simulator.
+
+    `beside`: the speed of each kind of work with all cores busy, over its speed alone. Decode steps are filled up to a
+    multiple of `row_multiple` rows. `groups`: None for completions of the workload's lengths.
+    """
+
+    costs: Costs
+    beside: dict[str, float]
+    row_multiple: int
+    groups: SimulatedWorkload | None
+
+
 class Curves:
     """Seconds of both sides of one measured model, on any number of cores, for any batch and lengths."""
 
@@ -212,23 +226,14 @@ class Curves:
         token_s = self.decoded_token_s(layout.tensor_parallel, layout.slots)
         return Parts({"decode": workload.rollouts * workload.lengths.mean * token_s / layout.replicas})
 
-    def beside(self, plan: AsynchronousPlan) -> dict[str, float]:
-        """Return the speed of each kind of work with all cores busy, over its speed alone."""
-        trainer, generator = self.together(plan.trainer.devices, plan.generator.devices)
-        return {"train": 1 / trainer, "decode": 1 / generator}
-
-    def row_multiple(self, config: RunConfig) -> int:  # noqa: ARG002
-        """Return 1: the curves include what padding costs."""
-        return 1
-
     def guessed(self, plan: AsynchronousPlan) -> str | None:
         """Name the numbers of cores of `plan` that were not measured; None where all were."""
         wanted: dict[Side, int] = {"trainer": plan.trainer.devices, "generator": plan.generator.tensor_parallel}
         unseen = [f"the {side} on {cores}" for side, cores in wanted.items() if self.model.curve(side, cores) is None]
         return f"No curve was measured of {' or '.join(unseen)} cores: it was interpolated." if unseen else None
 
-    def costs(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Costs:  # noqa: ARG002
-        """Return the seconds of every piece of work for the simulator."""
+    def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Work:  # noqa: ARG002
+        """Return the seconds of every piece of work; the curves include what padding costs."""
         trainer, cores = plan.trainer, plan.generator.tensor_parallel
         row_s = self.trained_row_s(trainer.devices, trainer.microbatch * workload.trained_tokens)
         update_s = workload.epochs * workload.minibatches * self.update_s(trainer.devices)
@@ -237,13 +242,12 @@ class Curves:
             rows = batch.prompt_tokens + batch.completion_tokens
             return {"forward_backward": workload.epochs * rows * row_s, "optimizer": update_s}
 
-        def decode(replica: int, rows: int, context: float) -> float:  # noqa: ARG001
+        def decode(_: int, rows: int, context: float) -> float:  # noqa: ARG001
             return rows * self.decoded_token_s(cores, rows)
 
-        return Costs(decode=decode, train=train)
-
-    def work(self, workload: Workload, seed: int) -> None:
-        """Return None: completions are drawn from the workload's lengths."""
+        slower = self.together(plan.trainer.devices, plan.generator.devices)
+        beside = {"train": 1 / slower[0], "decode": 1 / slower[1]}
+        return Work(Costs(decode=decode, train=train), beside, row_multiple=1, groups=None)
 
     def _seconds(self, side: Side, cores: int, batch: float) -> float:
         at_batch = [
