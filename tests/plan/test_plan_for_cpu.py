@@ -11,12 +11,12 @@ from slipstream.core.recipes import resolve
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cpu import CpuMachine, plan_for_cpu
 from slipstream.plan.layouts import AsynchronousPlan, Workload
-from slipstream.plan.lengths import Lengths
+from slipstream.plan.lengths import LengthSample
 from slipstream.plan.measured import Curves, Together, interpolated, measured_model
 
 ROW_S = TOKEN_S = 0.001  # on one core; half on two
 # 8 groups of 4 completions of 10 tokens, prompts of 4 that a group shares: 8 x 4 + 32 x 10 rows, 320 tokens.
-WORKLOAD = Workload(groups=8, group_size=4, lengths=Lengths(4.0, (10,), "test"))
+WORKLOAD = Workload(groups=8, group_size=4, lengths=LengthSample(4.0, (10,), "test"))
 ROWS, TOKENS = 352, 320
 
 

@@ -14,10 +14,10 @@ from slipstream.observe.hardware import memory_bytes
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import counts_of
 from slipstream.plan.cpu import CpuMachine, Times, plan_for_cpu, times_of_runs
-from slipstream.plan.hardware import Cluster
+from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import Parts, Workload
-from slipstream.plan.measured import CalibratedCostModel, Curves, Measured, measured_model, read_measured
-from slipstream.plan.planner import Plan, Row, plan_for_cluster
+from slipstream.plan.measured import CalibratedCostModel, Curves, MeasuredCurves, measured_model, read_measured
+from slipstream.plan.planner import Plan, PlanRow, plan_for_cluster
 from slipstream.plan.question import (
     MOST_STALENESS,
     Question,
@@ -47,7 +47,7 @@ class Answer:
     question: Question
     subject: Subject
     plan: Plan
-    cluster: Cluster | None
+    cluster: GpuCluster | None
     num_devices: int
     usable_bytes: float
     assumed: tuple[str, ...]
@@ -112,7 +112,7 @@ class Answer:
             "recipe": self.recipe,
         }
 
-    def _told_row(self, row: Row) -> dict[str, Any]:
+    def _told_row(self, row: PlanRow) -> dict[str, Any]:
         rehearsed = row.rehearsed
         return {
             "max_staleness": rehearsed.max_staleness,
@@ -200,7 +200,7 @@ def answer(question: Question) -> Answer:
 
 
 def _cpu_machine(
-    subject: Subject, measured: Measured | None, base: Mapping[str, Any], workload: Workload
+    subject: Subject, measured: MeasuredCurves | None, base: Mapping[str, Any], workload: Workload
 ) -> CpuMachine:
     """Return the machine of the run that was named, or this one with measured curves."""
     config = resolve(base)
@@ -233,7 +233,9 @@ def _cpu_machine(
     )
 
 
-def _cost_model(subject: Subject, cluster: Cluster, workload: Workload, measured: Measured | None) -> CostModel:
+def _cost_model(
+    subject: Subject, cluster: GpuCluster, workload: Workload, measured: MeasuredCurves | None
+) -> CostModel:
     if measured is None:
         return CostModel(subject.shape, cluster, workload)
     if measured.device != "cuda":

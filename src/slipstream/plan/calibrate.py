@@ -27,7 +27,7 @@ from slipstream.core.types import CompletionFinished, Swapped
 from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice
 from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_background, seconds_in
-from slipstream.plan.recorded import Run
+from slipstream.plan.recorded import RecordedRun
 from slipstream.plan.simulated_run import Batch, Costs
 
 SLOT_ROWS = 8  # rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)
@@ -66,7 +66,7 @@ class Calibration:
     seconds: Mapping[str, float]
     background: float
     jitter: Mapping[str, tuple[float, ...]]
-    runs: tuple[Run, ...]
+    runs: tuple[RecordedRun, ...]
 
     def costs(self, config: RunConfig) -> Costs:
         """Return the seconds of all pieces of a run like these with the dials of `config`."""
@@ -101,7 +101,7 @@ FIXED = tuple(field.name for field in fields(Costs) if field.type == "float")
 """The fields of `Costs` that are one number."""
 
 
-def calibrate(runs: Sequence[Run]) -> Calibration:
+def calibrate(runs: Sequence[RecordedRun]) -> Calibration:
     """Calibrate with `runs`. ConfigError where they are of different models or machines."""
     _check_alike(runs)
     machines = [RunProcesses(run, cores_of(run)) for run in runs]
@@ -120,7 +120,7 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
     )
 
 
-def _check_alike(runs: Sequence[Run]) -> None:
+def _check_alike(runs: Sequence[RecordedRun]) -> None:
     for what, found in (
         ("models", {run.config.model.model_dump_json() for run in runs}),
         ("numbers of cores", {cores_of(run) for run in runs}),
@@ -194,7 +194,7 @@ def _prefilled(machine: RunProcesses, process: str, passes: Sequence[Slice], mul
     return tokens
 
 
-def _context(run: Run, process: str, times_s: np.ndarray) -> np.ndarray:
+def _context(run: RecordedRun, process: str, times_s: np.ndarray) -> np.ndarray:
     """float64 [N]: tokens that the live rows of `process` have together at these times."""
     lines = [line for line in run.rollouts if line.replica == _replica(process) and line.finished_s > line.started_s]
     started, finished = np.array([(line.started_s, line.finished_s) for line in lines]).reshape(-1, 2).T
@@ -307,7 +307,7 @@ def _turns(slices: Sequence[Slice]) -> tuple[list[Slice], int]:
     return found, turns
 
 
-def _mean_length(run: Run) -> float:
+def _mean_length(run: RecordedRun) -> float:
     return max(1.0, fmean(line.num_tokens for line in run.rollouts)) if run.rollouts else 1.0
 
 
@@ -387,7 +387,7 @@ def _latencies(machine: RunProcesses, send_s: float, receive_s: float, wake_s: f
     }
 
 
-def scoring(run: Run) -> tuple[float, float]:
+def scoring(run: RecordedRun) -> tuple[float, float]:
     """Seconds on the way to the rewards, and of one worker for one completion: such that a queue before so many workers
     ends when the recorded scores came, in the mean over completions."""
     lines = sorted(run.rollouts, key=lambda line: (line.finished_s, line.ordinal, line.sample))[:MAX_SCORED]

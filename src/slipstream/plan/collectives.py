@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slipstream.plan.hardware import GB, Cluster
+from slipstream.plan.hardware import GB, GpuCluster
 
 _US = 1e-6
 
@@ -60,7 +60,7 @@ _SHARP_S, _SHARP_NETWORK_S = 25.0 * _US, 20.9 * _US  # one hop there and back, w
 _NVLINK_REACHED, _SHARP_REACHED, _NETWORK_REACHED = 370 / 450, 275 / 450, 47 / 50
 
 
-def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster) -> float:
+def all_reduce_s(nbytes: float, ranks: int, cluster: GpuCluster) -> float:
     """Seconds of a sum over `ranks` neighbouring devices of `nbytes` on each, which all of them get."""
     if ranks == 1:
         return 0.0
@@ -84,7 +84,7 @@ def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster) -> float:
     return min(times)
 
 
-def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1) -> float:
+def all_gather_s(nbytes: float, ranks: int, cluster: GpuCluster, *, stride: int = 1) -> float:
     """Seconds until `ranks` devices, each `stride` from the next, have all `nbytes`, of which each had 1/ranks.
 
     A reduce-scatter takes as long. Of the groups that lie across the same nodes, each has its share of their adapters.
@@ -104,7 +104,7 @@ def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1
     )
 
 
-def last_host_task_s(mean_s: float, ranks: int, cluster: Cluster) -> float:
+def last_host_task_s(mean_s: float, ranks: int, cluster: GpuCluster) -> float:
     """Seconds until the last rank's host task is done that a collective in a CUDA graph has between nodes."""
     if cluster.nodes_of(ranks) == 1:
         return 0.0

@@ -17,7 +17,7 @@ from slipstream.core.sections import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.counts import BYTES, COMPUTED_BYTES, counts_of
-from slipstream.plan.hardware import Cluster
+from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
@@ -45,7 +45,7 @@ class CostModel:
     """Times and memory of `model` on `cluster` for `workload`."""
 
     def __init__(
-        self, model: TransformerConfig, cluster: Cluster, workload: Workload, efficiency: Efficiency | None = None
+        self, model: TransformerConfig, cluster: GpuCluster, workload: Workload, efficiency: Efficiency | None = None
     ) -> None:
         self.model, self.cluster, self.workload = model, cluster, workload
         self.efficiency = efficiency or Efficiency()

@@ -22,14 +22,14 @@ from slipstream.models.config import TransformerConfig
 from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
 from slipstream.plan.counts import counts_of
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, StepTime, TrainerLayout, Workload
-from slipstream.plan.measured import Curves, Work
-from slipstream.plan.planner import Plan, Row, bounds_up_to, ranked, recommended
+from slipstream.plan.measured import Curves, PlannedWork
+from slipstream.plan.planner import Plan, PlanRow, bounds_up_to, ranked, recommended
 from slipstream.plan.reasons import limits, staleness
 from slipstream.plan.recipe import layout_tables
 from slipstream.plan.recorded import RecordedWorkload, read_run
 from slipstream.plan.rehearsal import SEED, Rehearsed, rehearsed, run_schedule
 from slipstream.plan.search import Found
-from slipstream.plan.simulated_run import Setup
+from slipstream.plan.simulated_run import SimulatedSetup
 
 USABLE_MEMORY = 0.8  # of a machine: the rest is the system's, and what processes hold besides their tensors
 ROW_MULTIPLE = 8
@@ -84,7 +84,7 @@ class RunTimes:
             return None
         return f"No run had {' or '.join(unseen)} threads a process: how fast that is was extrapolated."
 
-    def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Work:  # noqa: ARG002
+    def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> PlannedWork:  # noqa: ARG002
         """Return the run's own groups, those without signal included, with the seconds of every piece of work."""
         groups = RecordedWorkload(
             self.calibration.runs,
@@ -94,7 +94,7 @@ class RunTimes:
             seed=SEED,
         )
         beside = {"train": self.calibration.train.beside, "decode": self.calibration.decode.beside}
-        return Work(self.calibration.costs(config), beside, row_multiple(config), groups)
+        return PlannedWork(self.calibration.costs(config), beside, row_multiple(config), groups)
 
 
 def times_of_runs(paths: Sequence[Path]) -> RunTimes:
@@ -160,7 +160,7 @@ class CpuMachine:
         trainer, generator = plan.trainer, plan.generator
         config = self.planned(plan, bound)
         work = self.times.simulated(config, plan, self.workload)
-        setup = Setup(
+        setup = SimulatedSetup(
             replicas=generator.replicas,
             slots=generator.slots,
             row_multiple=work.row_multiple,
@@ -277,8 +277,8 @@ def _table(machine: CpuMachine, bound: int) -> list[Found]:
     return sorted(best.values(), key=lambda found: found.seconds)
 
 
-def _row(machine: CpuMachine, found: Found) -> Row:
-    return Row(found=found, rehearsed=machine.rehearse(found))
+def _row(machine: CpuMachine, found: Found) -> PlanRow:
+    return PlanRow(found=found, rehearsed=machine.rehearse(found))
 
 
 def _too_large(machine: CpuMachine) -> ConfigError:

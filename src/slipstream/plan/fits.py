@@ -21,7 +21,7 @@ import numpy as np
 from slipstream.observe.states import kind, side_of
 from slipstream.observe.timeline import ProcessStart, Slice
 from slipstream.plan.event_loop import BACKGROUND_SHARE
-from slipstream.plan.recorded import Run
+from slipstream.plan.recorded import RecordedRun
 
 
 class Prior(NamedTuple):
@@ -66,7 +66,7 @@ def speed_with(threads: int, cores: int, beside: float) -> float:
 class RunProcesses:
     """The processes of a run that compute, what they did in its loop, and when they were busy."""
 
-    def __init__(self, run: Run, cores: int) -> None:
+    def __init__(self, run: RecordedRun, cores: int) -> None:
         self.run, self.cores = run, cores
         start_s, end_s = run.loop_s
         self._window = round(start_s * 1e9), round(end_s * 1e9)
@@ -139,12 +139,12 @@ class RunProcesses:
         return with_core, without
 
 
-def cores_of(run: Run) -> int:
+def cores_of(run: RecordedRun) -> int:
     """Return the cores of the trainer's machine: alone, it takes all of them (`controller/placement.py`)."""
     return started(run, "trainer").threads_alone * run.config.trainer.ranks
 
 
-def started(run: Run, process: str) -> ProcessStart:
+def started(run: RecordedRun, process: str) -> ProcessStart:
     """Return the last start of `process`."""
     return [record for record in run.timelines[process] if isinstance(record, ProcessStart)][-1]
 

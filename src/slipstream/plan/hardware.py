@@ -82,7 +82,7 @@ DEVICES: dict[str, Device] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class GpuCluster:
     """`num_devices` of one kind, `device.devices_per_node` in each node. `usd_per_device_hour`: what one costs."""
 
     device: Device
@@ -98,8 +98,8 @@ class Cluster:
         return -(-ranks // self.device.devices_per_node)
 
 
-def cluster(name: str, num_devices: int, *, usd_per_device_hour: float | None = None) -> Cluster:
+def cluster(name: str, num_devices: int, *, usd_per_device_hour: float | None = None) -> GpuCluster:
     """`num_devices` of the devices called `name`, whatever the case. ConfigError for a name that is not in DEVICES."""
     if name.upper() not in DEVICES:
         raise ConfigError("no constants are known of this device", got=name, allowed=", ".join(DEVICES))
-    return Cluster(device=DEVICES[name.upper()], num_devices=num_devices, usd_per_device_hour=usd_per_device_hour)
+    return GpuCluster(device=DEVICES[name.upper()], num_devices=num_devices, usd_per_device_hour=usd_per_device_hour)

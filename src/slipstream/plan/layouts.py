@@ -8,7 +8,7 @@ from typing import Literal
 
 from slipstream.core.sections import Precision
 from slipstream.models.config import TransformerConfig
-from slipstream.plan.lengths import Lengths
+from slipstream.plan.lengths import LengthSample
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Workload:
 
     groups: int
     group_size: int
-    lengths: Lengths
+    lengths: LengthSample
     epochs: int = 1
     minibatches: int = 1
     shares_prompts: bool = True

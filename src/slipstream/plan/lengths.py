@@ -27,7 +27,7 @@ _SHUFFLES = 4
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthSample:
     """Tokens of prompts (their mean) and of completions: a sample to draw from, ascending, cut at `limit` if at all."""
 
     prompt_mean: float
@@ -62,7 +62,7 @@ class Lengths:
         return [tuple(group) for group in np.asarray(self.completions)[picks].tolist()]
 
 
-def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int, *, points: int = 1000) -> Lengths:
+def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int, *, points: int = 1000) -> LengthSample:
     """Return `points` quantiles of lognormal lengths with this mean and 99th percentile, once cut at `longest`.
 
     ConfigError for a tail that no lognormal distribution has.
@@ -88,7 +88,7 @@ def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int,
         middle = (low + high) / 2
         low, high = (middle, high) if np.mean(_quantiles(p99, middle, longest, points)) > mean else (low, middle)
     drawn = np.rint(_quantiles(p99, high, longest, points)).astype(int)
-    return Lengths(prompt_mean, tuple(drawn.tolist()), f"lognormal, mean {mean:g}, p99 {p99:g}", longest)
+    return LengthSample(prompt_mean, tuple(drawn.tolist()), f"lognormal, mean {mean:g}, p99 {p99:g}", longest)
 
 
 def _quantiles(p99: float, sigma: float, longest: int, points: int) -> np.ndarray:
@@ -102,7 +102,7 @@ def _normal_quantiles(points: int) -> np.ndarray:
     return np.array([standard.inv_cdf((point + 0.5) / points) for point in range(points)])
 
 
-def lengths_of_run(run_dir: Path) -> Lengths:
+def lengths_of_run(run_dir: Path) -> LengthSample:
     """Return the lengths in a run's `rollouts.jsonl`, dropped groups included: all that was generated.
 
     Prompt lengths are not recorded in tokens; they are taken to be as long per character as completions are.
@@ -121,7 +121,7 @@ def lengths_of_run(run_dir: Path) -> Lengths:
         raise ConfigError(f"'{path}' has no completions", allowed="the folder of a run that trained a step")
     tokens_per_char = sum(positive) / max(completion_chars, 1)
     prompt_mean = max(1.0, prompt_chars / len(completions) * min(tokens_per_char, 1.0))
-    return Lengths(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
+    return LengthSample(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
 
 
 @lru_cache(maxsize=4096)

@@ -25,10 +25,9 @@ from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.cost_model import ALONE, CostModel
-from slipstream.plan.hardware import Cluster
+from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, TrainerLayout, Workload
-from slipstream.plan.simulated_run import Batch, Costs
-from slipstream.plan.simulated_run import Workload as SimulatedWorkload
+from slipstream.plan.simulated_run import Batch, Costs, SimulatedWorkload
 
 Side = Literal["trainer", "generator"]
 FORMAT = 1
@@ -46,7 +45,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     high: float
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EtaCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One side on `devices` devices (cores of a CPU, GPUs): points by ascending batch.
 
     A batch is a microbatch of the trainer, whose optimizer update takes `update_s` besides, or the completions that an
@@ -77,15 +76,15 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_params: int
     prompt_tokens: int
     completion_tokens: int
-    curves: tuple[Curve, ...]
+    curves: tuple[EtaCurve, ...]
     together: tuple[Together, ...] = ()
 
-    def curve(self, side: Side, devices: int) -> Curve | None:
+    def curve(self, side: Side, devices: int) -> EtaCurve | None:
         """Return the curve of `side` on just so many devices; None where it was not measured."""
         return next((curve for curve in self.curves if (curve.side, curve.devices) == (side, devices)), None)
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MeasuredCurves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The curves of one machine; `hardware` has the lines that `slipstream doctor` shows of it."""
 
     format: int
@@ -97,16 +96,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     models: tuple[MeasuredModel, ...]
 
 
-def write_measured(measured: Measured, path: Path) -> None:
+def write_measured(measured: MeasuredCurves, path: Path) -> None:
     """Write the file, as a whole or not at all."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> MeasuredCurves:
     """Read a file that `write_measured` wrote. ConfigError for any other."""
     hint = "in a checkout, `python benchmarks/eta_curves.py --json FILE` writes one"
     try:
-        measured = msgspec.json.decode(path.read_bytes(), type=Measured)
+        measured = msgspec.json.decode(path.read_bytes(), type=MeasuredCurves)
     except OSError as error:
         raise ConfigError(
             f"'{path}' cannot be read", got=error.strerror, allowed="measured curves", hint=hint
@@ -121,7 +120,7 @@ def read_measured(path: Path) -> Measured:
     return measured
 
 
-def _check(curve: Curve, path: Path, of: str) -> None:
+def _check(curve: EtaCurve, path: Path, of: str) -> None:
     batches = [point.batch for point in curve.points]
     if not batches or batches[0] < 1 or any(b >= c for b, c in pairwise(batches)):
         raise ConfigError(f"'{path}' has a curve without order ({of})", got=batches, allowed="ascending batches >= 1")
@@ -150,7 +149,7 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     return float(y0 * (y1 / y0) ** share)
 
 
-def measured_model(measured: Measured, shape: TransformerConfig) -> MeasuredModel:
+def measured_model(measured: MeasuredCurves, shape: TransformerConfig) -> MeasuredModel:
     """Return the curves of the model with this shape. ConfigError where it was not measured."""
     wanted = {name: vars(shape)[name] for name in _SHAPE}
     for model in measured.models:
@@ -167,7 +166,7 @@ def measured_model(measured: Measured, shape: TransformerConfig) -> MeasuredMode
     )
 
 
-class Work(NamedTuple):
+class PlannedWork(NamedTuple):
     """The work of a plan on a machine's cores, for the simulator.
 
     `beside`: the speed of each kind of work with all cores busy, over its speed alone. Decode steps are filled up to a
@@ -232,7 +231,7 @@ class Curves:
         unseen = [f"the {side} on {cores}" for side, cores in wanted.items() if self.model.curve(side, cores) is None]
         return f"No curve was measured of {' or '.join(unseen)} cores: it was interpolated." if unseen else None
 
-    def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> Work:  # noqa: ARG002
+    def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> PlannedWork:  # noqa: ARG002
         """Return the seconds of every piece of work; the curves include what padding costs."""
         trainer, cores = plan.trainer, plan.generator.tensor_parallel
         row_s = self.trained_row_s(trainer.devices, trainer.microbatch * workload.trained_tokens)
@@ -247,7 +246,7 @@ class Curves:
 
         slower = self.together(plan.trainer.devices, plan.generator.devices)
         beside = {"train": 1 / slower[0], "decode": 1 / slower[1]}
-        return Work(Costs(decode=decode, train=train), beside, row_multiple=1, groups=None)
+        return PlannedWork(Costs(decode=decode, train=train), beside, row_multiple=1, groups=None)
 
     def _seconds(self, side: Side, cores: int, batch: float) -> float:
         at_batch = [
@@ -256,7 +255,7 @@ class Curves:
         ]
         return interpolated(at_batch, cores)
 
-    def _of(self, side: Side) -> list[Curve]:
+    def _of(self, side: Side) -> list[EtaCurve]:
         curves = sorted((curve for curve in self.model.curves if curve.side == side), key=lambda curve: curve.devices)
         if not curves:
             raise ConfigError(f"no curve of the {side} was measured for {self.model.name}")
@@ -270,7 +269,9 @@ class CalibratedCostModel(CostModel):
     what they send each other is the table's: neither can be measured on one.
     """
 
-    def __init__(self, model: TransformerConfig, cluster: Cluster, workload: Workload, measured: MeasuredModel) -> None:
+    def __init__(
+        self, model: TransformerConfig, cluster: GpuCluster, workload: Workload, measured: MeasuredModel
+    ) -> None:
         super().__init__(model, cluster, workload)
         self._curves = Curves(measured)
 

@@ -37,7 +37,7 @@ Other = TypeVar("Other")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PlanRow:
     """A configuration, and its rehearsal under the bound it was found for."""
 
     found: Found
@@ -55,14 +55,14 @@ class Plan:
     on the same devices."""
 
     workload: Workload
-    rows: tuple[Row, ...]
-    by_staleness: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
+    by_staleness: tuple[PlanRow, ...]
     synchronous: Found | None
     misfits: tuple[Misfit, ...]
     why: tuple[str, ...]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> PlanRow:
         return self.rows[0]
 
     @property
@@ -82,10 +82,10 @@ def recommended(steps_s: Mapping[int, float]) -> int:
     return min(bound for bound, seconds in steps_s.items() if seconds <= CLOSE * best_s)
 
 
-def ranked(rows: Iterable[Row]) -> tuple[Row, ...]:
+def ranked(rows: Iterable[PlanRow]) -> tuple[PlanRow, ...]:
     """Sort by step time; where it differs by less than half a percent, by staleness."""
 
-    def key(row: Row) -> tuple[int, float]:
+    def key(row: PlanRow) -> tuple[int, float]:
         return round(math.log(row.rehearsed.step_s) / math.log(SAME)), row.rehearsed.staleness_mean
 
     return tuple(sorted(rows, key=key))
@@ -132,14 +132,14 @@ def plan_for_cluster(
     )
 
 
-def _row(model: CostModel, found: Found) -> Row:
-    return Row(found=found, rehearsed=rehearse(model, found.side_by_side, found.max_staleness))
+def _row(model: CostModel, found: Found) -> PlanRow:
+    return PlanRow(found=found, rehearsed=rehearse(model, found.side_by_side, found.max_staleness))
 
 
-def _in_turns(model: CostModel, found: Found) -> Row:
+def _in_turns(model: CostModel, found: Found) -> PlanRow:
     """Return the layout for k = 1 with k = 0: executors on devices of their own, of which one works at a time."""
     turns = rehearse(model, found.side_by_side, 0, steps=STEPS_IN_TURNS)
-    return Row(found=replace(found, max_staleness=0, longest_s=0.0), rehearsed=turns)
+    return PlanRow(found=replace(found, max_staleness=0, longest_s=0.0), rehearsed=turns)
 
 
 def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision]) -> ConfigError:

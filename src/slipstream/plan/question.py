@@ -21,9 +21,9 @@ from slipstream.core.sections import MAX_COUNT, MAX_INTEGER, Precision
 from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.hf_fields import read_object
 from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.hardware import DEVICES, GB, Cluster, Device
+from slipstream.plan.hardware import DEVICES, GB, Device, GpuCluster
 from slipstream.plan.layouts import Workload
-from slipstream.plan.lengths import Lengths, lengths_of_run, lengths_with_tail
+from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
 
 GROUPS, GROUP_SIZE = 512, 4  # a batch where none is given: LlamaRL's (section 8)
 PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0  # mean lengths where none are given
@@ -137,7 +137,7 @@ def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
     return Subject(name=name, shape=new_config(config.model, len(build_tokenizer(config.model))), recipe=tables)
 
 
-def cluster_of(question: Question) -> Cluster | None:
+def cluster_of(question: Question) -> GpuCluster | None:
     """Return the GPUs of the question; None where it names none."""
     given = {name: getattr(question, name) for name in ("gpus", "gpu", "gpus_per_node", "network", "price")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -160,7 +160,7 @@ def cluster_of(question: Question) -> Cluster | None:
         device = replace(device, network_bandwidth=_positive("--network", question.network) * GB)
     if question.price is not None:
         _positive("--price", question.price)
-    return Cluster(device=device, num_devices=question.gpus, usd_per_device_hour=question.price)
+    return GpuCluster(device=device, num_devices=question.gpus, usd_per_device_hour=question.price)
 
 
 _CLUSTER_FIELDS: dict[str, str] = {
@@ -173,7 +173,7 @@ _CLUSTER_FIELDS: dict[str, str] = {
 _CLUSTER_KEYS = ("gpus", "gpu", "gpus_per_node", "usd_per_gpu_hour", "name", "tflops", *_CLUSTER_FIELDS)
 
 
-def cluster_of_file(path: Path) -> Cluster:
+def cluster_of_file(path: Path) -> GpuCluster:
     """Read a TOML file with `gpus`, a known `gpu`, and those of its constants that differ from the published ones."""
     tables = read_toml(path)
     for key in tables:
@@ -201,7 +201,7 @@ def cluster_of_file(path: Path) -> Cluster:
     price = tables.get("usd_per_gpu_hour")
     if price is not None:
         price = _positive(f"usd_per_gpu_hour in '{path}'", price)
-    return Cluster(device=replace(device, **changes), num_devices=count, usd_per_device_hour=price)
+    return GpuCluster(device=replace(device, **changes), num_devices=count, usd_per_device_hour=price)
 
 
 def _flops(given: Any, path: Path) -> dict[str, float]:
@@ -286,7 +286,7 @@ def _reward_model(question: Question, config: RunConfig | None) -> TransformerCo
     return _shape_named(path, "rewards.models.path")
 
 
-def _lengths(question: Question, subject: Subject) -> tuple[Lengths, list[str]]:
+def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, list[str]]:
     given = [_flag(name) for name in LENGTHS if getattr(question, name) is not None]
     run = question.lengths
     if run is not None and given:
@@ -317,7 +317,7 @@ def _lengths(question: Question, subject: Subject) -> tuple[Lengths, list[str]]:
     return lengths_with_tail(prompt, mean, p99, longest), assumed
 
 
-def max_new_tokens(question: Question, subject: Subject, lengths: Lengths) -> int:
+def max_new_tokens(question: Question, subject: Subject, lengths: LengthSample) -> int:
     """Return the limit of a completion: the question's, the recipe's, or the longest of the lengths."""
     if question.max_new_tokens is not None:
         return question.max_new_tokens
@@ -325,7 +325,7 @@ def max_new_tokens(question: Question, subject: Subject, lengths: Lengths) -> in
     return lengths.longest if config is None else max(config.generator.max_new_tokens, lengths.longest)
 
 
-def precisions_of(question: Question, cluster: Cluster) -> tuple[Precision, ...]:
+def precisions_of(question: Question, cluster: GpuCluster) -> tuple[Precision, ...]:
     """Return the generators' precisions: the question's, or bfloat16, and fp8 where the GPUs have products of it."""
     if question.precision is None:
         return ("bfloat16", "fp8") if "fp8" in cluster.device.flops else ("bfloat16",)

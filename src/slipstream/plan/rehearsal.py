@@ -15,8 +15,7 @@ from slipstream.controller.policies import make_policy
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Workload
-from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Setup, Simulated
-from slipstream.plan.simulated_run import Workload as SimulatedWorkload
+from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Simulated, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import simulate
 
 STEPS, LEAST_STEPS = 14, 6  # looked at: so many less the bound, as more hangs on single completions where it is small
@@ -45,7 +44,7 @@ def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int, *, st
     return rehearsed(found, max_staleness, others)
 
 
-def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[Setup, Costs]:
+def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[SimulatedSetup, Costs]:
     """Return the simulator's layout of `plan`, and its seconds by the cost model."""
     sync = model.weight_sync(plan.trainer, plan.generator)
     token_s = model.prefill(plan.generator, prompts=1.0).total / model.workload.lengths.prompt_mean
@@ -60,11 +59,11 @@ def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[Setup, Cos
         score_s=scoring_s,
         from_rewards_s=behind_s,
     )
-    return Setup(replicas=plan.generator.replicas, slots=plan.generator.slots, workers=workers), costs
+    return SimulatedSetup(replicas=plan.generator.replicas, slots=plan.generator.slots, workers=workers), costs
 
 
 def run_schedule(
-    setup: Setup,
+    setup: SimulatedSetup,
     costs: Costs,
     workload: Workload,
     max_staleness: int,

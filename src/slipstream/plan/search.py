@@ -27,7 +27,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sections import Precision
 from slipstream.models.config import TransformerConfig, local_config
 from slipstream.plan.cost_model import CostModel
-from slipstream.plan.hardware import Cluster
+from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     GeneratorLayout,
@@ -70,7 +70,7 @@ class Space:
 
 
 def default_space(
-    model: TransformerConfig, cluster: Cluster, workload: Workload, *, precisions: Sequence[Precision]
+    model: TransformerConfig, cluster: GpuCluster, workload: Workload, *, precisions: Sequence[Precision]
 ) -> Space:
     """Return all degrees by which the model's heads divide, within a node or over whole nodes; microbatches by powers
     of two, slots by multiples of eight up to 64 and by factors of at most 1.25 up to 1024."""
@@ -88,7 +88,7 @@ def default_space(
     )
 
 
-def _degrees(model: TransformerConfig, cluster: Cluster) -> Iterator[int]:
+def _degrees(model: TransformerConfig, cluster: GpuCluster) -> Iterator[int]:
     """Yield how many ranks can share the model's layers without straddling a node's border or leaving the cluster."""
     per_node = cluster.device.devices_per_node
     for degree in range(1, min(cluster.num_devices, model.num_heads) + 1):

@@ -1,8 +1,8 @@
 """The generators of a simulated run: rows in lock step, prefill, swaps, by the rules of the real ones.
 
-An `Engine` is `generator/engine.py` in counts and seconds, a `Replica` the loop of `generator/executor.py` around it.
-Decode steps between which nothing changes are one piece of work (`Stretch`), which a message cuts at the end of the
-step it comes in: a simulated run is as exact as one event per step, and costs one per change.
+A `SimulatedEngine` is `generator/engine.py` in counts and seconds, a `Replica` the loop of `generator/executor.py`
+around it. Decode steps between which nothing changes are one piece of work (`DecodeStretch`), which a message cuts at
+the end of the step it comes in: a simulated run is as exact as one event per step, and costs one per change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from slipstream.plan.event_loop import Device, EventLoop, Job
-from slipstream.plan.simulated_run import Clockwork, Costs, GroupWork, Setup
+from slipstream.plan.simulated_run import Clockwork, Costs, GroupWork, SimulatedSetup
 
 ROWS_PER_REQUEST_AHEAD = 8
 """For so many rows the prompt of one waiting request is stored before a row is free (`generator/engine.py`)."""
@@ -53,7 +53,7 @@ class Account:
                 self.seconds[state] = self.seconds.get(state, 0.0) + elapsed_s * part / total
 
 
-class Row:
+class SimulatedRow:
     """A completion of `length` tokens, of which `done` were sampled (`spans`) before it got into the row it is in."""
 
     __slots__ = ("done", "kv_version", "length", "ordinal", "prompt_tokens", "sample", "spans", "start_step")
@@ -64,7 +64,7 @@ class Row:
         self.spans: Spans = []
 
 
-class Waiting:
+class WaitingRows:
     """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on.
 
     `is_open`: its turn to be stored has come.
@@ -72,7 +72,7 @@ class Waiting:
 
     __slots__ = ("is_open", "num_stored", "rows", "tokens", "was_live")
 
-    def __init__(self, tokens: int, rows: Sequence[Row], *, was_live: bool = False) -> None:
+    def __init__(self, tokens: int, rows: Sequence[SimulatedRow], *, was_live: bool = False) -> None:
         self.tokens, self.rows, self.was_live = tokens, deque(rows), was_live
         self.num_stored, self.is_open = 0, False
 
@@ -81,13 +81,13 @@ class Waiting:
         return self.num_stored >= self.tokens
 
 
-def group_of(ordinal: int, work: GroupWork) -> Waiting:
+def group_of(ordinal: int, work: GroupWork) -> WaitingRows:
     """Return the completions of a group, which wait for their prompt to be prefilled."""
-    rows = [Row(ordinal, sample, work.prompt_tokens, length) for sample, length in enumerate(work.lengths)]
-    return Waiting(work.prompt_tokens - 1, rows)  # the last token is the first that a row decodes
+    rows = [SimulatedRow(ordinal, sample, work.prompt_tokens, length) for sample, length in enumerate(work.lengths)]
+    return WaitingRows(work.prompt_tokens - 1, rows)  # the last token is the first that a row decodes
 
 
-class Stretch(NamedTuple):
+class DecodeStretch(NamedTuple):
     """`ahead` (seconds by state), then `steps` decode steps, each `growth_s` longer than the one before."""
 
     ahead: Mapping[str, float]
@@ -109,34 +109,34 @@ class Stretch(NamedTuple):
         return int((math.sqrt(max(0.0, half * half + 2 * self.growth_s * seconds)) - half) / self.growth_s)
 
 
-NO_DECODING = Stretch({}, 0, 0.0, 0.0, 0)
+NO_DECODING = DecodeStretch({}, 0, 0.0, 0.0, 0)
 
 
-class Engine:
+class SimulatedEngine:
     """Rows that decode in lock step, and the completions that wait for one.
 
     `waiting`: those that were live (`num_left` of them), then resumed ones, then new ones. `live`: a heap of (the step
     that a row ends with, its number among all starts, the row). `context`: tokens of all live rows.
     """
 
-    def __init__(self, setup: Setup, costs: Costs, replica: int, slots: int, version: int) -> None:
+    def __init__(self, setup: SimulatedSetup, costs: Costs, replica: int, slots: int, version: int) -> None:
         self.setup, self.costs, self.replica, self.slots, self.version = setup, costs, replica, slots, version
         self.steps = self.num_left = self.context = self._num_starts = 0
-        self.waiting: deque[Waiting] = deque()
-        self.live: list[tuple[int, int, Row]] = []
+        self.waiting: deque[WaitingRows] = deque()
+        self.live: list[tuple[int, int, SimulatedRow]] = []
         self.is_paused = False
 
     @property
     def num_live(self) -> int:
         return len(self.live) + self.num_left
 
-    def plan(self) -> Stretch | None:
+    def plan(self) -> DecodeStretch | None:
         """Prefill and start what can start; return what is decoded next, None where there is nothing to do."""
         ahead: dict[str, float] = {}
         has_prefilled = not self.live and self._prefill(self.slots, ahead, is_alone=True)
         self._admit()
         if not self.live:
-            return Stretch(ahead, 0, 0.0, 0.0, 0) if has_prefilled else None
+            return DecodeStretch(ahead, 0, 0.0, 0.0, 0) if has_prefilled else None
         num_rows = len(self.live)
         if not has_prefilled:
             wanted = self.slots - num_rows + -(-self.slots // ROWS_PER_REQUEST_AHEAD)
@@ -147,14 +147,14 @@ class Engine:
         if steps > 1:
             last_s = self.costs.decode(self.replica, rows, self.context + (steps - 1) * num_rows)
             growth_s = (last_s - first_s) / (steps - 1)
-        return Stretch(ahead, steps, first_s, growth_s, num_rows)
+        return DecodeStretch(ahead, steps, first_s, growth_s, num_rows)
 
     def num_ending(self, steps: int) -> int:
         """Return how many rows end with the `steps`-th step from here."""
         end = self.steps + steps
         return sum(1 for entry in self.live if entry[0] == end) if self.live and self.live[0][0] == end else 0
 
-    def decoded(self, steps: int) -> list[Row]:
+    def decoded(self, steps: int) -> list[SimulatedRow]:
         """Count `steps` steps of all live rows; return the rows that have finished."""
         self.steps += steps
         self.context += steps * len(self.live)
@@ -165,7 +165,9 @@ class Engine:
             finished.append(row)
         return finished
 
-    def take_out(self, is_stale: Callable[[Row], bool], spans: Callable[[Row], Spans]) -> list[Row]:
+    def take_out(
+        self, is_stale: Callable[[SimulatedRow], bool], spans: Callable[[SimulatedRow], Spans]
+    ) -> list[SimulatedRow]:
         """Remove the live rows that are stale, with what they have; return them in the order in which they started."""
         leaving = sorted((entry for entry in self.live if is_stale(entry[2])), key=lambda entry: entry[1])
         gone = {entry[1] for entry in leaving}
@@ -177,23 +179,23 @@ class Engine:
             self.context -= row.prompt_tokens + row.done
         return rows
 
-    def take_left(self) -> list[Row]:
+    def take_left(self) -> list[SimulatedRow]:
         """Remove and return completions that were live and wait to get back into a row."""
         left = [row for entry in self.waiting if entry.was_live for row in entry.rows]
         self.waiting = deque(entry for entry in self.waiting if not entry.was_live)
         self.num_left = 0
         return left
 
-    def put_back(self, rows: Sequence[Row], *, was_live: bool) -> None:
+    def put_back(self, rows: Sequence[SimulatedRow], *, was_live: bool) -> None:
         """Queue `rows` before everything that has not started; their tokens are prefilled again."""
         self.num_left += len(rows) if was_live else 0
-        entries: list[Waiting] = []
-        by_prompt: dict[int, Waiting] = {}
+        entries: list[WaitingRows] = []
+        by_prompt: dict[int, WaitingRows] = {}
         for row in rows:
             if row.done == 1 and row.ordinal in by_prompt:  # all that is to be stored of it is the prompt
                 by_prompt[row.ordinal].rows.append(row)
                 continue
-            entries.append(Waiting(row.prompt_tokens + row.done - 1, [row], was_live=was_live))
+            entries.append(WaitingRows(row.prompt_tokens + row.done - 1, [row], was_live=was_live))
             if row.done == 1:
                 by_prompt[row.ordinal] = entries[-1]
         self.waiting.extendleft(reversed(entries))
@@ -229,7 +231,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Give rows, in order, to completions with a stored prefix; they pass only those whose prefix is under way."""
-        passed: list[Waiting] = []
+        passed: list[WaitingRows] = []
         while self.waiting and len(self.live) < self.slots:
             entry = self.waiting[0]
             if (self.is_paused and not entry.was_live) or not (entry.is_stored or entry.is_open):
@@ -241,7 +243,7 @@ class Engine:
                 passed.append(entry)
         self.waiting.extendleft(reversed(passed))
 
-    def _start(self, row: Row, *, was_live: bool) -> None:
+    def _start(self, row: SimulatedRow, *, was_live: bool) -> None:
         self.num_left -= was_live
         row.start_step, row.kv_version = self.steps, self.version
         self._num_starts += 1
@@ -256,7 +258,7 @@ def _round_up(number: int, multiple: int) -> int:
 class Tell(NamedTuple):
     """The messages of a replica."""
 
-    finished: Callable[[int, Sequence[tuple[Row, Spans]]], None]  # replica, completions
+    finished: Callable[[int, Sequence[tuple[SimulatedRow, Spans]]], None]  # replica, completions
     evaluated: Callable[[int], None]  # number of completions
     swapped: Callable[[int, int], None]  # replica, version
     released: Callable[[int, int], None]  # version, replica
@@ -273,11 +275,11 @@ class Replica:
     def __init__(self, clockwork: Clockwork, index: int, device: Device, tell: Tell) -> None:
         self.clockwork, self.setup, self.costs = clockwork, clockwork.setup, clockwork.costs
         self.index, self.device, self.name, self.tell = index, device, f"generator-{index}", tell
-        self.engine = Engine(self.setup, self.costs, index, self.setup.slots, version=0)
+        self.engine = SimulatedEngine(self.setup, self.costs, index, self.setup.slots, version=0)
         self.account = Account(clockwork.loop, "wait_trainer")
         self.swap_steps, self.swap_versions = [0], [0]
-        self.inbox: list[Waiting] = []
-        self.evaluations: deque[Engine] = deque()
+        self.inbox: list[WaitingRows] = []
+        self.evaluations: deque[SimulatedEngine] = deque()
         self.offered: int | None = None
         self.staging: int | None = None
         self.staged: int | None = None
@@ -299,7 +301,7 @@ class Replica:
         self.wake()
 
     def evaluate(self, prompts: Sequence[GroupWork], version: int) -> None:
-        engine = Engine(self.setup, self.costs, self.index, self.setup.evaluation_slots, version)
+        engine = SimulatedEngine(self.setup, self.costs, self.index, self.setup.evaluation_slots, version)
         engine.waiting.extend(group_of(ordinal, work) for ordinal, work in enumerate(prompts))
         self.evaluations.append(engine)
         self.wake()
@@ -317,7 +319,7 @@ class Replica:
     def turn(self) -> None:
         """Handle messages, a swap and a step of evaluation; then decode until something changes."""
         self.is_in_turn, self.has_news = True, True
-        planned: Stretch | None = None
+        planned: DecodeStretch | None = None
         while self.has_news and planned is None:
             self.has_news = False
             self.engine.waiting.extend(self.inbox)
@@ -340,7 +342,7 @@ class Replica:
         if turn_s and not planned.steps:
             ahead["receive"] = turn_s
         steps = planned.steps if planned.steps <= 1 else self._limited(planned.steps)
-        self.stretch = Stretch(ahead, steps, planned.first_s + turn_s, planned.growth_s, planned.rows)
+        self.stretch = DecodeStretch(ahead, steps, planned.first_s + turn_s, planned.growth_s, planned.rows)
         self.factor = self.clockwork.drawn("decode", steps) if self.costs.jitter else 1.0
         self.job = self.device.run("decode", self.setup.generator_threads, self._work_s(), self._end)
 
@@ -429,7 +431,7 @@ class Replica:
             if engine.is_paused and not engine.num_live:
                 self._resume()
             return
-        resumed: list[Row] = []
+        resumed: list[SimulatedRow] = []
         if self.setup.weight_update == "between_batches" and engine.num_live:
             engine.is_paused = True
             limit = self.setup.segment_tokens
@@ -455,7 +457,7 @@ class Replica:
             ahead["swap"] = self.costs.swap_s
         self.tell.swapped(self.index, version)
 
-    def _spans(self, row: Row) -> Spans:
+    def _spans(self, row: SimulatedRow) -> Spans:
         """Return the versions and tokens of what `row` has so far."""
         now, steps = self.engine.steps, self.swap_steps
         first = bisect.bisect_right(steps, row.start_step) - 1

@@ -24,7 +24,7 @@ class GroupWork(NamedTuple):
     has_signal: bool = True
 
 
-class Workload(Protocol):
+class SimulatedWorkload(Protocol):
     """The groups that a run samples."""
 
     def group(self, ordinal: int, step: int) -> GroupWork:
@@ -105,7 +105,7 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class SimulatedSetup:
     """A run's layout, as far as `ScheduleConfig` does not have it.
 
     `cores`: of the machine that trainer and generators share, each with its threads; `beside` is how fast 'train',
@@ -220,7 +220,7 @@ class Simulated:
 class Clockwork:
     """The clock, layout, seconds of work, noise and result that all processes of a simulated run share."""
 
-    def __init__(self, setup: Setup, costs: Costs, seed: int) -> None:
+    def __init__(self, setup: SimulatedSetup, costs: Costs, seed: int) -> None:
         self.setup, self.costs, self.loop, self.result = setup, costs, EventLoop(), Simulated()
         self._random = np.random.default_rng((seed, 0))
         self._drawn: dict[str, list[float]] = {}

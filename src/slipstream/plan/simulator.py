@@ -19,7 +19,7 @@ rest of the system is modelled by the rules that its code follows:
     weights     two versions may be in transit; a replica stages the newest beside decoding, at low priority
     controller  takes one event after the other; messages take a while either way
 
-Completions are sampled from a `Workload`, seconds come from `Costs`: of a run's files (`plan/calibrate.py`), of a cost
+Completions come from a `SimulatedWorkload`, seconds from `Costs`: of a run's files (`plan/calibrate.py`), of a cost
 model, or made up. Executors on one machine's cores slow each other (`event_loop.Cores`). The effect of weights on
 lengths and rewards is not modelled, nor are failures.
 """
@@ -39,16 +39,25 @@ from slipstream.core.run_log import Command, Event
 from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGroup, StepDone, Swapped, TrainStep
 from slipstream.observe.recorder import EventRecorder
 from slipstream.plan.event_loop import Cores, Device, OwnDevice
-from slipstream.plan.simulated_generator import Account, Replica, Row, Tell
-from slipstream.plan.simulated_run import Batch, Clockwork, Costs, GroupWork, Setup, Simulated, Step, Workload
+from slipstream.plan.simulated_generator import Account, Replica, SimulatedRow, Tell
+from slipstream.plan.simulated_run import (
+    Batch,
+    Clockwork,
+    Costs,
+    GroupWork,
+    Simulated,
+    SimulatedSetup,
+    SimulatedWorkload,
+    Step,
+)
 
 VERSIONS_IN_TRANSIT = 2  # slots of a publisher (`controller/weights.py`)
 
 
 def simulate(
     policy: SchedulingPolicy,
-    setup: Setup,
-    workload: Workload,
+    setup: SimulatedSetup,
+    workload: SimulatedWorkload,
     costs: Costs,
     *,
     seed: int = 0,
@@ -256,8 +265,8 @@ class Simulation(Clockwork):
     def __init__(
         self,
         policy: SchedulingPolicy,
-        setup: Setup,
-        workload: Workload,
+        setup: SimulatedSetup,
+        workload: SimulatedWorkload,
         costs: Costs,
         *,
         seed: int = 0,
@@ -307,7 +316,7 @@ class Simulation(Clockwork):
 
     # What the executors tell
 
-    def finished(self, replica: int, rows: Sequence[tuple[Row, list[tuple[int, int]]]]) -> None:
+    def finished(self, replica: int, rows: Sequence[tuple[SimulatedRow, list[tuple[int, int]]]]) -> None:
         """Send completions to the rewards, and word of them to the controller."""
         for row, spans in rows:
             tokens = self._tokens[row.ordinal]
@@ -342,7 +351,7 @@ class Simulation(Clockwork):
 
     # The controller
 
-    def _hear_finished(self, replica: int, rows: Sequence[Row]) -> None:
+    def _hear_finished(self, replica: int, rows: Sequence[SimulatedRow]) -> None:
         for row in rows:
             self._decide(
                 CompletionFinished(

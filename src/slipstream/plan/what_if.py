@@ -28,8 +28,8 @@ from slipstream.core.plain import shown
 from slipstream.core.recipes import merge, nested, resolve
 from slipstream.core.sections import MAX_WAIT_S
 from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
-from slipstream.plan.recorded import Outcome, RecordedWorkload, Run, measured, read_run
-from slipstream.plan.simulated_run import Setup, Simulated
+from slipstream.plan.recorded import RecordedRun, RecordedWorkload, RunOutcome, measured, read_run
+from slipstream.plan.simulated_run import Simulated, SimulatedSetup
 from slipstream.plan.simulator import simulate
 
 SEEDS, MAX_SEEDS = 3, 1000  # simulations of each run, whose mean is returned
@@ -73,9 +73,9 @@ class WhatIf:
     run: Path
     overrides: dict[str, Any]
     reward_s: float | None
-    measured: Outcome
-    as_it_was: Outcome
-    changed: Outcome
+    measured: RunOutcome
+    as_it_was: RunOutcome
+    changed: RunOutcome
 
     @property
     def is_changed(self) -> bool:
@@ -128,7 +128,7 @@ def what_if(
     )
 
 
-def as_simulated(run: Run) -> RunConfig:
+def as_simulated(run: RecordedRun) -> RunConfig:
     """Return the configuration with the steps that `run` has done: one that was interrupted has fewer."""
     return run.config.model_copy(update={"steps": run.num_steps})
 
@@ -153,7 +153,7 @@ def predict(
     reward_s: float | None = None,
     seeds: int = SEEDS,
     events: Path | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Return the mean of simulations of a run with `config`; the decisions of the first are written to `events`."""
     logs = [events, *(None for _ in range(1, seeds))]
     return mean_outcome(
@@ -191,11 +191,11 @@ def simulate_config(
     )
 
 
-def setup_of(config: RunConfig, calibration: Calibration) -> Setup:
+def setup_of(config: RunConfig, calibration: Calibration) -> SimulatedSetup:
     """Return the layout of a run with `config` on the machine of `calibration`."""
     threads, generator = place(config, calibration.cores), config.generator
     is_on_cpu = config.trainer.device == "cpu" and generator.device == "cpu"
-    return Setup(
+    return SimulatedSetup(
         replicas=generator.replicas,
         slots=generator.num_slots,
         row_multiple=row_multiple(config),
@@ -218,11 +218,11 @@ def setup_of(config: RunConfig, calibration: Calibration) -> Setup:
     )
 
 
-def mean_outcome(runs: Sequence[Simulated]) -> Outcome:
+def mean_outcome(runs: Sequence[Simulated]) -> RunOutcome:
     """Return the mean of several simulations of one run."""
     lags: Counter[int] = sum((found.lags for found in runs), Counter())
     mean = statistics.fmean
-    return Outcome(
+    return RunOutcome(
         steps=len(runs[0].timed),
         step_s=mean(found.step_s for found in runs),
         trained_tokens_per_s=mean(found.trained_tokens_per_s for found in runs),
@@ -239,7 +239,7 @@ def mean_outcome(runs: Sequence[Simulated]) -> Outcome:
 
 # On the terminal
 
-ROWS: tuple[tuple[str, Callable[[Outcome], str]], ...] = (
+ROWS: tuple[tuple[str, Callable[[RunOutcome], str]], ...] = (
     ("step time", lambda outcome: f"{outcome.step_s:.3g} s"),
     ("trained", lambda outcome: f"{outcome.trained_tokens_per_s:,.0f} tokens/s"),
     ("generated", lambda outcome: f"{outcome.generated_tokens_per_s:,.0f} tokens/s"),
@@ -292,7 +292,7 @@ def verdict(found: WhatIf) -> str:
     return f"{pace} tokens trained per second, {abs(stale):.2f} steps {'staler' if stale > 0 else 'fresher'}. {trust}"
 
 
-def _share(outcome: Outcome, lag: int) -> str:
+def _share(outcome: RunOutcome, lag: int) -> str:
     total = sum(outcome.staleness.values())
     share = outcome.staleness.get(lag, 0) / total if total else 0.0
     return f"{'█' * round(BAR * share)} {share:4.0%}"

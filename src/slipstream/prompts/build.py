@@ -15,7 +15,7 @@ from slipstream.core.config import PromptsConfig, RunConfig, TaskConfig, WarmSta
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Prompt
 from slipstream.prompts.dataset import read_rows
-from slipstream.prompts.rows import Row, row_key, split_hash
+from slipstream.prompts.rows import PromptRow, row_key, split_hash
 from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.tasks import TaskSource, task_table
 from slipstream.prompts.template import Encoder, Template
@@ -76,9 +76,9 @@ class _Collector:
     def __str__(self) -> str:
         return f"{self.num_candidates} rows ({self.num_duplicates} repeated, {self.num_too_long} too long)"
 
-    def take(self, rows: Iterable[Row], limit: int) -> list[tuple[str, Prompt]]:
+    def take(self, rows: Iterable[PromptRow], limit: int) -> list[tuple[str, Prompt]]:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
-        fresh: list[tuple[str, Row]] = []
+        fresh: list[tuple[str, PromptRow]] = []
         for candidate in rows:
             row = self._encoder.shortened(candidate)
             self.num_candidates += 1
@@ -297,6 +297,6 @@ def _check_num_eval(config: PromptsConfig, source: str, available: int, collecto
         )
 
 
-def _batched(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+def _batched(rows: Iterator[PromptRow], size: int) -> Iterator[list[PromptRow]]:
     while batch := list(islice(rows, size)):
         yield batch

@@ -20,7 +20,7 @@ import numpy as np
 
 from slipstream.core.config import TaskConfig
 from slipstream.core.errors import ConfigError, did_you_mean
-from slipstream.prompts.rows import Row, to_json_types
+from slipstream.prompts.rows import PromptRow, to_json_types
 from slipstream.prompts.template import Template
 
 _MAX_CHUNK = 4096  # some datasets build everything in their constructor, and some refuse sizes above 20 000
@@ -113,7 +113,7 @@ class TaskSource:
         digest = hashlib.blake2b(f"{key}:{seed}".encode(), digest_size=4).digest()
         self._next_seed = int.from_bytes(digest, "little")
 
-    def chunk(self, size: int) -> list[Row]:
+    def chunk(self, size: int) -> list[PromptRow]:
         """Up to min(size, 4096) further rows, with repetitions where the task repeats itself."""
         size = min(size, _MAX_CHUNK)
         with _seeded_globals(self._next_seed % 2**32):
@@ -153,10 +153,10 @@ class TaskSource:
                 ),
             ) from error
 
-    def _row(self, entry: dict[str, Any]) -> Row:
+    def _row(self, entry: dict[str, Any]) -> PromptRow:
         entry = to_json_types(entry, where=f"an entry of task '{self._task.name}'")
         columns = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"], "entry": entry}
-        return Row(
+        return PromptRow(
             text=self._template.render(columns), task=self.key, answer=_answer_text(entry["answer"]), columns=columns
         )
 

@@ -18,9 +18,9 @@ from typing import Any, Self
 from slipstream.core.errors import ConfigError
 from slipstream.rewards.jailed import PASSED
 from slipstream.rewards.launcher import PROBE, REPLY, REQUEST, SCRIPT, TESTS, ProcessLimits
-from slipstream.rewards.protocol import Job
+from slipstream.rewards.protocol import RewardJob
 
-Scorer = Callable[[Job], float | None]
+Scorer = Callable[[RewardJob], float | None]
 
 _LAUNCHER_DIED = 70  # exit code (EX_SOFTWARE): a worker without its launcher is of no use
 _SHARE_OF_DEADLINE = 0.8  # of rewards.timeout_s, for the tests of one program; past it the worker would be killed
@@ -44,13 +44,13 @@ class Programs:
 
     def probe(self) -> frozenset[str]:
         """The barriers that hold around a program, found by starting one."""
-        with _File() as out:
+        with _UnnamedFile() as out:
             self._request(PROBE, ProcessLimits(10.0, 1 << 28, 1 << 16), [out.writable])
             return frozenset(out.content(1 << 16).decode().split())
 
     def run_script(self, source: str, given: str, limits: ProcessLimits) -> str | None:
         """Return what the program prints when it is `given` this; None when it fails, or takes too long."""
-        with _File(_bytes(source)) as program, _File(_bytes(given)) as stdin, _File() as stdout:
+        with _UnnamedFile(_bytes(source)) as program, _UnnamedFile(_bytes(given)) as stdin, _UnnamedFile() as stdout:
             code = self._request(SCRIPT, limits, [program.readable, stdin.readable, stdout.writable])
             return stdout.content(limits.file_bytes).decode("utf-8", "replace") if code == 0 else None
 
@@ -59,7 +59,7 @@ class Programs:
         content = json.dumps([limits.seconds, list(tests)]).encode()
         if len(content) > _MAX_SOURCE_BYTES:
             raise ValueError(f"tests of {len(content)} bytes, at most {_MAX_SOURCE_BYTES} allowed")
-        with _File(_bytes(source)) as program, _File(content) as file, _File() as verdicts:
+        with _UnnamedFile(_bytes(source)) as program, _UnnamedFile(content) as file, _UnnamedFile() as verdicts:
             all_of_them = ProcessLimits(total_s, limits.memory_bytes, limits.file_bytes)
             self._request(TESTS, all_of_them, [program.readable, file.readable, verdicts.writable])
             told = verdicts.content(len(tests))
@@ -78,7 +78,7 @@ class Programs:
         return int(REPLY.unpack(reply)[0])
 
 
-class _File:
+class _UnnamedFile:
     """A file without a name: nobody can open it who has not been given a descriptor."""
 
     def __init__(self, content: bytes = b"") -> None:
@@ -135,7 +135,7 @@ def code_reward(
         raise ConfigError("tests of reward 'code' must name a column", got=repr(tests))
     limits = ProcessLimits(float(test_timeout_s), int(memory_mb) << 20, int(max_output_kb) << 10)
 
-    def score(job: Job) -> float | None:
+    def score(job: RewardJob) -> float | None:
         column = job.answer if tests == "answer" else job.columns.get(tests)
         if column is None:
             return None

@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.sections import FROM_PYTHON
 from slipstream.core.types import Completion, Prompt, Segment
-from slipstream.rewards.assembly import Assembly, Entry
+from slipstream.rewards.assembly import Assembly, ScoreEntry
 from slipstream.rewards.given import Functions
 from slipstream.rewards.protocol import Per
 from slipstream.rewards.scorers import Scorers
@@ -95,7 +95,7 @@ def _check_answers(config: RewardsConfig, definitions: Sequence[Definition | Non
 
 def _scored(
     scorers: Scorers, prompts: Sequence[Prompt], per: Per, group_size: int, places: Mapping[str, str]
-) -> list[Entry]:
+) -> list[ScoreEntry]:
     """Score completions of each of `prompts` in one call by the terms of this kind; ConfigError as `dry_call`.
 
     Consumes: answers. Unblocked by: a worker or a deadline. Ends when: all calls have answered, or one has failed.
@@ -103,7 +103,7 @@ def _scored(
     size = group_size if per == "group" else 1
     names = [name for name, where in zip(scorers.names, scorers.where, strict=True) if where[1] == per]
     assembly = Assembly([where for where in scorers.where if where[1] == per], size)
-    entries: list[Entry] = []
+    entries: list[ScoreEntry] = []
     for ordinal, prompt in enumerate(prompts if names else ()):
         for sample in range(size):
             for call in assembly.add(_made_up(prompt, ordinal, sample)):
@@ -136,7 +136,7 @@ def _made_up(prompt: Prompt, ordinal: int, sample: int) -> Completion:
     )
 
 
-def _check(entry: Entry, names: Sequence[str], places: Mapping[str, str]) -> None:
+def _check(entry: ScoreEntry, names: Sequence[str], places: Mapping[str, str]) -> None:
     """Raise ConfigError for a call that failed, and for a part that is no finite number."""
     wrong = next((i for i, part in enumerate(entry.parts) if part is not None and not math.isfinite(part)), None)
     if entry.failure is None and wrong is None:

@@ -24,7 +24,7 @@ from slipstream.core.plain import shown
 from slipstream.core.sections import FROM_PYTHON
 from slipstream.rewards.calls import Scoring, call_function, import_function
 from slipstream.rewards.code import Programs, Scorer, code_reward
-from slipstream.rewards.protocol import Job, Per, Task, Term
+from slipstream.rewards.protocol import Per, RewardJob, Task, Term
 from slipstream.rewards.user_functions import check_function
 
 # Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9), or
@@ -121,7 +121,7 @@ def task_reward(
         key: reasoning_gym.create_dataset(task.name, seed=0, size=1, **task.params) for key, task in tasks.items()
     }
 
-    def score(job: Job) -> float:
+    def score(job: RewardJob) -> float:
         answer = _extracted(job.completion, pattern)
         if answer is None:
             return 0.0
@@ -151,7 +151,7 @@ def exact_match(
     of_reference = _pattern(reference_pattern, "exact_match", timeout_s)
     dropped = str.maketrans("", "", ignore)
 
-    def score(job: Job) -> float | None:
+    def score(job: RewardJob) -> float | None:
         if job.answer is None:
             return None
         answer, expected = _extracted(job.completion, pattern), _extracted(job.answer, of_reference)
@@ -175,7 +175,7 @@ def math_equivalence(*, strict: bool = True) -> Scorer:
     for library in ("math_verify", "latex2sympy2_extended"):  # they log every text that they cannot parse
         logging.getLogger(library).setLevel(logging.CRITICAL + 1)
 
-    def score(job: Job) -> float | None:
+    def score(job: RewardJob) -> float | None:
         if job.answer is None:
             return None
         text = job.answer if "$" in job.answer or "\\boxed" in job.answer else f"${job.answer}$"
@@ -204,7 +204,7 @@ def word_overlap(*, column: str = "answer", characters: bool = False) -> Scorer:
     def parts(text: str) -> Counter[str]:
         return Counter("".join(text.split()) if characters else text.split())
 
-    def score(job: Job) -> float | None:
+    def score(job: RewardJob) -> float | None:
         reference = job.answer if column == "answer" else job.columns.get(column)
         if reference is None:
             return None
@@ -237,7 +237,7 @@ def length_shaping(
     if not 0 <= buffer_tokens <= max_tokens:
         raise ConfigError("buffer_tokens must lie in 0..max_tokens", got=f"{buffer_tokens} of {max_tokens}")
 
-    def score(job: Job) -> float:
+    def score(job: RewardJob) -> float:
         over = len(job.completion_ids) - (max_tokens - buffer_tokens)
         if over <= 0:
             return 0.0
@@ -342,7 +342,7 @@ def build_scoring(
     return Scoring(term.label, term.per, scores)
 
 
-def _each(scorer: Scorer, jobs: Sequence[Job]) -> list[float | None]:
+def _each(scorer: Scorer, jobs: Sequence[RewardJob]) -> list[float | None]:
     return [scorer(job) for job in jobs]
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.core.scratch import make_claimed
-from slipstream.rewards.protocol import MAX_RESULT_BYTES, AnyJob, FrameReader, FromWorker, Setup, frame
-from slipstream.rewards.worker import Layout
+from slipstream.rewards.protocol import MAX_RESULT_BYTES, AnyJob, FrameReader, FromWorker, WorkerSetup, frame
+from slipstream.rewards.worker import WorkerLayout
 
 _KEEPER_GRACE_S = 5.0  # the keeper needs milliseconds to kill what is below it
 _CAUSE_S = 0.5
@@ -38,13 +38,13 @@ def _environment(also: Sequence[str]) -> dict[str, str]:
     }
 
 
-class Worker:
+class RewardWorker:
     """One worker process and its connection. Nothing here blocks, except `close` for the keeper's few milliseconds.
 
     `private` folders are empty for it, where files are confined, as are home folders and those shared by all.
     """
 
-    def __init__(self, setup: Setup, *, private: Sequence[str] = ()) -> None:
+    def __init__(self, setup: WorkerSetup, *, private: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         folder, self._claim = make_claimed("reward")
         self._scratch = str(folder)
@@ -52,7 +52,7 @@ class Worker:
         folders = [os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None]
         sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *folders]]
         home = os.path.expanduser("~")  # may be another folder than the account's
-        layout = Layout(
+        layout = WorkerLayout(
             scratch=self._scratch,
             sys_path=list(dict.fromkeys(sys_path)),
             private=[home, *map(os.path.abspath, private)],

@@ -15,12 +15,12 @@ from slipstream.rewards.calls import Scoring, call_function
 from slipstream.rewards.checks import check_isolation, setup_of, terms_of
 from slipstream.rewards.given import Functions, check_given, is_from_python
 from slipstream.rewards.inline import CallableScorer
-from slipstream.rewards.pool import Scored, ScoringPool
-from slipstream.rewards.protocol import AnyJob, GroupJob, Job
+from slipstream.rewards.pool import ScoredJob, ScoringPool
+from slipstream.rewards.protocol import AnyJob, RewardGroupJob, RewardJob
 
 
 class Scorers:
-    """A `ScoringPool`, a `CallableScorer`, or both, as one: calls in, one `Scored` each out.
+    """A `ScoringPool`, a `CallableScorer`, or both, as one: calls in, one `ScoredJob` each out.
 
     `names` are those of the parts, `where` says who scores each. Starts the workers and waits until one has imported
     what it needs. ConfigError for functions that cannot be built, or that this platform cannot isolate.
@@ -74,10 +74,10 @@ class Scorers:
         """Queue `call`; its scorer gets it at the next `poll`."""
         jobs = [self._job(call.job_id, entry.completion) for entry in call.entries]
         is_own, per = call.where
-        job: AnyJob = jobs[0] if per == "completion" else GroupJob(call.job_id, jobs)
+        job: AnyJob = jobs[0] if per == "completion" else RewardGroupJob(call.job_id, jobs)
         self._scorers[is_own].submit(job)
 
-    def poll(self) -> list[Scored]:
+    def poll(self) -> list[ScoredJob]:
         """Move what can be moved without waiting; results in the order they came."""
         return [scored for scorer in self._scorers.values() for scored in scorer.poll()]
 
@@ -94,10 +94,10 @@ class Scorers:
         for scorer in self._scorers.values():
             scorer.close()
 
-    def _job(self, job_id: int, completion: Completion) -> Job:
+    def _job(self, job_id: int, completion: Completion) -> RewardJob:
         prompt, config = completion.prompt, self._config
         ids = truncate_at_token(completion.tokens, config.truncate_token, after=config.truncate_after)
-        return Job(
+        return RewardJob(
             job_id=job_id,
             prompt=prompt.text if prompt.messages is None else prompt.messages,
             completion=completion.text[: config.max_chars],

@@ -34,12 +34,12 @@ from slipstream.rewards.protocol import (
     AnyJob,
     Began,
     FrameReader,
-    Job,
-    Setup,
+    RewardJob,
     SetupFailed,
     Term,
     TriedNetwork,
     WorkerReady,
+    WorkerSetup,
     frame,
 )
 
@@ -48,7 +48,7 @@ _RESOLVER = "/etc/resolv.conf"
 _NETWORK_CALLS = {"socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"}
 
 
-class Layout(msgspec.Struct, frozen=True):
+class WorkerLayout(msgspec.Struct, frozen=True):
     """A worker's folders: its scratch, those that modules are imported from, and those that are hidden from it."""
 
     scratch: str
@@ -61,7 +61,7 @@ class Layout(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Keep a scorer until stdin ends or it dies; the exit code is the scorer's, or 128 + its signal."""
     connection = int(arguments[0])
-    layout = msgspec.json.decode(arguments[1], type=Layout)
+    layout = msgspec.json.decode(arguments[1], type=WorkerLayout)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     isolation.be_killed_first()
     wakeup = isolation.wake_at_childrens_ends()
@@ -93,7 +93,7 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) -> None:
+def _inner(connection: int, layout: WorkerLayout, namespaces: isolation.Namespaces) -> None:
     """The keeper's child; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     held = []
@@ -145,7 +145,7 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
     os._exit(1)
 
 
-def _start_launcher(connection: int, layout: Layout, namespaces: isolation.Namespaces) -> socket.socket:
+def _start_launcher(connection: int, layout: WorkerLayout, namespaces: isolation.Namespaces) -> socket.socket:
     """Start the launcher; return our end of the connection. It sees all files until it has entered its bare root."""
     stash = os.path.join(layout.scratch, "jail")
     os.mkdir(stash)
@@ -175,7 +175,7 @@ def serve(connection: socket.socket, held: Iterable[str], programs: Programs | N
     """
     reader = FrameReader(_MAX_JOB_BYTES)
     bodies = _receive(connection, reader)
-    setup = msgspec.msgpack.decode(bodies.pop(0), type=Setup)
+    setup = msgspec.msgpack.decode(bodies.pop(0), type=WorkerSetup)
     network = _NetworkWatch(connection)
     if not setup.allow_network:
         sys.addaudithook(network.hear)
@@ -234,7 +234,7 @@ class _NetworkWatch:
 def _warm_up(term: Term, scoring: Scoring) -> None:
     """Let math_verify build its grammar now: its first call takes a second that no completion should be charged."""
     if term.function == "math":
-        scoring.scores([Job(0, "", "\\boxed{\\frac{1}{2}}", [], "", "0.5", {})])
+        scoring.scores([RewardJob(0, "", "\\boxed{\\frac{1}{2}}", [], "", "0.5", {})])
 
 
 def _receive(connection: socket.socket, reader: FrameReader) -> list[bytes]:

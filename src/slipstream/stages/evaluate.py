@@ -29,18 +29,18 @@ from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.prompts import build_prompts
 from slipstream.prompts.template import Template
 from slipstream.stages.completions import build_judge, reference_completions
-from slipstream.stages.progress import Progress, Times
+from slipstream.stages.progress import StageProgress, StageTimes
 
 MOMENTS = ("before", "after")
 
 
-def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Measure the checkpoint RL started from and the one it ended with; writes and returns `evaluation.json`.
+def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
+    """Measure the checkpoint RL started from and the one it ended with; write and return `evaluation.json`.
 
     Both answer the same held-out prompts with the same noise. Drift is from the reference policy, `kl.reference` where
     it is given, else the start. Whatever needs reference completions is left out where prompts have none.
     """
-    times = Times()
+    times = StageTimes()
     settings = config.evaluation
     start = start_of(config, run_dir)
     checkpoints = dict(zip(MOMENTS, (start, run_dir / "model"), strict=True))
@@ -81,12 +81,8 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict
                 "judge": _judged(config, written[moment], references) if config.judge.is_given and references else None,
             }
         with times.span("reference"):
-            drift = measure_drift(
-                reference_policy,
-                [sample_of(completion) for completion in written[moment]],
-                temperature=temperature,
-                microbatch_tokens=config.trainer.microbatch_tokens,
-            )
+            samples, capacity = [sample_of(one) for one in written[moment]], config.trainer.microbatch_tokens
+            drift = measure_drift(reference_policy, samples, temperature=temperature, microbatch_tokens=capacity)
             found[moment]["drift"] = _plain(drift)
         found[moment]["lengths"] = asdict(completion_lengths(written[moment]))
     found["references"] = {

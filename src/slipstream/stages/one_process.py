@@ -16,11 +16,11 @@ from slipstream.core.recipes import with_stage_paths
 from slipstream.observe.display import duration
 from slipstream.stages.evaluate import run_evaluation
 from slipstream.stages.preferences import run_preferences
-from slipstream.stages.progress import Progress, watch
+from slipstream.stages.progress import StageProgress, watch
 from slipstream.stages.reward_model import run_reward_model
 from slipstream.stages.sft import run_sft
 
-STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str, Any]]] = {
+STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, StageProgress], dict[str, Any]]] = {
     "sft": run_sft,
     "preferences": run_preferences,
     "reward_model": run_reward_model,

@@ -28,7 +28,7 @@ from slipstream.stages.completions import (
     sampled,
     scored_tokens,
 )
-from slipstream.stages.progress import Progress, Times, fresh_folder, write_record
+from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
 
 FILE = "preferences.jsonl"
 
@@ -57,16 +57,16 @@ class PreferenceLine(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredPrompt:
     """A prompt with the candidates that are compared."""
 
     prompt: Prompt
     candidates: list[Candidate]
 
 
-def run_preferences(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
+def run_preferences(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
     """Sample, label and pair; writes `preferences/preferences.jsonl` and `preferences/stage.json`."""
-    times = Times()
+    times = StageTimes()
     with times.span("start_up"):
         folder = fresh_folder(run_dir, "preferences")
     scored = sampled_candidates(config, progress, times)
@@ -97,7 +97,7 @@ def run_preferences(config: RunConfig, run_dir: Path, progress: Progress) -> dic
     )
 
 
-def sampled_candidates(config: RunConfig, progress: Progress, times: Times) -> list[Scored]:
+def sampled_candidates(config: RunConfig, progress: StageProgress, times: StageTimes) -> list[ScoredPrompt]:
     """Distinct completions of the first prompts, the reference among them where asked for, with their gold scores."""
     settings = config.preferences
     with times.span("start_up"):
@@ -125,7 +125,7 @@ def sampled_candidates(config: RunConfig, progress: Progress, times: Times) -> l
                 None if rollout.failure is not None else rollout.reward
                 for rollout in score_by(config, config.gold_rewards, numbered(completions))
             ]
-    found: list[Scored] = [Scored(prompt, []) for prompt in prompts]
+    found: list[ScoredPrompt] = [ScoredPrompt(prompt, []) for prompt in prompts]
     for completion, value in zip(completions, scores, strict=True):
         tokens = scored_tokens(completion.tokens, config).tolist()
         candidates = found[completion.ordinal].candidates
@@ -137,13 +137,13 @@ def sampled_candidates(config: RunConfig, progress: Progress, times: Times) -> l
     return found
 
 
-def labelled(scored: Sequence[Scored], config: RunConfig) -> list[PreferenceLine]:
+def labelled(scored: Sequence[ScoredPrompt], config: RunConfig) -> list[PreferenceLine]:
     """All decided pairs (or fours) of each prompt's candidates; `max_per_prompt` of them, drawn by the seed.
 
     Undecided are equal scores at the top, and pairs whose two verdicts differ or are ties.
     """
     settings = config.preferences
-    sets: list[tuple[Scored, tuple[Candidate, ...]]] = []
+    sets: list[tuple[ScoredPrompt, tuple[Candidate, ...]]] = []
     for one in scored:
         chosen = list(_subsets(one, config))
         if settings.max_per_prompt is not None:
@@ -176,7 +176,7 @@ def _digest(prompt: Prompt, config: RunConfig) -> bytes:
     return hashlib.blake2b(f"preferences:{config.seed}:{prompt.prompt_id}".encode(), digest_size=8).digest()
 
 
-def _subsets(scored: Scored, config: RunConfig) -> Iterator[tuple[Candidate, ...]]:
+def _subsets(scored: ScoredPrompt, config: RunConfig) -> Iterator[tuple[Candidate, ...]]:
     return itertools.combinations(scored.candidates, config.reward_model.candidates)
 
 
@@ -186,7 +186,7 @@ def _best_by_score(candidates: Sequence[Candidate]) -> int | None:
     return scores.index(highest) if scores.count(highest) == 1 else None
 
 
-def _judged(sets: Sequence[tuple[Scored, Sequence[Candidate]]], config: RunConfig) -> list[int | None]:
+def _judged(sets: Sequence[tuple[ScoredPrompt, Sequence[Candidate]]], config: RunConfig) -> list[int | None]:
     comparisons = [Comparison(one.prompt.text, pair[0].text, pair[1].text) for one, pair in sets]
     if not comparisons:
         return []

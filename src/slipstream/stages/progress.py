@@ -22,7 +22,7 @@ from slipstream.observe.timeline import ABSENT, UNLABELLED, Timeline
 RECORD = "stage.json"
 
 
-class Progress(Protocol):
+class StageProgress(Protocol):
     """Receives the progress of a stage; must return at once."""
 
     def phase(self, name: str, done: int, total: int, metrics: Mapping[str, float] | None = None) -> None: ...
@@ -30,7 +30,7 @@ class Progress(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class Watcher(Progress, Protocol):
+class Watcher(StageProgress, Protocol):
     """Receives the results of a stage as well."""
 
     def evaluation_table(self, evaluation: Mapping[str, Any]) -> None: ...
@@ -60,7 +60,7 @@ def watch(config: RunConfig, stage: str, *, display: bool) -> Display | Quiet:
     return Display({"stage": stage, "recipe": config.recipe}, steps=1, max_staleness=config.staleness_bound)
 
 
-class Times:
+class StageTimes:
     """Seconds of a stage by state, from now on: states as in `observe/states.py`."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def record_path(run_dir: Path, stage: str) -> Path:
     return stage_dir(run_dir, stage) / RECORD
 
 
-def write_record(run_dir: Path, stage: str, *, times: Times, **values: Any) -> dict[str, Any]:
+def write_record(run_dir: Path, stage: str, *, times: StageTimes, **values: Any) -> dict[str, Any]:
     """Write `stage.json` into the stage's folder, last: the stage is done. Return its content."""
     record = {"stage": stage, **times.so_far(), **values}
     replace_file(record_path(run_dir, stage), msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")

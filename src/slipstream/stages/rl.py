@@ -18,7 +18,7 @@ import msgspec
 
 from slipstream.controller.build import build_work, check_room, default_pipeline
 from slipstream.controller.cluster import Cluster
-from slipstream.controller.controller import Controller, Work, read_cut
+from slipstream.controller.controller import Controller, Cut, Work, read_cut
 from slipstream.controller.ledger import check_fits
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.policies import schedule_for
@@ -137,13 +137,8 @@ def _attempt(
     work, prompt_set = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
     report = prompt_set.report
     with_paths = _with_longest_prompt(with_paths, report)
-    tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
-    tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
     cut = None if resumed is None else resumed.cut
-    if cut is not None:
-        tally.restore(cut.run)
-        for line in read_metrics(run_dir / "metrics.jsonl"):
-            tally.recall(line)
+    tally = _tally(config, run_dir, restarts, report, cut)
     observer: Observer = ConsoleObserver(config, run_dir) if given.display else SilentObserver()
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     observer.started(report)
@@ -153,14 +148,9 @@ def _attempt(
         HeldFolder(run_dir) as folder,
         open_trackers(config, run_dir, first_step=first_step, note=observer.note) as trackers,
     ):
-        pipeline = (
-            default_pipeline(with_paths, functions=given.functions, resume=checkpoint, remote=given.remote)
-            if given.pipeline is None
-            else given.pipeline(with_paths)
-        )
         controller = Controller(
             with_paths,
-            pipeline,
+            _pipeline(with_paths, given, checkpoint),
             schedule_for(with_paths, None if cut is None else cut.schedule),
             work,
             run_dir=run_dir,
@@ -185,14 +175,36 @@ def _attempt(
                 observer.note(f"go on with: {given.resume_call(run_dir)}")
             return told
         except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
-            if tally.status == "failed":
-                tally.status = "interrupted"
             observer.note(f"{interrupted}: ended at once, without a checkpoint of the present step")
-            with contextlib.suppress(DiskError):
-                folder.check()
-                write_summary(tally.summary(run_dir), run_dir / "summary.json")
+            _save_interrupted(tally, folder, run_dir)
             observer.note(f"go on with: {given.resume_call(run_dir)}")
             raise
+
+
+def _save_interrupted(tally: Tally, folder: HeldFolder, run_dir: Path) -> None:
+    """Write the summary of a run that is ended at once, where its folder is still there and the disk has room."""
+    if tally.status == "failed":
+        tally.status = "interrupted"
+    with contextlib.suppress(DiskError):
+        folder.check()
+        write_summary(tally.summary(run_dir), run_dir / "summary.json")
+
+
+def _pipeline(config: RunConfig, given: FromPython, checkpoint: Path | None) -> Pipeline:
+    if given.pipeline is not None:
+        return given.pipeline(config)
+    return default_pipeline(config, functions=given.functions, resume=checkpoint, remote=given.remote)
+
+
+def _tally(config: RunConfig, run_dir: Path, restarts: Counter[str], report: PromptReport, cut: Cut | None) -> Tally:
+    """Return the tally of an attempt, with what the run counted before the cut."""
+    tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
+    tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
+    if cut is not None:
+        tally.restore(cut.run)
+        for line in read_metrics(run_dir / "metrics.jsonl"):
+            tally.recall(line)
+    return tally
 
 
 def _run_and_conclude(controller: Controller, conclude: Callable[[], Summary]) -> dict[str, Any]:
