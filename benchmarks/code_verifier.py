@@ -23,7 +23,7 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.summary import versions
 from slipstream.rewards.functions import make_term
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Job, Setup
+from slipstream.rewards.protocol import RewardJob, WorkerSetup
 
 PROGRAM = "n = int(input())\nprint(sum(i * i for i in range(n)))"
 FUNCTION = "def squares(n):\n    return sum(i * i for i in range(n))"
@@ -36,7 +36,7 @@ TESTS: dict[str, tuple[str, Any]] = {
 def run(pool: ScoringPool, kind: str, count: int) -> None:
     source, tests = TESTS[kind]
     for i in range(count):
-        pool.submit(Job(i, "", f"```python\n{source}\n```", [], "", None, {"tests": tests}))
+        pool.submit(RewardJob(i, "", f"```python\n{source}\n```", [], "", None, {"tests": tests}))
     num_done = 0
     while True:
         for scored in pool.poll():
@@ -74,7 +74,7 @@ def main() -> None:
     hardware = describe()
     print("$", shlex.join([sys.executable.rpartition("/")[2], *sys.argv]))
     print(f"{versions().commit}  {hardware.cpu}, {hardware.num_cores} cores")
-    setup = Setup([make_term("code", {})], {}, memory_bytes=1 << 29, timeout_s=10.0)
+    setup = WorkerSetup([make_term("code", {})], {}, memory_bytes=1 << 29, timeout_s=10.0)
     for num_workers in arguments.workers:
         pool = ScoringPool(setup, num_workers=num_workers)
         pool.wait_ready()

@@ -43,8 +43,8 @@ from contenders.models import Model as ShapedModel
 from slipstream.controller.placement import num_cores, thread_environment
 from slipstream.plan.measured import (
     FORMAT,
-    Curve,
-    Measured,
+    EtaCurve,
+    MeasuredCurves,
     MeasuredModel,
     Point,
     Side,
@@ -352,7 +352,7 @@ def busy_s() -> float:
     return (user + nice + system + interrupts + soft + steal) / TICKS_PER_S
 
 
-def curve_of(process: Process, job: Job, arguments: argparse.Namespace) -> tuple[Curve, float]:
+def curve_of(process: Process, job: Job, arguments: argparse.Namespace) -> tuple[EtaCurve, float]:
     """Every batch in every turn, the first of them rotating, so that a change of the machine's mood meets all.
 
     And the largest share of the cores that others had in a measurement that counts.
@@ -371,7 +371,7 @@ def curve_of(process: Process, job: Job, arguments: argparse.Namespace) -> tuple
         Point(batch=batch, seconds=statistics.median(taken), low=min(taken), high=max(taken))
         for batch, taken in seen.items()
     )
-    curve = Curve(
+    curve = EtaCurve(
         side=job.side,
         devices=job.devices,
         precision=job.precision,
@@ -381,7 +381,7 @@ def curve_of(process: Process, job: Job, arguments: argparse.Namespace) -> tuple
     return curve, disturbed
 
 
-def together_of(jobs: Sequence[Job], curves: Sequence[Curve], scratch: Path) -> Together:
+def together_of(jobs: Sequence[Job], curves: Sequence[EtaCurve], scratch: Path) -> Together:
     """Both sides at once at their largest batches: how much longer each takes than alone."""
     processes = [Process(job, scratch / f"{job.side}-together.log") for job in jobs]
     try:
@@ -433,7 +433,7 @@ def measure(name: str, arguments: argparse.Namespace, scratch: Path) -> Measured
         precision = arguments.precision if side == "generator" else arguments.trainer_precision
         return Job(side, str(folder), arguments.device, count, precision, batches, lengths)
 
-    curves: dict[tuple[Side, int], Curve] = {}
+    curves: dict[tuple[Side, int], EtaCurve] = {}
     sides: tuple[Side, ...] = ("trainer", "generator")
     for side in sides:
         for count in devices:
@@ -476,7 +476,7 @@ def num_params(model: ShapedModel) -> int:
         return sum(parameter.numel() for parameter in Transformer(model.config).parameters())
 
 
-def show(name: str, job: Job, curve: Curve, disturbed: float) -> None:
+def show(name: str, job: Job, curve: EtaCurve, disturbed: float) -> None:
     """One curve as a table, and where it does not fall."""
     unit = "core" if job.device == "cpu" else "GPU"
     print(
@@ -503,7 +503,7 @@ def show(name: str, job: Job, curve: Curve, disturbed: float) -> None:
 # The picture
 
 
-def picture(measured: Measured) -> str:
+def picture(measured: MeasuredCurves) -> str:
     """Both panels for every model, as one SVG file."""
     from eta_figure import eta_figure
 
@@ -546,7 +546,7 @@ def main() -> None:
     print(f"seed: {SEED}, turns: {arguments.repeats}, load {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         models = tuple(measure(name, arguments, Path(scratch)) for name in arguments.models)
-    measured = Measured(
+    measured = MeasuredCurves(
         format=FORMAT,
         command=command,
         commit=str(told.commit),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from slipstream.plan.measured import Curve, Measured, Point, Side
+from slipstream.plan.measured import EtaCurve, MeasuredCurves, Point, Side
 
 _WIDTH, _HEIGHT = 1120, 470
 _LEFT, _TOP, _PANEL_WIDTH, _PANEL_HEIGHT, _GAP = 74, 46, 440, 300, 130
@@ -36,7 +36,7 @@ class _Axis:
         return self.start + share * (self.stop - self.start)
 
 
-def eta_figure(measured: Measured) -> str:
+def eta_figure(measured: MeasuredCurves) -> str:
     """eta_t(b) on the left and eta_g(b) on the right, both axes logarithmic; bars span the turns. A whole SVG file."""
     names = [(model.name, curve.devices) for model in measured.models for curve in model.curves]
     colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(dict.fromkeys(names))}
@@ -75,7 +75,7 @@ def eta_figure(measured: Measured) -> str:
     )
 
 
-def _panel(left: float, title: str, lines: Sequence[tuple[Curve, str]]) -> str:
+def _panel(left: float, title: str, lines: Sequence[tuple[EtaCurve, str]]) -> str:
     points = [point for curve, _ in lines for point in curve.points]
     batches = sorted({point.batch for point in points})
     across = _Axis(batches[0], max(batches[-1], 2 * batches[0]), left, left + _PANEL_WIDTH)

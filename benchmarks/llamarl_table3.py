@@ -41,7 +41,7 @@ from slipstream.plan.layouts import (
     TrainerLayout,
     Workload,
 )
-from slipstream.plan.lengths import Lengths, lengths_with_tail
+from slipstream.plan.lengths import LengthSample, lengths_with_tail
 
 GROUPS, GROUP_SIZE = 512, 4
 PROMPT_TOKENS = 150  # a problem of MATH in a chat template; the paper says nothing
@@ -127,7 +127,7 @@ class Prediction:
 
 
 @functools.lru_cache(maxsize=4096)
-def lengths(mean: float, tail: float) -> Lengths:
+def lengths(mean: float, tail: float) -> LengthSample:
     return lengths_with_tail(PROMPT_TOKENS, mean, tail * mean, LONGEST, points=GROUPS * GROUP_SIZE)
 
 

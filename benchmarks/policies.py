@@ -21,7 +21,7 @@ from statistics import mean
 
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.core.run_log import ScheduleConfig
-from slipstream.plan.simulated_run import Costs, MadeUp, Setup, Simulated, heavy_tailed
+from slipstream.plan.simulated_run import Costs, MadeUp, Simulated, SimulatedSetup, heavy_tailed
 from slipstream.plan.simulator import simulate
 
 GROUPS, COMPLETIONS = 16, 8
@@ -42,7 +42,7 @@ def workload(seed: int) -> MadeUp:
 COSTS = Costs(
     decode=lambda replica, *_: 1 / SPEEDS[replica], train=lambda _: {"train": STEP_S}, score_s=0.1, stage_s=0.5
 )
-SETUP = Setup(replicas=len(SPEEDS), slots=SLOTS)
+SETUP = SimulatedSetup(replicas=len(SPEEDS), slots=SLOTS)
 
 
 def config(policy: str, *, steps: int, max_staleness: int, reorder_window: int) -> ScheduleConfig:

@@ -34,7 +34,7 @@ from slipstream.core.recipes import merge, resolve, save_config
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import versions
 from slipstream.plan.calibrate import Calibration, calibrate
-from slipstream.plan.recorded import Outcome, measured, read_run
+from slipstream.plan.recorded import RunOutcome, measured, read_run
 from slipstream.plan.what_if import as_simulated, predict
 
 HERE = Path(__file__).resolve().parent
@@ -166,7 +166,7 @@ def points(seen: Sequence[float], simulated: float) -> Cell:
     return Cell(tuple(100 * share for share in seen), 100 * simulated, IDLE_POINTS)
 
 
-def cells(seen: Sequence[Outcome], simulated: Outcome) -> dict[str, Cell]:
+def cells(seen: Sequence[RunOutcome], simulated: RunOutcome) -> dict[str, Cell]:
     return {
         "step": relative([one.step_s for one in seen], simulated.step_s),
         "trainer idle": points([one.idle["trainer"] for one in seen], simulated.idle["trainer"]),
@@ -175,7 +175,7 @@ def cells(seen: Sequence[Outcome], simulated: Outcome) -> dict[str, Cell]:
     }
 
 
-def simulated(case: Case, path: Path, calibration: Calibration) -> Outcome:
+def simulated(case: Case, path: Path, calibration: Calibration) -> RunOutcome:
     """Predicted from the calibration and the configuration of the run in `path`."""
     score_s = calibration.seconds["score"] + case.reward_s if case.reward_s else None
     return predict(calibration, as_simulated(read_run(path)), reward_s=score_s, seeds=SEEDS)

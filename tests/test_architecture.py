@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,15 @@ def test_functions_fit_a_screen() -> None:
         if (length := (function.end_lineno or 0) - function.lineno + 1) > MAX_LINES_OF_FUNCTION
     ]
     assert not long, "\n" + "\n".join(long)
+
+
+@pytest.mark.parametrize("folder", ["plan", "prompts", "rewards", "stages"])
+def test_no_file_imports_itself_by_way_of_others(folder: str) -> None:
+    """Imports within functions and for types alone count, too."""
+    names = {f"slipstream.{source.name.removesuffix('.py').replace('/', '.')}": source for source in SOURCES}
+    own = {name: source for name, source in names.items() if source.unit == folder}
+    graph = {name: {module for module, _ in imports(source)} & own.keys() - {name} for name, source in own.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError, with the circle
 
 
 def test_nothing_is_pickled() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.core.recipes import resolve
 from slipstream.stages.chain import check_data, check_stages
+from slipstream.stages.rl import FromPython
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -35,5 +36,5 @@ def test_its_recipes_can_be_run(script: dict[str, Any], folder: Path, case: str,
     """In the case of one length no token ends a completion, and the run has to be told."""
     config = resolve(script["recipe_of"](script["CASES"][case], mode, folder, steps=4))
     check_stages(config)
-    check_data(config, tmp_path)
+    check_data(config, tmp_path, FromPython())
     assert config.generator.stop_at_eos is (case == "long")

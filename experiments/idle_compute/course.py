@@ -17,7 +17,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model
 from slipstream.prompts import build_prompts
 from slipstream.rewards.functions import word_overlap
-from slipstream.rewards.protocol import Job
+from slipstream.rewards.protocol import RewardJob
 from slipstream.stages.completions import reference_completions
 from slipstream.trainer.checkpoint import checkpoint_path
 
@@ -64,6 +64,6 @@ _overlap = word_overlap(column="key", characters=True)
 def gold(completion: Completion) -> float:
     """The score of `tldr_mini`'s gold."""
     prompt = completion.prompt
-    score = _overlap(Job(0, prompt.text, completion.text, [], prompt.task, prompt.answer, prompt.columns))
+    score = _overlap(RewardJob(0, prompt.text, completion.text, [], prompt.task, prompt.answer, prompt.columns))
     assert score is not None, "every post has a key"
     return score

@@ -188,7 +188,7 @@ def _run(
     with folder_of(run_dir, is_named=out is not None) as run_dir:
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir)
-        check_data(config, run_dir, given.functions)
+        check_data(config, run_dir, given)
         with lasting_output(run_dir / "logs" / CONSOLE_LOG):
             work = run_rl if config.stages == ["rl"] else run_stages
             return Result(out=run_dir, summary=work(config, run_dir, given))

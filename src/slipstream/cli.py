@@ -352,13 +352,12 @@ class SimulateOptions(WithFields):
 
 def simulate_command(argv: Sequence[str]) -> int:
     """Predict a finished run with other dials from its own files: step time, who waits, staleness."""
-    from slipstream.plan.dials import DIALS
+    from slipstream.plan.what_if import DIALS
 
     options = parse(SimulateOptions, argv, simulate_command, shown=_shown_of_run, only=DIALS)
     if options.run is None:
         raise ConfigError("a run is needed", allowed="the folder of a finished run", hint="`slipstream run` makes one")
-    from slipstream.plan.what_if import what_if
-    from slipstream.plan.what_if_table import show
+    from slipstream.plan.what_if import show, what_if
 
     short = {"replicas": options.generators, "num_slots": options.slots}
     given = {name: value for name, value in short.items() if value is not None}

@@ -27,7 +27,7 @@ from experiments.rlhf import (
 )
 from slipstream.core.recipes import resolve
 from slipstream.rewards.functions import BUILTINS
-from slipstream.rewards.protocol import Job
+from slipstream.rewards.protocol import RewardJob
 
 PIPELINE = Pipeline()
 
@@ -184,7 +184,7 @@ def test_gold_is_the_recipes(summary):
     """As the term of the recipe that is measured in its own runs says it."""
     post = "*qz*r*dcju>"
     (term,) = resolve("tldr_mini").gold.terms
-    job = Job(0, post, summary, [], "posts", None, {"key": "qrd"})
+    job = RewardJob(0, post, summary, [], "posts", None, {"key": "qrd"})
     assert gold_score(post, summary) == BUILTINS[term.function](**term.params)(job)
 
 

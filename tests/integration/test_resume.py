@@ -23,7 +23,7 @@ from slipstream.core.run_log import read_metrics
 from slipstream.core.types import StepDone
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.samples import read_samples
-from slipstream.rewards.pool import Scored, ScoringPool
+from slipstream.rewards.pool import ScoredJob, ScoringPool
 from slipstream.stages import rl
 from slipstream.stages.resume import Resumed
 from slipstream.stages.rl import FromPython
@@ -66,7 +66,7 @@ def cut_off(
         if is_time(self, event):
             raise Cut
 
-    def polling(self: ScoringPool) -> list[Scored]:
+    def polling(self: ScoringPool) -> list[ScoredJob]:
         scored = poll(self)
         while self.num_pending:
             assert select.select(self.fds(), [], [], 60.0)[0], "no reward in a minute"

@@ -169,3 +169,13 @@ def test_small_words():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert printable("a\u202eb\tc" + "x" * 300, limit=12) == "a\\u202eb\\tcxxxxxx…"
+
+
+def test_the_end_explains_an_accuracy_that_reads_0_throughout() -> None:
+    display, _, out = make_display(is_terminal=False)
+    wrong = Evaluation(0.0, 0.0, 5, reward=0.5)
+    display.finish(make_summary(eval=Evaluations(before=wrong, after=wrong)), {})
+    assert "no held-out answer reached 1 by eval.measure" in " ".join(out.getvalue().split())
+    display, _, out = make_display(is_terminal=False)
+    display.finish(make_summary(), {})
+    assert "eval.measure" not in out.getvalue()

@@ -37,6 +37,10 @@ from slipstream.observe.report.data import READ_AHEAD, by_side, flat
 from slipstream.observe.report.page import differing
 from slipstream.observe.report.timing import read_row, read_window
 from slipstream.observe.summary import write_summary
+from slipstream.observe.report.setup import differing
+from slipstream.observe.report.times import by_side
+from slipstream.observe.report.window import READ_AHEAD, read_row, read_window
+from slipstream.observe.summary import Evaluation, Evaluations, read_summary, write_summary
 from slipstream.observe.timeline import Slice
 
 MACHINE = Hardware(
@@ -662,3 +666,12 @@ def test_many_processes_are_added_up_by_side() -> None:
     assert by_side(few) == few
     many = few | {f"generator-{i}": {"decode": 1.0, "swap": 0.5} for i in range(1, 20)}
     assert by_side(many) == {"trainer": {"optimizer": 1.0}, "generator (20)": {"decode": 21.0, "swap": 9.5}}
+
+
+def test_an_accuracy_that_reads_0_throughout_is_explained(run_dir: Path) -> None:
+    wrong = Evaluation(0.0, 0.0, 500, reward=0.5)
+    summary = read_summary(run_dir / "summary.json")
+    told = msgspec.structs.replace(summary, eval=Evaluations(before=wrong, after=wrong))
+    assert "eval.measure" not in read(write_report(run_dir)).text
+    write_summary(told, run_dir / "summary.json")
+    assert "no held-out answer reached 1 by eval.measure" in read(write_report(run_dir)).text

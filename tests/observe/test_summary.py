@@ -8,7 +8,15 @@ from synthetic_run import make_summary
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.held_out import Measured
 from slipstream.observe.hardware import describe
-from slipstream.observe.summary import check, read_summary, versions, violations, write_summary
+from slipstream.observe.summary import (
+    Evaluation,
+    Evaluations,
+    check,
+    read_summary,
+    versions,
+    violations,
+    write_summary,
+)
 
 # The interface. A change here is a breaking change for everybody's scripts.
 FIELDS = {
@@ -92,3 +100,20 @@ def test_versions_and_hardware_describe_this_machine():
     assert 1 <= hardware.num_cores <= hardware.num_cores_machine
     assert hardware.memory_bytes > 2**27
     assert set(hardware.lines()) >= {"CPU", "cores", "memory", "shared memory", "GPUs"}
+
+
+def test_accuracy_that_reads_0_throughout_is_explained() -> None:
+    def evaluation(greedy: float | None, sampled: float | None = 0.0) -> Evaluation:
+        return Evaluation(greedy, sampled, 5, reward=0.5)
+
+    wrong = evaluation(0.0)
+    assert "no held-out answer reached 1 by eval.measure" in str(Evaluations(before=wrong, after=wrong).never_right)
+    for right in (
+        Evaluations(before=wrong, after=evaluation(0.2)),
+        Evaluations(before=evaluation(0.2), after=wrong),
+        Evaluations(before=wrong, after=evaluation(0.0, sampled=0.2)),
+        Evaluations(before=wrong),  # the run is not over
+        Evaluations(before=evaluation(None, None), after=evaluation(None, None)),
+        Evaluations(),
+    ):
+        assert right.never_right is None

@@ -9,7 +9,7 @@ import msgspec
 
 from slipstream.core.recipes import resolve
 from slipstream.models.config import TransformerConfig
-from slipstream.plan.measured import FORMAT, Curve, Measured, MeasuredModel, Point, Together
+from slipstream.plan.measured import FORMAT, EtaCurve, MeasuredCurves, MeasuredModel, Point, Together
 
 BATCHES = (1, 8, 64)
 
@@ -46,10 +46,10 @@ def measured(
     update_s: float = 0.0,
     together: tuple[Together, ...] = (),
     device: str = "cpu",
-) -> Measured:
+) -> MeasuredCurves:
     """Samples of 6 + 5 tokens (10 rows): on one core 1 ms a row trained, 1 ms a token generated, half on two."""
     curves = [
-        Curve(
+        EtaCurve(
             side=side,
             devices=cores,
             precision="float32",
@@ -70,7 +70,7 @@ def measured(
         curves=tuple(curves),
         together=together,
     )
-    return Measured(
+    return MeasuredCurves(
         format=FORMAT,
         command="python benchmarks/eta_curves.py",
         commit="0" * 40,

@@ -12,8 +12,8 @@ from slipstream.core.recipes import save_config
 from slipstream.core.run_log import RolloutLine
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.timeline import Instant, ProcessStart, Record, Slice, timeline_path
-from slipstream.plan.simulated_generator import Engine, Replica, Row
-from slipstream.plan.simulated_run import Batch, Costs, Setup, Simulated, Workload
+from slipstream.plan.simulated_generator import Replica, SimulatedEngine, SimulatedRow
+from slipstream.plan.simulated_run import Batch, Costs, Simulated, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import Simulation, _Trainer
 
 LEAST_NS = 100
@@ -40,10 +40,10 @@ class Track:
         self.since_s = self.loop.time_s
 
 
-class WrittenEngine(Engine):
+class WrittenEngine(SimulatedEngine):
     was_alone, alone_s = False, 0.0
 
-    def _start(self, row: Row, *, was_live: bool) -> None:
+    def _start(self, row: SimulatedRow, *, was_live: bool) -> None:
         super()._start(row, was_live=was_live)
         self.began.setdefault((row.ordinal, row.sample), self.track.loop.time_s + self.alone_s)
 
@@ -110,7 +110,13 @@ class WrittenRun(Simulation):
     """Runs, and writes `folder`. `microbatch` are the true (fixed, per token) seconds of forward-backward."""
 
     def __init__(
-        self, config: RunConfig, setup: Setup, workload: Workload, costs: Costs, folder: Path, microbatch
+        self,
+        config: RunConfig,
+        setup: SimulatedSetup,
+        workload: SimulatedWorkload,
+        costs: Costs,
+        folder: Path,
+        microbatch,
     ) -> None:
         folder.mkdir()
         super().__init__(schedule_for(config), setup, workload, costs, seed=7, events=folder / "events.jsonl")

@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.hardware import DEVICES, Cluster
+from slipstream.plan.hardware import DEVICES, GpuCluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Frees,
@@ -22,15 +22,15 @@ from slipstream.plan.layouts import (
     TrainerLayout,
     Workload,
 )
-from slipstream.plan.lengths import Lengths
+from slipstream.plan.lengths import LengthSample
 from slipstream.plan.search import executors
 
-LENGTHS = Lengths(prompt_mean=4.0, completions=(4, 8), source="test")
+LENGTHS = LengthSample(prompt_mean=4.0, completions=(4, 8), source="test")
 
 
 @dataclass
 class TableCosts:
-    """Implements `search.Costs`. Seconds are 1..20 by layout, bytes 1..20 of 12 usable ones."""
+    """Stands in for a `CostModel`. Seconds are 1..20 by layout, bytes 1..20 of 12 usable ones."""
 
     seed: int
     num_devices: int
@@ -41,7 +41,7 @@ class TableCosts:
     asked: dict[Any, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cluster = Cluster(device=DEVICES["H100"], num_devices=self.num_devices)
+        self.cluster = GpuCluster(device=DEVICES["H100"], num_devices=self.num_devices)
         self.workload = Workload(
             groups=4,
             group_size=2,

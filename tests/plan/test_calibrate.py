@@ -22,7 +22,7 @@ from slipstream.core.recipes import resolve
 from slipstream.plan import fits
 from slipstream.plan.calibrate import calibrate, scoring
 from slipstream.plan.fits import Pieces, fit
-from slipstream.plan.recorded import RecordedWorkload, Run, groups_of, learning_exponent, measured, read_run
+from slipstream.plan.recorded import RecordedRun, RecordedWorkload, groups_of, learning_exponent, measured, read_run
 from slipstream.plan.simulated_run import Batch, Costs, GroupWork
 from slipstream.plan.simulator import simulate
 from slipstream.plan.what_if import predict, setup_of, what_if
@@ -288,7 +288,7 @@ def test_other_dials_draw_groups_of_the_same_time(recorded):
     assert np.mean(held_out) == pytest.approx(np.mean(late), rel=0.1)
 
 
-def learned(run: Run, groups_per_step: int, exponent: float, steps: int = 60) -> Run:
+def learned(run: RecordedRun, groups_per_step: int, exponent: float, steps: int = 60) -> RecordedRun:
     """What is left without signal grows with step x P^exponent; that of step s has s + 1 tokens."""
     rng, lines, ordinal = np.random.default_rng(groups_per_step), [], 0
     for step in range(steps):

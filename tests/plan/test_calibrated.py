@@ -6,16 +6,16 @@ import pytest
 from measured_kit import measured
 
 from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.calibrated import COMMUNICATION, CalibratedCostModel
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import GeneratorLayout, TrainerLayout, Workload
-from slipstream.plan.lengths import Lengths
+from slipstream.plan.lengths import LengthSample
+from slipstream.plan.measured import COMMUNICATION, CalibratedCostModel
 
 SHAPE = ARCHITECTURES["qwen2.5-0.5b"]
 CLUSTER = cluster("h100", 8)
 # Samples of 6 + 5 tokens, as they were measured: nothing is converted, prompts are shared by nobody.
-WORKLOAD = Workload(groups=64, group_size=1, lengths=Lengths(5.0, (5,), "test"))
+WORKLOAD = Workload(groups=64, group_size=1, lengths=LengthSample(5.0, (5,), "test"))
 
 
 def models(**curves):

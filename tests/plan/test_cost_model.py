@@ -14,10 +14,9 @@ from theory import Side, Theory
 
 from slipstream.core.errors import ConfigError
 from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.batches import slowest_replica
 from slipstream.plan.collectives import all_reduce_s
 from slipstream.plan.cost_model import CostModel
-from slipstream.plan.hardware import DEVICES, Cluster, cluster
+from slipstream.plan.hardware import DEVICES, GpuCluster, cluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
@@ -28,7 +27,7 @@ from slipstream.plan.layouts import (
     TrainerLayout,
     Workload,
 )
-from slipstream.plan.lengths import Lengths, lengths_with_tail
+from slipstream.plan.lengths import LengthSample, lengths_with_tail, slowest_replica
 
 LLAMA_8B, LLAMA_70B = ARCHITECTURES["llama-3.1-8b"], ARCHITECTURES["llama-3.1-70b"]
 LLAMA_405B, QWEN_4B = ARCHITECTURES["llama-3.1-405b"], ARCHITECTURES["qwen3-4b"]
@@ -39,12 +38,16 @@ IDEAL = Efficiency(
 H100 = DEVICES["H100"]
 
 
-def even(completion: int, prompt: float = 100.0) -> Lengths:
-    return Lengths(prompt, (completion,), "all alike")
+def even(completion: int, prompt: float = 100.0) -> LengthSample:
+    return LengthSample(prompt, (completion,), "all alike")
 
 
 def costs(
-    model=LLAMA_8B, devices: int = 64, lengths: Lengths | None = None, efficiency: Efficiency = IDEAL, **work: object
+    model=LLAMA_8B,
+    devices: int = 64,
+    lengths: LengthSample | None = None,
+    efficiency: Efficiency = IDEAL,
+    **work: object,
 ) -> CostModel:
     workload = Workload(groups=64, group_size=8, lengths=lengths or even(500), **work)  # type: ignore[arg-type]
     return CostModel(model, cluster("H100", devices), workload, efficiency)
@@ -210,7 +213,7 @@ def test_shared_prompts_are_computed_once_per_group() -> None:
 
 def test_gradients_are_reduced_once_if_asked_for() -> None:
     """Small microbatches over a slow network: reducing each time is what takes long."""
-    slow = Cluster(device=replace(H100, network_bandwidth=5e9), num_devices=64)
+    slow = GpuCluster(device=replace(H100, network_bandwidth=5e9), num_devices=64)
     model = CostModel(LLAMA_8B, slow, Workload(groups=64, group_size=8, lengths=even(50)), IDEAL)
     often, once = trainer(64, 8, microbatch=8), trainer(64, 8, microbatch=8, reduce_once=True)
     assert model.train_step(once)["data_parallel"] < 0.7 * model.train_step(often)["data_parallel"]
@@ -232,7 +235,7 @@ def test_sums_over_tensor_parallel_ranks(model, recompute: bool, sums: int) -> N
 
 def test_fsdp_is_what_the_network_carries_beside_the_work() -> None:
     """Layers are gathered twice in bfloat16, embedding and head once, gradients reduced in float32; 7/8 of all that."""
-    slow = Cluster(device=replace(H100, network_bandwidth=1e9), num_devices=64)
+    slow = GpuCluster(device=replace(H100, network_bandwidth=1e9), num_devices=64)
     model = CostModel(LLAMA_8B, slow, Workload(groups=64, group_size=8, lengths=even(50)), IDEAL)
     step = model.train_step(trainer(64, 8, 64))
     layers, root = 32 * 218.1e6 / 8, 128256 * 4096 * (1 + 1 / 8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.lengths import Lengths, lengths_of_run, lengths_with_tail
+from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_groups_have_their_lengths_however_many_there_are():
 
 
 def test_the_longest_of_so_many_is_what_one_in_so_many_exceeds():
-    found = Lengths(prompt_mean=4.0, completions=tuple(range(1, 101)), source="test")
+    found = LengthSample(prompt_mean=4.0, completions=tuple(range(1, 101)), source="test")
     assert found.longest_of(100) == pytest.approx(99.01)
     assert found.longest_of(2) == found.mean == 50.5
     assert found.longest_of(1) == 50.5
@@ -88,6 +88,6 @@ def test_a_folder_without_rollouts_is_refused(tmp_path):
 
 
 def test_statistics():
-    found = Lengths(prompt_mean=4.0, completions=tuple(range(1, 101)), source="test")
+    found = LengthSample(prompt_mean=4.0, completions=tuple(range(1, 101)), source="test")
     assert (found.mean, found.mean_square, found.longest) == (50.5, 3383.5, 100)
     assert found.p99 == pytest.approx(99.01)

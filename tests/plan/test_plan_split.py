@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.plan.split import Choice, Frontier, best_split
+from slipstream.plan.search import Choice, Frontier, best_split
 
 seconds = st.integers(1, 12).map(float)  # few values: ties are what goes wrong
 choices = st.lists(

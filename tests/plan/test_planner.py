@@ -9,22 +9,22 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel
-from slipstream.plan.hardware import DEVICES, Cluster
+from slipstream.plan.hardware import DEVICES, GpuCluster
 from slipstream.plan.layouts import Workload
-from slipstream.plan.lengths import Lengths, lengths_with_tail
-from slipstream.plan.planner import CLOSE, Row, bounds_up_to, plan_for_cluster, recommended
+from slipstream.plan.lengths import LengthSample, lengths_with_tail
+from slipstream.plan.planner import CLOSE, PlanRow, bounds_up_to, plan_for_cluster, recommended
 from slipstream.plan.reasons import constraints
 from slipstream.plan.rehearsal import rehearse
 from slipstream.plan.search import Search, default_space, executors
 
-SPREAD = Lengths(prompt_mean=256.0, completions=tuple(range(256, 769, 16)), source="test")
+SPREAD = LengthSample(prompt_mean=256.0, completions=tuple(range(256, 769, 16)), source="test")
 TAIL = lengths_with_tail(256, 512, 2048, 4096)
 PARAMS_8B = 8_030_261_248
 
 
 def model_of(devices, *, lengths=TAIL, name="llama-3.1-8b", gpu="H100", groups=64, **workload):
     work = Workload(groups=groups, group_size=4, lengths=lengths, **workload)
-    return CostModel(ARCHITECTURES[name], Cluster(device=DEVICES[gpu], num_devices=devices), work)
+    return CostModel(ARCHITECTURES[name], GpuCluster(device=DEVICES[gpu], num_devices=devices), work)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_when_nothing_waits_the_schedule_takes_what_the_cost_model_says():
     model = model_of(16, lengths=SPREAD, groups=128)
     search = Search(model, default_space(model.model, model.cluster, model.workload, precisions=("bfloat16",)))
     found = next(iter(search.asynchronous(8).values()))
-    row = Row(found=found, rehearsed=rehearse(model, found.plan, 8))
+    row = PlanRow(found=found, rehearsed=rehearse(model, found.plan, 8))
     assert row.rehearsed.step_s == pytest.approx(row.found.step.seconds, rel=0.03)
     slowest = max(row.found.step.sides, key=lambda name: row.found.step.sides[name].total)
     assert row.rehearsed.idle[slowest] < 0.03

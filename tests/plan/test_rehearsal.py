@@ -11,19 +11,18 @@ from test_calibrate import WrittenRun, config, true_costs, truth  # a run whose 
 
 from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel
+from slipstream.plan.cpu import CpuMachine, times_of_runs
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload
-from slipstream.plan.lengths import Lengths
-from slipstream.plan.machine import Machine
-from slipstream.plan.planner import Row, ranked
+from slipstream.plan.lengths import LengthSample
+from slipstream.plan.planner import PlanRow, ranked
 from slipstream.plan.recipe import layout_tables
 from slipstream.plan.recorded import measured, read_run
 from slipstream.plan.rehearsal import Rehearsed, simulated_plan
-from slipstream.plan.run_times import times_of_runs
 from slipstream.plan.search import Found
 from slipstream.plan.simulated_run import Batch, GroupWork
 
-WORKLOAD = Workload(groups=32, group_size=4, lengths=Lengths(64.0, (100, 200, 300), "test"))
+WORKLOAD = Workload(groups=32, group_size=4, lengths=LengthSample(64.0, (100, 200, 300), "test"))
 MODEL = CostModel(ARCHITECTURES["llama-3.1-8b"], cluster("h100", 16), WORKLOAD)
 PLAN = AsynchronousPlan(
     trainer=TrainerLayout(devices=8, tensor_parallel=2, microbatch=3),
@@ -66,7 +65,7 @@ def row(step_s, staleness, plan=PLAN):
     told = Rehearsed(
         max_staleness=2, step_s=step_s, tokens_per_s=1.0, idle={}, staleness_mean=staleness, staleness_max=2
     )
-    return Row(found=Found(plan=plan, step=None, memory={}), rehearsed=told)
+    return PlanRow(found=Found(plan=plan, step=None, memory={}), rehearsed=told)
 
 
 def test_the_fastest_row_comes_first_and_of_equals_the_freshest():
@@ -115,9 +114,9 @@ def recorded(tmp_path_factory):
 def machine_of(folder):
     times = times_of_runs([folder])
     run = read_run(folder)
-    lengths = Lengths(6.0, tuple(sorted(line.num_tokens for line in run.rollouts)), "test")
+    lengths = LengthSample(6.0, tuple(sorted(line.num_tokens for line in run.rollouts)), "test")
     workload = Workload(groups=12, group_size=4, lengths=lengths, minibatches=2)
-    return Machine(
+    return CpuMachine(
         config=run.config,
         shape=ARCHITECTURES["smollm2-135m"],
         workload=workload,

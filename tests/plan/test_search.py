@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from table_costs import TableCosts
 from theory import Side, Theory
 
-from slipstream.plan.colocated import FREES, best_synchronous
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     GeneratorLayout,
@@ -20,6 +19,7 @@ from slipstream.plan.layouts import (
     SynchronousPlan,
     TrainerLayout,
 )
+from slipstream.plan.planner import FREES, best_synchronous
 from slipstream.plan.search import Search, Space, executors, signature_of
 
 SPACE = Space(

@@ -11,8 +11,8 @@ from slipstream.generator.engine import Engine as RealEngine
 from slipstream.generator.noise import noise_keys
 from slipstream.generator.requests import Request
 from slipstream.generator.runner import Decoded
-from slipstream.plan.simulated_generator import Engine, group_of
-from slipstream.plan.simulated_run import Costs, GroupWork, Setup
+from slipstream.plan.simulated_generator import SimulatedEngine, group_of
+from slipstream.plan.simulated_run import Costs, GroupWork, SimulatedSetup
 
 SEED, STOP, SLOTS = 3, 1, 8
 
@@ -91,8 +91,8 @@ def test_every_step_has_the_rows_and_the_prefill_of_the_real_engine(seed, mode):
     costs = Costs(
         decode=lambda *_: 1.0, train=lambda _: {}, prefill=lambda _, tokens, __: prefilled.append(tokens) or 1.0
     )
-    setup = Setup(slots=SLOTS, prefill_tokens=24, prefill_chunk=16)
-    model = Engine(setup, costs, 0, SLOTS, 0)
+    setup = SimulatedSetup(slots=SLOTS, prefill_tokens=24, prefill_chunk=16)
+    model = SimulatedEngine(setup, costs, 0, SLOTS, 0)
     todo, version, seen = deque_of(groups), 0, 0
 
     def swap() -> None:

@@ -11,7 +11,7 @@ import pytest
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.core.errors import ScheduleError
 from slipstream.core.run_log import ScheduleConfig
-from slipstream.plan.simulated_run import Costs, MadeUp, Setup, Simulated, heavy_tailed
+from slipstream.plan.simulated_run import Costs, MadeUp, Simulated, SimulatedSetup, heavy_tailed
 from slipstream.plan.simulator import simulate
 
 P, G, STEPS, SLOTS = 16, 4, 60, 64
@@ -42,7 +42,7 @@ def run(policy, *, speeds: tuple[float, ...] = (100.0, 40.0), step_s: float = 4.
     costs = Costs(
         decode=lambda replica, *_: 1 / speeds[replica], train=lambda _: {"train": step_s}, score_s=0.3, stage_s=0.5
     )
-    return simulate(policy, Setup(replicas=len(speeds), slots=SLOTS), WORK, costs)
+    return simulate(policy, SimulatedSetup(replicas=len(speeds), slots=SLOTS), WORK, costs)
 
 
 def trace_of(policy: str, **changes) -> Simulated:

@@ -14,7 +14,7 @@ from slipstream.controller.replay import replay
 from slipstream.core.errors import ScheduleError
 from slipstream.core.run_log import ScheduleConfig, read_decisions
 from slipstream.core.types import CompletionFinished, StepDone, Swapped, TrainStep
-from slipstream.plan.simulated_run import Costs, GroupWork, MadeUp, Setup, Simulated, heavy_tailed
+from slipstream.plan.simulated_run import Costs, GroupWork, MadeUp, Simulated, SimulatedSetup, heavy_tailed
 from slipstream.plan.simulator import simulate
 
 P, G, LENGTH = 4, 2, 10
@@ -35,13 +35,13 @@ def schedule(*, policy: str = "oldest_first", **dials):
     return make_policy(policy, ScheduleConfig(**config | dials))
 
 
-def run(costs: Costs = COSTS, setup: Setup = Setup(slots=P * G), work=WORK, **dials) -> Simulated:
+def run(costs: Costs = COSTS, setup: SimulatedSetup = SimulatedSetup(slots=P * G), work=WORK, **dials) -> Simulated:
     return simulate(schedule(**dials), setup, work, costs)
 
 
 def test_in_turns_a_step_takes_the_sum_of_its_parts():
     costs = replace(COSTS, publish_s=0.2, record_s=0.01, score_s=0.5, stage_s=0.3, swap_s=0.05, send_s=0.02)
-    setup = Setup(slots=P * G, weight_update="between_batches")
+    setup = SimulatedSetup(slots=P * G, weight_update="between_batches")
     found = run(costs, setup)
     # The weights come to the generator while the trainer records; all completions end with the same decode step.
     step_s = LENGTH * DECODE_S + P * G * 0.02 + 0.5 + TRAIN_S + 0.2 + 0.3 + 0.05
@@ -74,7 +74,7 @@ def test_a_window_has_neither_the_beginning_nor_the_end():
     """The trainer is slower: in the middle it never waits, and a step takes what it takes."""
     costs = replace(COSTS, publish_s=0.5)
     whole = run(costs, max_staleness=2, steps=30)
-    found = simulate(schedule(max_staleness=2, steps=30), Setup(slots=P * G), WORK, costs, window=(10, 20))
+    found = simulate(schedule(max_staleness=2, steps=30), SimulatedSetup(slots=P * G), WORK, costs, window=(10, 20))
     assert [step.ordinals for step in found.timed] == whole.steps[10:20]
     assert found.wall_s == pytest.approx(10 * (TRAIN_S + 0.5))
     assert found.trainer_idle_frac == 0.0 < whole.trainer_idle_frac
@@ -90,7 +90,7 @@ def test_a_deeper_queue_hides_uneven_lengths():
     """One in four groups is eight times as long: by k = 3 its rows are hidden behind the steps before."""
     work = MadeUp(lengths=lambda o: (8 * LENGTH if o % 4 == 0 else LENGTH,) * G)
     costs = Costs(decode=lambda *_: DECODE_S, train=lambda _: {"forward_backward": 2.0})
-    setup = Setup(slots=64)
+    setup = SimulatedSetup(slots=64)
     step_s = {k: run(costs, setup, work, max_staleness=k, capacity=64 + G, steps=60).step_s for k in (0, 1, 2, 4, 6)}
     assert step_s[0] == pytest.approx(8 * LENGTH * DECODE_S + 2.0, rel=0.01)
     assert all(step_s[a] >= step_s[b] - 1e-9 for a, b in zip([0, 1, 2, 4], [1, 2, 4, 6], strict=True))
@@ -111,14 +111,14 @@ def test_tokens_have_the_version_that_was_live_when_they_were_sampled():
 
 def test_between_batches_a_version_waits_for_the_last_completion():
     """As above, but from 14 s on version 1 waits until 20 s; the second batch is sampled at version 0."""
-    found = run(SLOW, Setup(slots=P * G, weight_update="between_batches"), max_staleness=1, steps=3)
+    found = run(SLOW, SimulatedSetup(slots=P * G, weight_update="between_batches"), max_staleness=1, steps=3)
     assert found.lags == {0: P * G * LENGTH, 1: 2 * P * G * LENGTH}
     assert found.accounting["generator-0"]["drain"] == pytest.approx(6 + 6), "and likewise after step 1"
 
 
 def test_segments_let_a_version_in_before_the_end():
     """After 2 decode steps the eight completions leave, are prefilled again, and go on under the new version."""
-    setup = Setup(slots=P * G, weight_update="between_batches", segment_tokens=2)
+    setup = SimulatedSetup(slots=P * G, weight_update="between_batches", segment_tokens=2)
     found = run(SLOW, setup, max_staleness=1, steps=2)
     old = 4 + 2  # tokens of version 0 in each of the second batch
     assert found.lags == {0: P * G * LENGTH + P * G * (LENGTH - old), 1: P * G * old}
@@ -127,7 +127,8 @@ def test_segments_let_a_version_in_before_the_end():
 
 def test_new_weights_can_make_the_cache_anew():
     kept, anew = (
-        run(SLOW, Setup(slots=P * G, kv_on_update=mode), max_staleness=1, steps=2) for mode in ("keep", "recompute")
+        run(SLOW, SimulatedSetup(slots=P * G, kv_on_update=mode), max_staleness=1, steps=2)
+        for mode in ("keep", "recompute")
     )
     assert "re_prefill" not in kept.accounting["generator-0"]
     assert anew.accounting["generator-0"]["re_prefill"] == pytest.approx(0.001 * P * G * 4)
@@ -137,7 +138,7 @@ def test_a_group_is_told_of_when_the_trainer_is_free():
     """k = 1: the last group of batch 1 has no signal. Only after step 0 does anybody hear of it, and replace it."""
     work = MadeUp(lengths=lambda _: (LENGTH,) * G, has_signal=lambda ordinal: ordinal != 7)
     costs = Costs(decode=lambda *_: 0.1, train=lambda _: {"forward_backward": 5.0})
-    found = run(costs, Setup(slots=P * G), work, max_staleness=1, steps=2)
+    found = run(costs, SimulatedSetup(slots=P * G), work, max_staleness=1, steps=2)
     assert found.dropped == {7: "no_signal"}
     assert found.timed[0].done_s == pytest.approx(1 + 5)
     assert found.timed[1].start_s == pytest.approx(6 + 1), "its replacement is sampled then, not during the step"
@@ -145,7 +146,7 @@ def test_a_group_is_told_of_when_the_trainer_is_free():
 
 def test_few_workers_score_one_after_the_other():
     costs = replace(COSTS, score_s=0.4)
-    one, four, many = (run(costs, Setup(slots=P * G, workers=workers)) for workers in (1, 4, 0))
+    one, four, many = (run(costs, SimulatedSetup(slots=P * G, workers=workers)) for workers in (1, 4, 0))
     first = [found.timed[0].start_s - LENGTH * DECODE_S for found in (one, four, many)]
     assert first == pytest.approx([P * G * 0.4, P * G / 4 * 0.4, 0.4])
 
@@ -153,12 +154,14 @@ def test_few_workers_score_one_after_the_other():
 def test_on_shared_cores_both_sides_are_slower_while_they_overlap():
     """Both always busy at 0.5: a step of 3 s takes 6, as does sampling; alone it is as without sharing."""
     costs = Costs(decode=lambda *_: 0.3, train=lambda _: {"forward_backward": TRAIN_S})
-    setup = Setup(slots=P * G, cores=2, beside={"train": 0.5, "decode": 0.5})
-    own = run(costs, Setup(slots=P * G), max_staleness=1, steps=30)
+    setup = SimulatedSetup(slots=P * G, cores=2, beside={"train": 0.5, "decode": 0.5})
+    own = run(costs, SimulatedSetup(slots=P * G), max_staleness=1, steps=30)
     shared = run(costs, setup, max_staleness=1, steps=30)
     assert own.step_s == pytest.approx(3.0, rel=0.05)
     assert shared.step_s == pytest.approx(6.0, rel=0.05)
-    assert run(costs, setup).step_s == pytest.approx(run(costs, Setup(slots=P * G)).step_s), "in turns nobody is beside"
+    assert run(costs, setup).step_s == pytest.approx(run(costs, SimulatedSetup(slots=P * G)).step_s), (
+        "in turns nobody is beside"
+    )
 
 
 def test_evaluation_takes_turns_with_decoding():
@@ -169,7 +172,7 @@ def test_evaluation_takes_turns_with_decoding():
             return [GroupWork(1, (1,))] * 100
 
     work = Work(lengths=lambda _: (LENGTH,) * G)
-    setup = Setup(slots=P * G, evaluates_first=1, evaluation_slots=10)
+    setup = SimulatedSetup(slots=P * G, evaluates_first=1, evaluation_slots=10)
     found = run(setup=setup, work=work)
     assert found.timed[0].start_s == pytest.approx((LENGTH + 9) * DECODE_S)
     assert found.accounting["generator-0"]["evaluate"] == pytest.approx(10 * DECODE_S)
@@ -180,7 +183,7 @@ def test_evaluation_takes_turns_with_decoding():
 def test_a_publish_without_a_slot_is_skipped_and_comes_later():
     """Staging takes 2.5 steps: of three versions in a row the third finds both slots taken."""
     costs = Costs(decode=lambda *_: 0.1, train=lambda _: {"forward_backward": 1.0}, stage_s=2.5)
-    found = run(costs, Setup(slots=64), max_staleness=8, steps=20, capacity=64 + G)
+    found = run(costs, SimulatedSetup(slots=64), max_staleness=8, steps=20, capacity=64 + G)
     assert found.publishes_skipped > 0
     assert len(found.steps) == 20
 
@@ -198,7 +201,7 @@ def test_messages_and_the_controller_take_their_time():
 def test_a_log_replays_and_says_the_same(tmp_path):
     """The schedule decides alike from the file, its audit finds nothing, and what the log says is what was returned."""
     work = MadeUp(lengths=heavy_tailed(1, completions=G, median=20), has_signal=lambda o: o % 5 != 0)
-    setup = Setup(replicas=2, slots=4)
+    setup = SimulatedSetup(replicas=2, slots=4)
     policy = schedule(max_staleness=2, steps=25, capacity=4 + G, reorder_window=3)
     found = simulate(policy, setup, work, replace(COSTS, score_s=0.2), events=tmp_path / "events.jsonl")
     replayed = replay(tmp_path)
@@ -217,11 +220,11 @@ def test_a_seed_says_all():
     work = MadeUp(lengths=heavy_tailed(1, completions=G, median=20))
     costs = replace(COSTS, jitter={"decode": [0.5, 1.5], "train": [0.8, 1.2]})
     once, again, other = (
-        simulate(schedule(max_staleness=1), Setup(slots=8), work, costs, seed=seed) for seed in (1, 1, 2)
+        simulate(schedule(max_staleness=1), SimulatedSetup(slots=8), work, costs, seed=seed) for seed in (1, 1, 2)
     )
     assert once == again
     assert once.wall_s != other.wall_s
-    plain = simulate(schedule(max_staleness=1), Setup(slots=8), work, COSTS)
+    plain = simulate(schedule(max_staleness=1), SimulatedSetup(slots=8), work, COSTS)
     assert once.wall_s == pytest.approx(plain.wall_s, rel=0.3)
 
 
@@ -258,7 +261,7 @@ def simulations(draw):
     )
     update = draw(st.sampled_from(["in_flight", "between_batches"]))
     in_flight = update == "in_flight"
-    setup = Setup(
+    setup = SimulatedSetup(
         replicas=draw(st.integers(1, 3)),
         slots=slots,
         row_multiple=draw(st.sampled_from([1, 8])),
@@ -357,9 +360,9 @@ def test_one_step_after_the_other_is_the_same_as_many_on_end(monkeypatch):
         to_generator_s=0.013,
     )
     for setup in (
-        Setup(replicas=2, slots=5),
-        Setup(replicas=2, slots=5, cores=2, beside={"train": 0.6, "decode": 0.7}),
-        Setup(slots=8, weight_update="between_batches", segment_tokens=7),
+        SimulatedSetup(replicas=2, slots=5),
+        SimulatedSetup(replicas=2, slots=5, cores=2, beside={"train": 0.6, "decode": 0.7}),
+        SimulatedSetup(slots=8, weight_update="between_batches", segment_tokens=7),
     ):
         dials = {"max_staleness": 2, "capacity": setup.slots + G, "steps": 15}
         at_once = simulate(schedule(**dials), setup, work, costs)
@@ -380,7 +383,7 @@ def test_staleness_is_that_of_the_log(tmp_path):
     work = MadeUp(lengths=heavy_tailed(5, completions=G, median=12, longest=60))
     found = simulate(
         schedule(max_staleness=3, steps=20, capacity=4 + G),
-        Setup(slots=4),
+        SimulatedSetup(slots=4),
         work,
         costs,
         events=tmp_path / "events.jsonl",
@@ -409,7 +412,7 @@ def test_a_window_is_that_part_of_the_run():
     """Steps 5 to 14 of 30: the same steps, tokens and seconds as in the whole run."""
     work = MadeUp(lengths=heavy_tailed(2, completions=G, median=20))
     costs = replace(COSTS, publish_s=0.2, stage_s=0.5)
-    setup = Setup(slots=8, cores=2, beside={"train": 0.6, "decode": 0.7})
+    setup = SimulatedSetup(slots=8, cores=2, beside={"train": 0.6, "decode": 0.7})
     whole, part = (
         simulate(schedule(max_staleness=2, steps=30), setup, work, costs, window=window) for window in (None, (5, 15))
     )

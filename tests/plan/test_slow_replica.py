@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.controller.schedule import Schedule
 from slipstream.core.run_log import ScheduleConfig
-from slipstream.plan.simulated_run import Costs, MadeUp, Setup
+from slipstream.plan.simulated_run import Costs, MadeUp, SimulatedSetup
 from slipstream.plan.simulator import simulate
 
 P, G, STEPS, SLOTS = 8, 4, 40, 16
@@ -26,7 +26,9 @@ def run(speeds, *, staleness, window=1):
     costs = Costs(
         decode=lambda replica, *_: 1 / speeds[replica], train=lambda _: {"train": 0.5}, score_s=0.01, stage_s=0.05
     )
-    return simulate(schedule, Setup(replicas=len(speeds), slots=SLOTS), MadeUp(lengths=lambda _: (100,) * G), costs)
+    return simulate(
+        schedule, SimulatedSetup(replicas=len(speeds), slots=SLOTS), MadeUp(lengths=lambda _: (100,) * G), costs
+    )
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])

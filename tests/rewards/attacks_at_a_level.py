@@ -14,11 +14,11 @@ from slipstream.core.errors import ConfigError
 from slipstream.rewards.checks import check_isolation
 from slipstream.rewards.functions import make_term
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Setup
+from slipstream.rewards.protocol import WorkerSetup
 
 
 def main(folder: str) -> None:
-    setup = Setup([make_term("code", {"memory_mb": 128})], {}, memory_bytes=1 << 29, timeout_s=10.0)
+    setup = WorkerSetup([make_term("code", {"memory_mb": 128})], {}, memory_bytes=1 << 29, timeout_s=10.0)
     pool = ScoringPool(setup, num_workers=1, private=[folder])
     try:
         pool.wait_ready()

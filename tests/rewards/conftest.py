@@ -10,7 +10,7 @@ from reward_jobs import GENEROUS_S
 
 from slipstream.rewards.functions import make_term
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Setup, Task
+from slipstream.rewards.protocol import Task, WorkerSetup
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def make_pool() -> Iterator[Callable[..., ScoringPool]]:
         timeout_s: float = GENEROUS_S,
         **kwargs: Any,
     ) -> ScoringPool:
-        setup = Setup(
+        setup = WorkerSetup(
             terms=[make_term(name, params) for name, params in terms],
             tasks=tasks or {},
             memory_bytes=512 << 20,

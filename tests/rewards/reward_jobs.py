@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slipstream.rewards.pool import Scored
-from slipstream.rewards.protocol import Job
+from slipstream.rewards.pool import ScoredJob
+from slipstream.rewards.protocol import RewardJob
 
 HERE = Path(__file__).parent
 GENEROUS_S = 120.0
@@ -24,15 +24,15 @@ def job(
     task: str = "",
     prompt: Any = "q",
     **columns: Any,
-) -> Job:
-    return Job(job_id, prompt, completion, list(ids), task, answer, columns)
+) -> RewardJob:
+    return RewardJob(job_id, prompt, completion, list(ids), task, answer, columns)
 
 
-def run_jobs(pool: Any, jobs: list[Job], *, expected: int | None = None) -> dict[int, Scored]:
+def run_jobs(pool: Any, jobs: list[RewardJob], *, expected: int | None = None) -> dict[int, ScoredJob]:
     """Submit all and wait, as a host does: on descriptors and deadlines. `expected` results, by default one a job."""
     for one in jobs:
         pool.submit(one)
-    done: dict[int, Scored] = {}
+    done: dict[int, ScoredJob] = {}
     end_s = time.monotonic() + GENEROUS_S
     while len(done) < (len(jobs) if expected is None else expected):
         assert time.monotonic() < end_s, f"hangs; finished: {sorted(done)}"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.types import Completion, Prompt, Segment
-from slipstream.rewards.assembly import Assembly, Call, Entry, Where
+from slipstream.rewards.assembly import Assembly, Call, ScoreEntry, Where
 
 G, ORDINALS = 3, 4
 PLAIN: Where = (False, "completion")
@@ -51,7 +51,7 @@ class World:
     def __init__(self, terms: list[Where], chance: random.Random) -> None:
         self.terms, self.chance = terms, chance
         self.assembly, self.calls = Assembly(terms, G), []
-        self.buffer: dict[int, dict[int, Entry]] = {ordinal: {} for ordinal in range(ORDINALS)}
+        self.buffer: dict[int, dict[int, ScoreEntry]] = {ordinal: {} for ordinal in range(ORDINALS)}
         self.kept = {
             o: [completion(o, s, f"{o}.{s}." + "x" * chance.randrange(9)) for s in range(G)] for o in self.buffer
         }
@@ -133,7 +133,7 @@ def test_the_last_of_a_group_may_be_one_that_cannot_be_scored() -> None:
 def test_a_call_that_fails_fails_its_whole_group_and_no_other(sizes: tuple[int, int]) -> None:
     assembly = Assembly([PLAIN, RANKED], 2)
     calls = [call for o in range(2) for s in range(2) for call in assembly.add(completion(o, s, "t" * sizes[s]))]
-    done: list[Entry] = []
+    done: list[ScoreEntry] = []
     for call in calls:
         is_bad = call.where == RANKED and call.entries[0].completion.ordinal == 0
         done += assembly.answer(call.job_id, [] if is_bad else [1.0] * len(call.entries), "it died" if is_bad else None)

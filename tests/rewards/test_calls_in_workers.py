@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.rewards.checks import check_rewards, isolation_report, setup_of
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import GroupJob
+from slipstream.rewards.protocol import RewardGroupJob
 
 RANKS = RewardTerm(function=f"{HERE / 'group_rewards.py'}:ranks", per="group")
 HANGS = RewardTerm(function=f"{HERE / 'group_rewards.py'}:hangs")
@@ -32,8 +32,8 @@ def pool_of(*terms: RewardTerm, clock: Any = None, **fields: Any) -> ScoringPool
     return pool
 
 
-def group(job_id: int, *texts: str) -> GroupJob:
-    return GroupJob(job_id, [job(0, text, answer="a") for text in texts])
+def group(job_id: int, *texts: str) -> RewardGroupJob:
+    return RewardGroupJob(job_id, [job(0, text, answer="a") for text in texts])
 
 
 def test_a_group_is_scored_by_one_call_and_fails_as_a_whole() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -19,13 +20,14 @@ from slipstream.rewards.dry_call import dry_call
 HERE = Path(__file__).parent
 
 
-def prompts(*, chat: bool = False) -> list[Prompt]:
+def prompts(*, chat: bool = False, answers: tuple[str | None, ...] = ("0", "1")) -> list[Prompt]:
     return [
         Prompt(
-            prompt_id=str(i), text=f"{i}?", tokens=np.arange(5, dtype=np.int32), task="dataset", answer=f"{i}",
-            messages=[{"role": "user", "content": f"{i}?"}] if chat else None, columns={"level": 3},
+            prompt_id=str(i), text=f"{i}?", tokens=np.arange(5, dtype=np.int32), task="dataset", answer=answers[i],
+            messages=[{"role": "user", "content": f"{i}?"}] if chat else None,
+            columns={"level": 3, "answer": answers[i]},  # as `prompts/dataset.py` makes them
         )
-        for i in range(2)
+        for i in range(len(answers))
     ]  # fmt: skip
 
 
@@ -135,6 +137,77 @@ def test_a_broken_function_is_refused(function: Callable[..., Any], words: str) 
         assert part in told
 
 
+@pytest.mark.parametrize("function", [wrong_length, nothing, scalar, nan, infinite, strings, awaits_nothing])
+def test_what_a_function_returned_wrongly_names_its_file_and_line(function: Callable[..., Any]) -> None:
+    place = f"(test_dry_call.py, line {function.__code__.co_firstlineno})"
+    for given in (function, functools.partial(function)):
+        with pytest.raises(ConfigError) as caught:
+            called(given)
+        assert place in str(caught.value)
+
+
+@pytest.mark.parametrize("returned", ["0.5", "[float('nan')]", "[0.0, 1.0]", "None"])
+def test_what_a_file_returned_wrongly_names_its_line(tmp_path: Path, returned: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_file(tmp_path, f"import math\n\n\ndef mine(completions, **_):\n    return {returned}\n")
+    assert "(rewards.py, line 4)" in str(caught.value)
+
+
+class Scores:
+    def __call__(self, prompts: Any, completions: Any, completion_ids: Any, answer: Any, **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+
+def wants_an_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def may_want_one(completions: list[str], answer: Any = None, **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def by_keyword(completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("function", [wants_an_answer, by_keyword, Scores(), functools.partial(wants_an_answer)])
+def test_a_function_that_takes_answers_is_refused_where_no_row_has_one(function: Callable[..., Any]) -> None:
+    config = RewardsConfig(terms=[RewardTerm(function="python:mine")])
+    with pytest.raises(ConfigError, match="takes answer") as caught:
+        dry_call(config, {}, prompts(answers=(None, None, None)), functions={"mine": function})
+    told = str(caught.value)
+    for part in ("no row has one", "3 prompts with level", "prompts.answer_column", "answer=None", "test_dry_call.py"):
+        assert part in told
+    assert dry_call(config, {}, prompts(answers=("0", None, None)), functions={"mine": function}) is None
+    off = config.model_copy(update={"dry_call": False})
+    assert dry_call(off, {}, prompts(answers=(None,)), functions={"mine": function}) is None
+
+
+def test_a_function_that_needs_no_answer_is_called_without() -> None:
+    config = RewardsConfig(terms=[RewardTerm(function="python:mine")])
+    for function in (may_want_one, scalar_list, lambda completions, **_: [0.0 for _ in completions]):
+        assert dry_call(config, {}, prompts(answers=(None, None)), functions={"mine": function}) is None
+
+
+def scalar_list(completions: list[str], **_: Any) -> list[float]:
+    return [0.5 for _ in completions]
+
+
+@pytest.mark.parametrize("signature", ["completions, answer, **_", "completions, *, answer, **_"])
+def test_a_file_that_takes_answers_is_refused_where_no_row_has_one(tmp_path: Path, signature: str) -> None:
+    (tmp_path / "rewards.py").write_text(f"\ndef mine({signature}):\n    return [0.0]\n")
+    config = RewardsConfig(terms=[RewardTerm(function=f"{tmp_path / 'rewards.py'}:mine")])
+    with pytest.raises(ConfigError, match=r"takes answer \(rewards.py, line 2\), and no row has one"):
+        dry_call(config, {}, prompts(answers=(None, None)))
+
+
+def test_columns_of_an_error_have_an_answer_only_where_there_is_one() -> None:
+    config = RewardsConfig(terms=[RewardTerm(function="python:mine")])
+    with pytest.raises(ConfigError) as caught:
+        dry_call(config, {}, prompts(answers=(None, None)), functions={"mine": scalar})
+    assert "the columns level;" in str(caught.value)
+
+
 def test_an_error_names_its_line() -> None:
     def divides(completions: list[str], **_: Any) -> list[float]:
         return [1 / (len(text) - len(text)) for text in completions]
@@ -185,7 +258,8 @@ def test_what_is_sound_is_not_refused(function: Callable[..., Any]) -> None:
 def test_a_line_says_where_every_reward_abstains_and_nothing_is_refused() -> None:
     told = called(lambda completions, **_: [None for _ in completions])
     assert told is not None
-    assert "mine returned None" in told
+    assert "mine (test_dry_call.py, line " in told
+    assert "returned None for every completion, of 2: None means that a reward does not apply" in told
     assert called(lambda completions, **_: [0.0 for _ in completions]) is None
     terms = [RewardTerm(function="python:mine"), RewardTerm(function="regex", params={"pattern": "a"})]
     functions = {"mine": lambda completions, **_: [None for _ in completions]}

@@ -28,8 +28,8 @@ from slipstream.rewards.functions import (
 )
 from slipstream.rewards.inline import CallableScorer
 from slipstream.rewards.isolation import BARRIERS
-from slipstream.rewards.pool import Scored
-from slipstream.rewards.protocol import Job, Task, Term
+from slipstream.rewards.pool import ScoredJob
+from slipstream.rewards.protocol import RewardJob, Task, Term
 
 HERE = Path(__file__).parent
 MakePool = Callable[..., Any]
@@ -37,11 +37,11 @@ MakePool = Callable[..., Any]
 
 def job(
     completion: str, *, answer: str | None = None, ids: int = 0, task: str = "", prompt: Any = "q", **columns: Any
-) -> Job:
-    return Job(0, prompt, completion, list(range(ids)), task, answer, columns)
+) -> RewardJob:
+    return RewardJob(0, prompt, completion, list(range(ids)), task, answer, columns)
 
 
-def score(function: str, params: dict[str, Any], one: Job, tasks: dict[str, Task] | None = None) -> float | None:
+def score(function: str, params: dict[str, Any], one: RewardJob, tasks: dict[str, Task] | None = None) -> float | None:
     return build_scoring(make_term(function, params), tasks or {}).scores([one])[0]
 
 
@@ -131,7 +131,7 @@ def test_user_functions_run_in_workers(make_pool: MakePool, monkeypatch: pytest.
 
     monkeypatch.syspath_prepend(str(HERE))
     pool = make_pool(("user_rewards:starts_with", {}), (f"{HERE / 'user_rewards.py'}:slow_length", {}))
-    done = run_jobs(pool, [Job(9, "q", "four", [1, 2], "", "four", {})])
+    done = run_jobs(pool, [RewardJob(9, "q", "four", [1, 2], "", "four", {})])
     assert done[9].parts == [1.0, 2.0]
 
 
@@ -222,9 +222,9 @@ def test_a_callable_is_scored_with_a_deadline() -> None:
 
     scorer = CallableScorer([Scoring("mine", "completion", partial(call_function, reward))], timeout_s=0.2, clock=clock)
 
-    def scored(jobs: list[Job]) -> dict[int, Scored]:
+    def scored(jobs: list[RewardJob]) -> dict[int, ScoredJob]:
         """The clock moves on when a call hangs, and at no other time."""
-        done: dict[int, Scored] = {}
+        done: dict[int, ScoredJob] = {}
         for one in jobs:
             scorer.submit(one)
         while len(done) < len(jobs):
@@ -235,12 +235,12 @@ def test_a_callable_is_scored_with_a_deadline() -> None:
                 clock.advance(0.2)
         return done
 
-    jobs = [Job(i, "q", text, [], "", "a", {}) for i, text in enumerate(["a", "b", "hang", "a", "raise", "a"])]
+    jobs = [RewardJob(i, "q", text, [], "", "a", {}) for i, text in enumerate(["a", "b", "hang", "a", "raise", "a"])]
     done = scored(jobs)
     assert [done[i].parts for i in (0, 1, 3, 5)] == [[1.0], [0.0], [1.0], [1.0]]
     assert done[2].failure == "mine: timed out after 0.2 s"
     assert "KeyError" in (done[4].failure or "")
-    hanging = [Job(10 + i, "q", "hang", [], "", "a", {}) for i in range(10)]
+    hanging = [RewardJob(10 + i, "q", "hang", [], "", "a", {}) for i in range(10)]
     done = scored(hanging)
     assert scorer.num_restarts == 8
     assert "not called again" in (done[19].failure or "")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Setup, Term
+from slipstream.rewards.protocol import Term, WorkerSetup
 
 POOL = """
 import sys
@@ -59,7 +59,7 @@ def test_the_next_pool_removes_what_a_killed_one_left_and_nothing_of_one_that_li
     theirs = set(temporary.glob("slipstream-reward-*")) - left
     end(killed, keepers)
     assert left < set(temporary.glob("slipstream-reward-*"))
-    setup = Setup(terms=[Term("exact_match")], timeout_s=5.0, memory_bytes=1 << 30, tasks={})
+    setup = WorkerSetup(terms=[Term("exact_match")], timeout_s=5.0, memory_bytes=1 << 30, tasks={})
     pool = ScoringPool(setup, num_workers=1)
     try:
         there = set(temporary.glob("slipstream-reward-*"))

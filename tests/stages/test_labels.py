@@ -13,10 +13,10 @@ from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Prompt
 from slipstream.observe.evaluation import evaluation_rows
-from slipstream.prompts.posts import Posts
+from slipstream.prompts.tasks import Posts
 from slipstream.rewards.functions import build_scorer, make_term
-from slipstream.rewards.protocol import Job
-from slipstream.stages.preferences import Candidate, Scored, labelled
+from slipstream.rewards.protocol import RewardJob
+from slipstream.stages.preferences import Candidate, ScoredPrompt, labelled
 
 
 def config(**changes: Any) -> RunConfig:
@@ -28,10 +28,10 @@ def config(**changes: Any) -> RunConfig:
     return resolve(tables | changes)
 
 
-def scored(*scores: float | None, name: str = "p") -> Scored:
+def scored(*scores: float | None, name: str = "p") -> ScoredPrompt:
     prompt = Prompt(prompt_id=name, text="q", tokens=np.array([5], np.int32), task="dataset")
     candidates = [Candidate(text="x" * index, tokens=[index], score=score) for index, score in enumerate(scores)]
-    return Scored(prompt, candidates)
+    return ScoredPrompt(prompt, candidates)
 
 
 def as_pairs(lines: list[Any]) -> list[tuple[int, int]]:
@@ -104,8 +104,8 @@ def test_posts_are_a_pure_function_of_their_number() -> None:
 )
 def test_overlap_by_hand(completion: str, characters: bool, expected: float) -> None:
     scorer = build_scorer(make_term("overlap", {"column": "key", "characters": characters}), {})
-    assert scorer(Job(0, "q", completion, [], "", None, {"key": "dog sun"})) == pytest.approx(expected)
-    assert scorer(Job(0, "q", completion, [], "", "dog", {})) is None
+    assert scorer(RewardJob(0, "q", completion, [], "", None, {"key": "dog sun"})) == pytest.approx(expected)
+    assert scorer(RewardJob(0, "q", completion, [], "", "dog", {})) is None
 
 
 def test_rows_say_what_was_measured() -> None:

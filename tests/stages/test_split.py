@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.stages.split import split_by_prompt
+from slipstream.stages.completions import split_by_prompt
 
 EXAMPLES = [(np.array([index // 3, 7], np.int32), index) for index in range(60)]  # three examples of each of 20 prompts
 

@@ -171,6 +171,8 @@ class Display:
         self.close()
         if (table := _before_after(summary)).row_count:
             self._print(table)
+        if (sentence := summary.eval.never_right) is not None:
+            self._say(sentence)
         staleness, rates = summary.staleness, _rates(msgspec.to_builtins(summary.throughput))
         told = "".join(f"  {word} {rate} tokens/s" for word, rate in rates.items())
         self._say(f"{summary.status}: {plural(summary.steps, 'step')} in {duration(summary.total_s)}{told}")

@@ -66,6 +66,15 @@ class Evaluations(msgspec.Struct, frozen=True):
     before: Evaluation | None = None
     after: Evaluation | None = None
 
+    @property
+    def never_right(self) -> str | None:
+        """A sentence where no answer was right in either: the measure may be one that never reaches 1."""
+        both = [one for one in (self.before, self.after) if one is not None]
+        shares = [share for one in both for share in (one.accuracy, one.sampled_accuracy) if share is not None]
+        if self.after is None or not shares or any(shares):
+            return None
+        return "Accuracy reads 0 because no held-out answer reached 1 by eval.measure: does a right one score 1 there?"
+
 
 class Throughput(msgspec.Struct, frozen=True):
     """Over the RL phase: from the first admission to the end of the last step; None where no step was finished."""

@@ -1,4 +1,4 @@
-"""A question answered: the plan, and everything that is said about it, as JSON types and as a recipe."""
+"""The answer to a question: its plan as an object, as JSON types and as a recipe."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from slipstream.controller.placement import num_cores
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.observe.hardware import memory_bytes
-from slipstream.plan.calibrated import CalibratedCostModel
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import counts_of
-from slipstream.plan.curves import Curves, measured_model
-from slipstream.plan.hardware import Cluster
+from slipstream.plan.cpu import CpuMachine, Times, plan_for_cpu, times_of_runs
+from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import Parts, Workload
-from slipstream.plan.machine import Machine, Times, plan_for_machine
-from slipstream.plan.measured import Measured, read_measured
-from slipstream.plan.planner import Plan, Row, plan_for_cluster
+from slipstream.plan.measured import CalibratedCostModel, Curves, MeasuredCurves, measured_model, read_measured
+from slipstream.plan.planner import Plan, PlanRow, plan_for_cluster
 from slipstream.plan.question import (
     MOST_STALENESS,
     Question,
@@ -33,7 +31,6 @@ from slipstream.plan.question import (
 )
 from slipstream.plan.reasons import misfit_line
 from slipstream.plan.recipe import base_tables, layout_tables, recipe_of, write_recipe
-from slipstream.plan.run_times import times_of_runs
 from slipstream.plan.search import Found, executors
 
 STEPS_OF_COST = 1000
@@ -44,13 +41,13 @@ HOUR_S = 3600.0
 class Answer:
     """The plan of a question. `cluster`: of GPUs; None where the plan is for the cores of this machine.
 
-    `assumed`: what nobody said and was taken for granted. `usable_bytes`: what fits on a device, or in the machine.
+    `assumed`: defaults in place of what was not given. `usable_bytes`: of a device, or of the machine.
     """
 
     question: Question
     subject: Subject
     plan: Plan
-    cluster: Cluster | None
+    cluster: GpuCluster | None
     num_devices: int
     usable_bytes: float
     assumed: tuple[str, ...]
@@ -63,10 +60,12 @@ class Answer:
     @property
     def recipe(self) -> dict[str, Any]:
         """The best configuration as a recipe's tables: `slipstream.run` takes them."""
-        return self._recipe()
+        device = "cpu" if self.cluster is None else "cuda"
+        layout = layout_tables(self.plan.best.plan, self.plan.workload, self.plan.max_staleness, device=device)
+        return recipe_of(self.base, layout)
 
     def usd(self, step_s: float) -> float | None:
-        """What STEPS_OF_COST steps cost on the whole cluster, where a price was given."""
+        """Return the dollars of STEPS_OF_COST steps on the whole cluster; None where no price was given."""
         if self.cluster is None or self.cluster.usd_per_device_hour is None:
             return None
         hours = STEPS_OF_COST * step_s / HOUR_S
@@ -79,16 +78,16 @@ class Answer:
             f"Planned for {self.where()}: {best.rehearsed.step_s:.3g} s a step predicted, "
             f"{best.rehearsed.tokens_per_s:,.0f} trained tokens/s."
         )
-        write_recipe(path, self._recipe(), [predicted])
+        write_recipe(path, self.recipe, [predicted])
 
     def where(self) -> str:
-        """What was planned for, in words."""
+        """Name the devices of the plan."""
         if self.cluster is None:
             return f"{self.num_devices} core{'s' * (self.num_devices > 1)} of this machine"
         return f"{self.cluster.num_devices} {self.cluster.device.name}, {self.cluster.device.devices_per_node} a node"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in JSON types; seconds, bytes and tokens unless a name says otherwise."""
+        """Return everything in JSON types; seconds, bytes and tokens unless a name says otherwise."""
         plan, workload = self.plan, self.plan.workload
         lengths = workload.lengths
         return {
@@ -105,15 +104,15 @@ class Answer:
             },
             "assumed": list(self.assumed),
             "max_staleness": plan.max_staleness,
-            "rows": [self._row(row) for row in plan.rows],
-            "by_staleness": [self._row(row) for row in plan.by_staleness],
-            "synchronous": None if plan.synchronous is None else self._synchronous(plan.synchronous),
+            "rows": [self._told_row(row) for row in plan.rows],
+            "by_staleness": [self._told_row(row) for row in plan.by_staleness],
+            "synchronous": None if plan.synchronous is None else self._told_synchronous(plan.synchronous),
             "why": list(plan.why),
             "does_not_fit": [misfit_line(misfit, self.usable_bytes, self.unit) for misfit in plan.misfits],
-            "recipe": self._recipe(),
+            "recipe": self.recipe,
         }
 
-    def _row(self, row: Row) -> dict[str, Any]:
+    def _told_row(self, row: PlanRow) -> dict[str, Any]:
         rehearsed = row.rehearsed
         return {
             "max_staleness": rehearsed.max_staleness,
@@ -126,7 +125,7 @@ class Answer:
             "executors": self._executors(row.found),
         }
 
-    def _synchronous(self, found: Found) -> dict[str, Any]:
+    def _told_synchronous(self, found: Found) -> dict[str, Any]:
         tokens = self.plan.workload.rollouts * self.plan.workload.lengths.mean
         return {
             "step_s": found.seconds,
@@ -145,15 +144,9 @@ class Answer:
             told.setdefault(name, {})["memory_bytes"] = dict(held.parts)
         return told
 
-    def _recipe(self) -> dict[str, Any]:
-        best = self.plan.best
-        device = "cpu" if self.cluster is None else "cuda"
-        layout = layout_tables(best.plan, self.plan.workload, self.plan.max_staleness, device=device)
-        return recipe_of(self.base, layout)[0]
-
 
 def make_plan(model: str, **given: Any) -> Answer:
-    """What `slipstream plan` answers, from Python: `make_plan("llama-3.1-8b", gpus=16).plan.best.rehearsed.step_s`.
+    """Plan from Python as `slipstream plan` does: `make_plan("llama-3.1-8b", gpus=16).plan.best.rehearsed.step_s`.
 
     Arguments are the command's flags, with underscores. ConfigError for bad input.
     """
@@ -161,7 +154,7 @@ def make_plan(model: str, **given: Any) -> Answer:
 
 
 def answer(question: Question) -> Answer:
-    """The plan for what was asked. ConfigError for bad input, before anything is searched."""
+    """Plan for `question`. ConfigError for bad input, before anything is searched."""
     subject = subject_of(question.model)
     cluster = cluster_of(question)
     measured = None if question.measured is None else read_measured(question.measured)
@@ -184,8 +177,8 @@ def answer(question: Question) -> Answer:
     longest = max_new_tokens(question, subject, workload.lengths)
     base = base_tables(subject, workload, longest, reward_model=question.reward_model)
     if cluster is None:
-        machine = _machine(subject, measured, base, workload)
-        plan = plan_for_machine(machine, max_staleness=bound, num_rows=question.rows)
+        machine = _cpu_machine(subject, measured, base, workload)
+        plan = plan_for_cpu(machine, max_staleness=bound, num_rows=question.rows)
         usable, count = machine.usable_bytes, machine.cores
     else:
         model = _cost_model(subject, cluster, workload, measured)
@@ -206,8 +199,10 @@ def answer(question: Question) -> Answer:
     return found
 
 
-def _machine(subject: Subject, measured: Measured | None, base: Mapping[str, Any], workload: Workload) -> Machine:
-    """The cores of the run that was named, or of this machine with measured curves."""
+def _cpu_machine(
+    subject: Subject, measured: MeasuredCurves | None, base: Mapping[str, Any], workload: Workload
+) -> CpuMachine:
+    """Return the machine of the run that was named, or this one with measured curves."""
     config = resolve(base)
     on_gpu = [f"{name}.device" for name in ("trainer", "generator") if vars(config)[name].device != "cpu"]
     if on_gpu:
@@ -228,7 +223,7 @@ def _machine(subject: Subject, measured: Measured | None, base: Mapping[str, Any
         assert subject.run is not None, "`answer` has seen to that"
         times = times_of_runs([subject.run])
         cores = times.calibration.cores
-    return Machine(
+    return CpuMachine(
         config=config,
         shape=subject.shape,
         workload=workload,
@@ -238,7 +233,9 @@ def _machine(subject: Subject, measured: Measured | None, base: Mapping[str, Any
     )
 
 
-def _cost_model(subject: Subject, cluster: Cluster, workload: Workload, measured: Measured | None) -> CostModel:
+def _cost_model(
+    subject: Subject, cluster: GpuCluster, workload: Workload, measured: MeasuredCurves | None
+) -> CostModel:
     if measured is None:
         return CostModel(subject.shape, cluster, workload)
     if measured.device != "cuda":

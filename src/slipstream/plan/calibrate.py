@@ -1,12 +1,11 @@
-"""From the files of finished runs to what everything takes (`Costs`): calibration of the simulator.
+"""Calibration of the simulator: from the files of finished runs to the seconds of everything (`Costs`).
 
     calibrate([read_run(path), ...]) -> Calibration
 
 Decode steps and microbatches are fitted by their rows and tokens, together with how much slower each side is beside the
-other, and by threads (`plan/fits.py`). All else is a mean of what the timelines say, as it would have been alone; the
-latencies of messages come from comparing the files of two processes, whose clocks are one.
-
-Runs that calibrate together are of one model on one machine; they may differ in everything else.
+other, and by threads (`plan/fits.py`). All else is a mean over the timelines, as it would have been alone; latencies of
+messages come from comparing the files of two processes, whose clocks are one. Runs that calibrate together are of one
+model on one machine; they may differ in everything else.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import bisect
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
 import numpy as np
@@ -27,40 +26,27 @@ from slipstream.core.run_log import LoopState, RolloutLine
 from slipstream.core.types import CompletionFinished, Swapped
 from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice
-from slipstream.plan.fits import Fit, Machine, Pieces, cores_of, fit, fit_background, seconds_in
-from slipstream.plan.recorded import Run
+from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_background, seconds_in
+from slipstream.plan.recorded import RecordedRun
 from slipstream.plan.simulated_run import Batch, Costs
 
-SLOT_ROWS = 8
-"""Rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)."""
-LONG_CONTEXT = 128
-"""Tokens of a sequence from which on the keys and values that a step reads count."""
+SLOT_ROWS = 8  # rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)
+LONG_CONTEXT = 128  # tokens of a sequence from which on the keys and values that a step reads count
 STEP_STATES = ("forward_backward", "optimizer", "collate", "reference", "proximal", "values")
-"""Of the trainer: what a training step consists of."""
-MEASURES = ("reference", "proximal", "values")
-"""Of these, the passes that only read."""
-PASSES = DECODES | {"prefill", "re_prefill"}
-"""Of a generator: what runs the model for training."""
-CLOSE_NS = 1000
-"""What is closer is at the same time."""
-TURN = ("receive", "stage", "overhead")
-"""Of a generator: what every turn of its loop takes besides."""
-WAKING = ("receive", "overhead")
-"""Of a trainer: what it does between two waits that a rollout has interrupted."""
-TOGETHER_S = 3e-4
-"""Rollouts that come within it are taken at once."""
+"""States of a training step."""
+MEASURES = ("reference", "proximal", "values")  # those of them that only read
+PASSES = DECODES | {"prefill", "re_prefill"}  # states of a generator that run the model for training
+CLOSE_NS = 1000  # times that differ by less are the same
+TURN = ("receive", "stage", "overhead")  # states of every turn of a generator's loop besides
+WAKING = ("receive", "overhead")  # states of a trainer between two waits that a rollout has interrupted
+TOGETHER_S = 3e-4  # rollouts that come within it are taken at once
 SCORE_RANGE_S, SCORE_TRIALS = (1e-5, 10.0), 61
 """Seconds of scoring a completion that are tried: ten of each power of ten."""
-MAX_SCORED = 4000
-"""Completions that are looked at for it."""
-LATEST = 0.95
-"""Of latencies."""
-FEWEST = 4
-"""Factors that make a distribution."""
-MAX_JITTER = 512
-"""Factors of each kind that are kept."""
-JITTER_QUANTILES = (0.005, 0.995)
-"""What is beyond them counts as if it were there: then the machine did something else."""
+MAX_SCORED = 4000  # completions that are looked at for it
+LATEST = 0.95  # the quantile of latencies above which something else held a message up
+FEWEST = 4  # factors that make a distribution
+MAX_JITTER = 512  # factors of each kind that are kept
+JITTER_QUANTILES = (0.005, 0.995)  # factors beyond them are cut: there the machine did something else
 LEAST_JITTER = 0.05
 
 Told = tuple[float, float]
@@ -69,7 +55,7 @@ Told = tuple[float, float]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What runs have told: `decode` per step and row, `train` per microbatch and token, and `seconds` of the rest.
+    """Seconds from the files of runs: `decode` by step and row, `train` by microbatch and token, `seconds` of the rest.
 
     `background`: what staging gets of a core where others want all of them.
     """
@@ -80,10 +66,10 @@ class Calibration:
     seconds: Mapping[str, float]
     background: float
     jitter: Mapping[str, tuple[float, ...]]
-    runs: tuple[Run, ...]
+    runs: tuple[RecordedRun, ...]
 
     def costs(self, config: RunConfig) -> Costs:
-        """What everything takes in a run like these with the dials of `config`."""
+        """Return the seconds of all pieces of a run like these with the dials of `config`."""
         threads = place(config, self.cores)
         generator, trainer = threads["generator"].together, threads["trainer"].together
         seconds, decode, train = self.seconds, self.decode, self.train
@@ -111,31 +97,14 @@ class Calibration:
         return Costs(decode=decode_s, train=train_s, prefill=prefill_s, jitter=self.jitter, **fixed)
 
 
-FIXED = (
-    "turn_s",
-    "send_s",
-    "stage_s",
-    "swap_s",
-    "publish_s",
-    "receive_s",
-    "wake_s",
-    "record_s",
-    "checkpoint_s",
-    "score_s",
-    "decide_s",
-    "to_controller_s",
-    "to_generator_s",
-    "to_trainer_s",
-    "to_rewards_s",
-    "from_rewards_s",
-)
+FIXED = tuple(field.name for field in fields(Costs) if field.type == "float")
 """The fields of `Costs` that are one number."""
 
 
-def calibrate(runs: Sequence[Run]) -> Calibration:
-    """What `runs` have told. ConfigError where they are of different models or machines."""
+def calibrate(runs: Sequence[RecordedRun]) -> Calibration:
+    """Calibrate with `runs`. ConfigError where they are of different models or machines."""
     _check_alike(runs)
-    machines = [Machine(run, cores_of(run)) for run in runs]
+    machines = [RunProcesses(run, cores_of(run)) for run in runs]
     decode, train = _fit_decode(machines), _fit_train(machines)
     told = [_seconds(machine, decode.beside, train) for machine in machines]
     staged = [each for machine in machines for each in _staging(machine, decode.beside)]
@@ -151,7 +120,7 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
     )
 
 
-def _check_alike(runs: Sequence[Run]) -> None:
+def _check_alike(runs: Sequence[RecordedRun]) -> None:
     for what, found in (
         ("models", {run.config.model.model_dump_json() for run in runs}),
         ("numbers of cores", {cores_of(run) for run in runs}),
@@ -165,19 +134,19 @@ def _check_alike(runs: Sequence[Run]) -> None:
 
 
 def row_multiple(config: RunConfig) -> int:
-    """What the rows of a decode step, and the tokens of a prompt, are rounded up to."""
+    """Return the multiple that rows of a decode step and tokens of a prompt are rounded up to."""
     return SLOT_ROWS if config.generator.device == "cpu" and config.generator.engine == "native" else 1
 
 
 # Decoding and training
 
 
-def _fit_decode(machines: Sequence[Machine]) -> Fit:
+def _fit_decode(machines: Sequence[RunProcesses]) -> Fit:
     """Seconds per decode step and row computed, per token prefilled, beside decoding or alone, and per pass alone."""
     longest = max(machine.run.config.least_sequence for machine in machines)
     terms = ("steps", "rows", "prefilled", "passes", "context")[: 5 if longest >= LONG_CONTEXT else 4]
 
-    def pieces(machine: Machine, name: str) -> Pieces:
+    def pieces(machine: RunProcesses, name: str) -> Pieces:
         slices = [one for one in machine.slices[name] if one.state in (*PASSES, "evaluate") and one.count]
         number = np.array([one.count for one in slices], dtype=np.float64)
         is_decoding = np.array([one.state in (*DECODES, "evaluate") for one in slices], dtype=np.float64)
@@ -200,7 +169,7 @@ def _replica(process: str) -> int:
     return int(process.partition("-")[2].partition("@")[0])
 
 
-def _prefilled(machine: Machine, process: str, passes: Sequence[Slice], multiple: int) -> np.ndarray:
+def _prefilled(machine: RunProcesses, process: str, passes: Sequence[Slice], multiple: int) -> np.ndarray:
     """float64 [N]: prompt tokens, padding included, that each of `passes` has prefilled.
 
     A group's rows start with the step after; what is prefilled once more, after a swap, is not seen. Of an evaluation
@@ -225,7 +194,7 @@ def _prefilled(machine: Machine, process: str, passes: Sequence[Slice], multiple
     return tokens
 
 
-def _context(run: Run, process: str, times_s: np.ndarray) -> np.ndarray:
+def _context(run: RecordedRun, process: str, times_s: np.ndarray) -> np.ndarray:
     """float64 [N]: tokens that the live rows of `process` have together at these times."""
     lines = [line for line in run.rollouts if line.replica == _replica(process) and line.finished_s > line.started_s]
     started, finished = np.array([(line.started_s, line.finished_s) for line in lines]).reshape(-1, 2).T
@@ -240,10 +209,10 @@ def _context(run: Run, process: str, times_s: np.ndarray) -> np.ndarray:
     return np.maximum(total, 0.0)
 
 
-def _fit_train(machines: Sequence[Machine]) -> Fit:
+def _fit_train(machines: Sequence[RunProcesses]) -> Fit:
     """Seconds per microbatch and token of forward-backward."""
 
-    def pieces(machine: Machine) -> Pieces:
+    def pieces(machine: RunProcesses) -> Pieces:
         slices = [one for one in machine.slices[machine.trainer] if one.state == "forward_backward" and one.count]
         columns = [np.array([one.count for one in slices], float), np.array([one.units for one in slices], float)]
         return Pieces.of(machine, machine.trainer, slices, columns)
@@ -254,7 +223,7 @@ def _fit_train(machines: Sequence[Machine]) -> Fit:
 # The rest, as seconds of work for one of what it is counted by
 
 
-def _seconds(machine: Machine, beside: float, train: Fit) -> dict[str, Told]:
+def _seconds(machine: RunProcesses, beside: float, train: Fit) -> dict[str, Told]:
     run, config, trainer = machine.run, machine.run.config, machine.trainer
     own = machine.slices[trainer]
     start_s, end_s = run.loop_s
@@ -288,8 +257,8 @@ def _seconds(machine: Machine, beside: float, train: Fit) -> dict[str, Told]:
     return means | latencies
 
 
-def _num_wakes(machine: Machine) -> int:
-    """How often something came while the trainer waited: rollouts that come together count once."""
+def _num_wakes(machine: RunProcesses) -> int:
+    """Count how often rollouts came while the trainer waited: those that come together count once."""
     start_s, end_s = machine.run.loop_s
     scored_s = np.sort([line.scored_s for line in machine.run.rollouts if start_s <= line.scored_s <= end_s])
     own = machine.slices[machine.trainer]
@@ -307,8 +276,8 @@ def _mean(told: Sequence[Told]) -> float:
     return sum(mean * seen for mean, seen in told) / count if count else 0.0
 
 
-def _of_generator(machine: Machine, name: str, beside: float) -> dict[str, tuple[float, float]]:
-    """What one replica spends besides decode steps: (seconds of work, the number of those it is for)."""
+def _of_generator(machine: RunProcesses, name: str, beside: float) -> dict[str, tuple[float, float]]:
+    """Return what one replica spends besides decode steps: (seconds of work, the number of pieces)."""
     run, slices = machine.run, machine.slices[name]
     start_s, end_s = run.loop_s
     busy, turns = _turns(slices)
@@ -338,12 +307,12 @@ def _turns(slices: Sequence[Slice]) -> tuple[list[Slice], int]:
     return found, turns
 
 
-def _mean_length(run: Run) -> float:
+def _mean_length(run: RecordedRun) -> float:
     return max(1.0, fmean(line.num_tokens for line in run.rollouts)) if run.rollouts else 1.0
 
 
-def _staging(machine: Machine, beside: float) -> list[tuple[float, float]]:
-    """Of each version brought to a replica, beside decoding and at low priority: as in `Machine.background_s`."""
+def _staging(machine: RunProcesses, beside: float) -> list[tuple[float, float]]:
+    """Return for each version brought to a replica at low priority the seconds as in `RunProcesses.background_s`."""
     published = {
         one.args["version"]: float(one.end_ns)
         for one in machine.slices[machine.trainer]
@@ -361,7 +330,7 @@ def _staging(machine: Machine, beside: float) -> list[tuple[float, float]]:
 # On the way
 
 
-def _latencies(machine: Machine, send_s: float, receive_s: float, wake_s: float) -> dict[str, Told]:
+def _latencies(machine: RunProcesses, send_s: float, receive_s: float, wake_s: float) -> dict[str, Told]:
     """Seconds that messages take, and a completion to be scored."""
     run, trainer = machine.run, machine.trainer
     told: dict[tuple[int, int], float] = {}  # completion, group, step -> when the controller had word of it
@@ -418,7 +387,7 @@ def _latencies(machine: Machine, send_s: float, receive_s: float, wake_s: float)
     }
 
 
-def scoring(run: Run) -> tuple[float, float]:
+def scoring(run: RecordedRun) -> tuple[float, float]:
     """Seconds on the way to the rewards, and of one worker for one completion: such that a queue before so many workers
     ends when the recorded scores came, in the mean over completions."""
     lines = sorted(run.rollouts, key=lambda line: (line.finished_s, line.ordinal, line.sample))[:MAX_SCORED]
@@ -451,25 +420,25 @@ def _usual(seconds: Sequence[float], *, less: float = 0.0) -> Told:
     return max(0.0, float(kept.mean()) - less), float(len(seconds))
 
 
-def _waited_s(machine: Machine, name: str, start_s: float, end_s: float) -> float:
-    """What of this span of time `name` did nothing in."""
+def _waited_s(machine: RunProcesses, name: str, start_s: float, end_s: float) -> float:
+    """Return the seconds of this span of time in which `name` did nothing."""
     share = float(machine.share(name, np.array([start_s * 1e9]), np.array([end_s * 1e9]))[0])
     return (1 - share) * max(0.0, end_s - start_s)
 
 
-def _is_idle(machine: Machine, name: str, start_s: float, end_s: float) -> bool:
-    """Whether `name` did little meanwhile but take what came."""
+def _is_idle(machine: RunProcesses, name: str, start_s: float, end_s: float) -> bool:
+    """Return whether `name` mostly waited in this span of time."""
     return end_s > start_s and _waited_s(machine, name, start_s, end_s) > 2 / 3 * (end_s - start_s)
 
 
-def _waits(machine: Machine, name: str, time_s: float) -> bool:
-    """Whether `name` waited at that moment."""
+def _waits(machine: RunProcesses, name: str, time_s: float) -> bool:
+    """Return whether `name` waited at that moment."""
     slices = machine.slices[name]
     index = int(np.searchsorted([one.start_ns for one in slices], time_s * 1e9)) - 1
     return index >= 0 and slices[index].end_ns >= time_s * 1e9 and kind(slices[index].state) == "wait"
 
 
-def _next_work(machine: Machine, name: str, time_s: float) -> float:
+def _next_work(machine: RunProcesses, name: str, time_s: float) -> float:
     """When `name` began to prefill or decode after that moment, in which it waited."""
     begins = (
         one.start_ns * 1e-9 for one in machine.slices[name] if one.start_ns >= time_s * 1e9 and one.state in PASSES
@@ -490,8 +459,8 @@ def _jitter(factors: Sequence[float]) -> tuple[float, ...]:
     return tuple((kept / kept.mean()).tolist())
 
 
-def _step_factors(machines: Sequence[Machine], beside: float) -> list[float]:
-    """Of whole training steps: the work each took, over what its tokens take in the mean of its run."""
+def _step_factors(machines: Sequence[RunProcesses], beside: float) -> list[float]:
+    """Return the work of each training step over that of as many tokens in the mean of its run."""
     factors: list[float] = []
     for machine in machines:
         by_step: dict[int, list[Slice]] = defaultdict(list)

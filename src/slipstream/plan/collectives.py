@@ -1,4 +1,4 @@
-"""How long collectives take: the model by which NCCL chooses its algorithms, with NCCL's own constants.
+"""Seconds of collectives, by the model by which NCCL chooses its algorithms, with NCCL's own constants.
 
     time(algorithm, protocol) = latency + bytes / bandwidth,   of the fastest pair
 
@@ -7,16 +7,11 @@ between nodes, by algorithm (ring, tree, NVLink SHARP) and protocol (LL: half of
 Simple: none, but fences). An all-reduce over n ranks on s nodes takes 2 (n - 1) hops around a ring, of which 2 (s - 1)
 leave a node, or 2 (n/s - 1) hops along each node's chain and 2 log2(s) up and down a tree of nodes.
 
-What is reached of a link's bandwidth is what NCCL's maintainers quote of H100: 370 of 450 GB/s of NVLink, 275 GB/s of
-summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb/s adapter (issue 290). On eight H100
-this gives 15 us for nothing, 28 us for 1 MiB and 3.9 ms for 1 GiB, where 20, 25 and 4.06 were measured
-(marin-community/marin issue 6736); on sixteen over InfiniBand 50 us for 1 MB and 3.7 ms for 1 GB, where it was 88 us
-and 4.5 ms (drmysore/nebius-h100-16gpu-benchmark).
-
-Between nodes a collective needs the host: a proxy thread moves the bytes. Captured in a CUDA graph, each has a host
-task to wake it (enqueue.cc: "host tasks impose a high performance cost"), a round trip of about 26 us by torchcomms'
-measurement (meta-pytorch/torchcomms pull request 1203). All ranks wait for the last one's: the longest of n exponential
-times is in the mean 1 + 1/2 + ... + 1/n of them.
+Shares of a link's bandwidth are those that NCCL's maintainers quote of H100: 370 of 450 GB/s of NVLink, 275 GB/s of
+summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb/s adapter (issue 290). Between nodes a
+proxy thread of the host moves the bytes: captured in a CUDA graph, each collective has a host task to wake it, a round
+trip of about 26 us (meta-pytorch/torchcomms pull request 1203), and all ranks wait for the last one's: the longest of n
+exponential times is in the mean 1 + 1/2 + ... + 1/n of them. docs/planning.md compares with measurements.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slipstream.plan.hardware import GB, Cluster
+from slipstream.plan.hardware import GB, GpuCluster
 
 _US = 1e-6
 
@@ -40,7 +35,7 @@ class _Protocol:
     is_ll: bool = False
 
     def latency_s(self, hops: float, network_hops: float, nodes: int) -> float:
-        """Of `hops`, of which `network_hops` lead to another node."""
+        """Return the latency of `hops`, of which `network_hops` lead to another node."""
         node_hop = self.node_hop * (_LL_BETWEEN_NODES if self.is_ll and nodes > 1 else 1.0)
         return (self.start + (hops - network_hops) * node_hop + network_hops * self.network_hop) * _US
 
@@ -65,7 +60,7 @@ _SHARP_S, _SHARP_NETWORK_S = 25.0 * _US, 20.9 * _US  # one hop there and back, w
 _NVLINK_REACHED, _SHARP_REACHED, _NETWORK_REACHED = 370 / 450, 275 / 450, 47 / 50
 
 
-def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster) -> float:
+def all_reduce_s(nbytes: float, ranks: int, cluster: GpuCluster) -> float:
     """Seconds of a sum over `ranks` neighbouring devices of `nbytes` on each, which all of them get."""
     if ranks == 1:
         return 0.0
@@ -89,7 +84,7 @@ def all_reduce_s(nbytes: float, ranks: int, cluster: Cluster) -> float:
     return min(times)
 
 
-def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1) -> float:
+def all_gather_s(nbytes: float, ranks: int, cluster: GpuCluster, *, stride: int = 1) -> float:
     """Seconds until `ranks` devices, each `stride` from the next, have all `nbytes`, of which each had 1/ranks.
 
     A reduce-scatter takes as long. Of the groups that lie across the same nodes, each has its share of their adapters.
@@ -109,7 +104,7 @@ def all_gather_s(nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1
     )
 
 
-def last_host_task_s(mean_s: float, ranks: int, cluster: Cluster) -> float:
+def last_host_task_s(mean_s: float, ranks: int, cluster: GpuCluster) -> float:
     """Seconds until the last rank's host task is done that a collective in a CUDA graph has between nodes."""
     if cluster.nodes_of(ranks) == 1:
         return 0.0

@@ -1,14 +1,7 @@
-"""What a step costs: seconds and bytes of every executor, for a model on a cluster (docs/planning.md).
+"""The costs of a step: seconds and bytes of every executor, for a model on a cluster (docs/planning.md).
 
 A roofline with named losses. Every time is a sum of parts that have a cause (`Parts`), so a prediction can be taken
-apart. `CostModel` answers, for a layout of each executor (`layouts.py`):
-
-    train_step, decode_step, prefill, generation, scoring, weight_sync     seconds, by what they are spent on
-    eta_t, eta_g                                                           seconds per rollout (LlamaRL, definition 7.3)
-    train_memory, generator_memory, scorer_memory, colocated_memory        bytes per device, by what they hold
-    asynchronous, synchronous                                              the step time of a plan, and who idles
-
-Left out: pipeline parallelism, networks that others use too, and what only happens now and then (checkpoints,
+apart. Left out: pipeline parallelism, networks that others use too, and what only happens now and then (checkpoints,
 evaluations, restarts).
 """
 
@@ -22,10 +15,9 @@ from statistics import NormalDist
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
-from slipstream.plan.batches import slowest_replica
 from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.counts import BYTES, COMPUTED_BYTES, counts_of
-from slipstream.plan.hardware import Cluster
+from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
@@ -38,31 +30,25 @@ from slipstream.plan.layouts import (
     TrainerLayout,
     Workload,
 )
+from slipstream.plan.lengths import slowest_replica
 
-DECODE_KERNELS = 10
-"""Per layer: two norms, four products, rotation and the write to the cache, attention and its reduction, activation."""
-PREFILL_CHUNK = 512
-"""Tokens prefilled beside a decode step (`generator.prefill_chunk`)."""
-LOGITS_AT_ONCE = 2**26
-"""Elements; larger heads run in chunks that the backward pass computes again (`trainer/step.py`)."""
-LOGIT_PASSES = 5
-"""Reads or writes of float32 logits, from the product to a sampled token with its logprob, or to a loss."""
-PAGE = 16
-"""Tokens of a page of keys and values (`generator/paged_kv.py`)."""
-USABLE_MEMORY = 0.92
-"""Of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
+DECODE_KERNELS = 10  # per layer: two norms, four products, rotation and cache, attention and reduction, activation
+PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill_chunk`)
+LOGITS_AT_ONCE = 2**26  # elements; larger heads run in chunks that the backward pass computes again (`trainer/step.py`)
+LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
+PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
+USABLE_MEMORY = 0.92  # of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use
+ALONE = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 
 
 class CostModel:
     """Times and memory of `model` on `cluster` for `workload`."""
 
     def __init__(
-        self, model: TransformerConfig, cluster: Cluster, workload: Workload, efficiency: Efficiency | None = None
+        self, model: TransformerConfig, cluster: GpuCluster, workload: Workload, efficiency: Efficiency | None = None
     ) -> None:
         self.model, self.cluster, self.workload = model, cluster, workload
         self.efficiency = efficiency or Efficiency()
-
-    # Times
 
     def train_step(self, layout: TrainerLayout) -> Parts:
         """Seconds of a step: microbatches, the wait for the data-parallel rank with most tokens, optimizer updates.
@@ -145,14 +131,8 @@ class CostModel:
     def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
         """Seconds in which copies of `model`, one on each device, read the rollouts of a step once."""
         one = CostModel(model, self.cluster, self.workload, self.efficiency)
-        alone = TrainerLayout(
-            devices=1,
-            tensor_parallel=1,
-            microbatch=8,
-            precision=layout.precision,
-            recompute=False,
-            head_precision=layout.precision,
-        )
+        precision = layout.precision
+        alone = replace(ALONE, microbatch=8, precision=precision, recompute=False, head_precision=precision)
         return Parts({"score": one._forward(alone, 8).total * self.workload.rollouts / 8 / layout.devices})
 
     def weight_sync(self, trainer: TrainerLayout, generator: GeneratorLayout) -> Parts:
@@ -193,7 +173,7 @@ class CostModel:
                     "a reward model needs devices", got="no layout of it", allowed="AsynchronousPlan(reward_model=...)"
                 )
             sides["reward_model"] = self.scoring(self.workload.reward_model, plan.reward_model)
-        return _side_by_side(sides)
+        return StepTime.of(max(parts.total for parts in sides.values()), sides)
 
     def synchronous(self, plan: SynchronousPlan) -> StepTime:
         """Generation, then training, on the same devices; reward model and reference take their turn there too."""
@@ -205,11 +185,8 @@ class CostModel:
             )
         training = self.training_turn(trainer, plan.frees)
         generating = self.generating_turn(generator)
-        seconds = training.total + generating.total
         sides = {"trainer": training, "generator": generating}
-        return StepTime(
-            seconds=seconds, sides=sides, idle={side: 1 - parts.total / seconds for side, parts in sides.items()}
-        )
+        return StepTime.of(training.total + generating.total, sides)
 
     def training_turn(self, layout: TrainerLayout, frees: Frees) -> Parts:
         """Seconds of all that a co-located plan does besides generating, on the trainer's devices."""
@@ -233,8 +210,6 @@ class CostModel:
     def tokens_per_s(self, step: StepTime) -> float:
         """Completion tokens that a step trains, per second."""
         return self.workload.rollouts * self.workload.lengths.mean / step.seconds
-
-    # Memory
 
     def train_memory(self, layout: TrainerLayout, *, served: Precision | None = "bfloat16") -> Parts:
         """Bytes on each of the trainer's devices; `served`: the precision that versions are staged in, None for none.
@@ -317,14 +292,12 @@ class CostModel:
 
     @property
     def usable_bytes(self) -> float:
-        """Of a device's memory, what a layout can have of it."""
+        """Bytes of a device's memory that a layout can have."""
         return USABLE_MEMORY * self.cluster.device.memory_bytes
 
     def fits(self, *memory: Parts) -> bool:
-        """Whether each of these fits on a device."""
+        """Return whether each of these fits on a device."""
         return all(parts.total <= self.usable_bytes for parts in memory)
-
-    # Pieces
 
     @property
     def context(self) -> float:
@@ -358,46 +331,42 @@ class CostModel:
         return self.efficiency.collective * all_gather_s(nbytes, ranks, self.cluster)
 
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
-        """Forward and backward pass over `rollouts` on one model-parallel group."""
-        layers, passes = self.model.num_layers, 4 if layout.recompute else 3
-        counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.tensor_parallel
+        """Seconds of the forward and backward pass over `rollouts` on one model-parallel group."""
+        return self._passes(layout, rollouts, 4 if layout.recompute else 3)
+
+    def _forward(self, layout: TrainerLayout, rollouts: float) -> Parts:
+        """Seconds of a forward pass alone, down to logprobs."""
+        return self._passes(layout, rollouts, 1)
+
+    def _passes(self, layout: TrainerLayout, rollouts: float, passes: int) -> Parts:
+        """Seconds of so many passes over the layers, the last two of them backward unless there is just one."""
+        is_trained = passes > 1
+        counts, ranks, layers = (
+            counts_of(self.model, layout.tensor_parallel),
+            layout.tensor_parallel,
+            self.model.num_layers,
+        )
         tokens = rollouts * self.workload.trained_tokens
         layer = self._layer_pass(layout, tokens)
         width = tokens * self.model.hidden_size * COMPUTED_BYTES[layout.precision]
-        sums = counts.joins * (passes - 2) + 2  # forward, again if recomputed, and of each branch's gradient
-        head = self._head(layout, rollouts, is_trained=True)
+        # Forward, again if recomputed, and of each branch's gradient.
+        sums = counts.joins * (passes - 2) + 2 if is_trained else counts.joins
+        head = self._head(layout, rollouts, is_trained=is_trained)
         work = {
             "compute": passes * layers * layer["compute"] + head["compute"],
             "activations": passes * layers * layer["activations"] + head["activations"],
             "tensor_parallel": layers * sums * self._all_reduce(width, ranks) + head["tensor_parallel"],
         }
         # A layer is gathered forward and backward, the root is kept in between.
-        fsdp = 2 * layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
-        if not layout.reduce_once:
+        fsdp = (1 + is_trained) * layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
+        if is_trained and not layout.reduce_once:
             fsdp += self._reduce_gradients(layout)
-        return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
-
-    def _forward(self, layout: TrainerLayout, rollouts: float) -> Parts:
-        """A forward pass alone, down to logprobs."""
-        layers, counts = self.model.num_layers, counts_of(self.model, layout.tensor_parallel)
-        tokens = rollouts * self.workload.trained_tokens
-        layer = self._layer_pass(layout, tokens)
-        width = tokens * self.model.hidden_size * COMPUTED_BYTES[layout.precision]
-        head = self._head(layout, rollouts, is_trained=False)
-        work = {
-            "compute": layers * layer["compute"] + head["compute"],
-            "activations": layers * layer["activations"] + head["activations"],
-            "tensor_parallel": layers * counts.joins * self._all_reduce(width, layout.tensor_parallel)
-            + head["tensor_parallel"],
-        }
-        fsdp = layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
         return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
 
     def _layer_pass(self, layout: TrainerLayout, tokens: float) -> Parts:
         """One layer, once; a backward pass is two of them."""
-        counts, lengths = counts_of(self.model, layout.tensor_parallel), self.workload.lengths
-        seen = lengths.prompt_mean + self.workload.lengths.mean_square / lengths.mean / 2  # by a token, in the mean
-        attention = 4 * tokens * seen * counts.local.query_size
+        counts = counts_of(self.model, layout.tensor_parallel)
+        attention = 4 * tokens * self.context * counts.local.query_size
         nbytes = tokens * counts.moved_elements * COMPUTED_BYTES[layout.precision]
         return Parts(
             {
@@ -441,7 +410,7 @@ class CostModel:
         return Parts(parts)
 
     def _imbalance(self, layout: TrainerLayout) -> float:
-        """By how much the data-parallel rank with most tokens has more than the mean: rollouts are dealt by number.
+        """Return how much more than the mean the rank with most tokens has: rollouts are dealt by number.
 
         Sums of lengths are nearly normal; the largest of n of them is at their (n - 3/8) / (n + 1/4) quantile (Blom).
         """
@@ -452,10 +421,3 @@ class CostModel:
         deviation = math.sqrt(max(self.workload.lengths.mean_square - mean * mean, 0.0)) / self.workload.trained_tokens
         mine = max(self.workload.rollouts / ranks, 1.0)
         return deviation / math.sqrt(mine) * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-
-
-def _side_by_side(sides: Mapping[str, Parts]) -> StepTime:
-    seconds = max(parts.total for parts in sides.values())
-    return StepTime(
-        seconds=seconds, sides=sides, idle={side: 1 - parts.total / seconds for side, parts in sides.items()}
-    )

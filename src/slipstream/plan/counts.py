@@ -9,15 +9,14 @@ from functools import cache, cached_property
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
 
-BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
-"""Of a matrix's element."""
+BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}  # bytes of an element of a matrix
 COMPUTED_BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 2, "int8": 2}
-"""Of an activation, a key or a value: fp8 and int8 are formats of weights and operands, bfloat16 is between them."""
+"""Bytes of an element of an activation, a key or a value: fp8 and int8 are formats of weights and operands alone."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one of `ranks` that share every layer (1: the whole model); per layer where the name says so.
+    """Counts of one of `ranks` that share every layer (1: the whole model); per layer where the name says so.
 
     Embeddings lie whole on every rank, the head is cut by vocabulary, norms and biases are on all of them
     (`models/tensor_parallel.py`).
@@ -57,7 +56,7 @@ class Counts:
 
     @property
     def embedding(self) -> int:
-        """Of tokens and, where they are learned, of positions."""
+        """Embeddings of tokens and, where they are learned, of positions."""
         positions = self.model.max_positions if self.model.rotary_dim == 0 else 0
         return (self.model.vocab_size + positions) * self.model.hidden_size
 
@@ -73,12 +72,12 @@ class Counts:
 
     @property
     def root(self) -> int:
-        """What is no layer's: embedding, head and final norm."""
+        """Parameters outside the layers: embedding, head and final norm."""
         head = 0 if self.model.tie_embeddings else self.head_matrix
         return head + self.embedding + (2 if self.model.layer_norm else 1) * self.model.hidden_size
 
     def served_bytes(self, precision: Precision) -> float:
-        """Of a version at a generator's precision: `models/quantized.py` says what is stored how, `FORMATS` of it."""
+        """Bytes of a version at a generator's precision, stored as `FORMATS` of `models/quantized.py` says."""
         matrix, looked_up = BYTES[precision], 4 if precision == "float32" else 2
         table = 2 if precision == "fp8" else matrix
         scale = 4 if matrix == 1 else 0

@@ -2,7 +2,7 @@
 
     consumes      callbacks with a time (`at`), and jobs with an amount of work (`Cores.run`)
     waits for     nothing: the clock jumps
-    ends when     whoever drives it stops calling `step`, or nothing is left to happen
+    ends when     `step` is called no more, or nothing is left to happen
 
 Events of one moment happen in the order in which they were asked for, so a simulation is a function of its input.
 """
@@ -12,14 +12,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 BACKGROUND_SHARE = 0.1
-"""What a job of low priority gets of a core where others want all of them (`weight_sync/threads.py`: niceness 10)."""
+"""The share of a core that a job of low priority gets beside others (`weight_sync/threads.py`: niceness 10)."""
 
 
 class EventLoop:
-    """The heap of what is to come. `now_s` is the clock that recorders read (`core.clock.Clock`)."""
+    """The heap of future callbacks. `now_s` is the clock that recorders read (`core.clock.Clock`)."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
@@ -31,7 +30,7 @@ class EventLoop:
         return self.time_s
 
     def at(self, time_s: float, do: Callable[[], None]) -> None:
-        """`do` happens at `time_s`, or now if that has passed."""
+        """Call `do` at `time_s`, or now if that has passed."""
         self._num_asked += 1
         heapq.heappush(self._heap, (max(time_s, self.time_s), self._num_asked, do))
 
@@ -39,7 +38,7 @@ class EventLoop:
         self.at(self.time_s + seconds, do)
 
     def step(self) -> bool:
-        """The next event; False when there is none."""
+        """Run the next event; False when there is none."""
         if not self._heap:
             return False
         self.time_s, _, do = heapq.heappop(self._heap)
@@ -48,37 +47,15 @@ class EventLoop:
         return True
 
 
-class Job(Protocol):
-    """Work in progress."""
-
-    def done_s(self) -> float:
-        """Seconds of work done so far, as the job alone would have taken for them."""
-        ...
-
-    def shorten(self, work_s: float) -> None:
-        """The job ends after `work_s` seconds of work in all, of which no more are done than that."""
-        ...
-
-
-class Device(Protocol):
-    """What jobs run on."""
-
-    def run(
-        self, kind: str, threads: int, work_s: float, do: Callable[[], None], *, is_background: bool = False
-    ) -> Job:
-        """`do` happens when `work_s` seconds of work are done, counted as they pass for the job alone."""
-        ...
-
-
 class OwnDevice:
-    """Devices that nobody shares: a second of work takes a second."""
+    """Devices of one process: a second of work takes a second."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
 
     def run(
         self,
-        kind: str,  # noqa: ARG002 - nobody is beside it
+        kind: str,  # noqa: ARG002 - as `Cores.run`
         threads: int,  # noqa: ARG002
         work_s: float,
         do: Callable[[], None],
@@ -93,15 +70,12 @@ class _OwnJob:
 
     def __init__(self, loop: EventLoop, work_s: float, do: Callable[[], None]) -> None:
         self._loop, self._since_s, self._do = loop, loop.time_s, do
-        self._plan(work_s)
+        self.shorten(work_s)
 
     def done_s(self) -> float:
         return self._loop.time_s - self._since_s
 
     def shorten(self, work_s: float) -> None:
-        self._plan(work_s)
-
-    def _plan(self, work_s: float) -> None:
         self._work_s = work_s
         self._loop.at(self._since_s + work_s, lambda: self._end(work_s))
 
@@ -127,12 +101,14 @@ class _SharedJob:
     plan: int = 0
 
     def done_s(self) -> float:
+        """Return the seconds of work done so far, as the job alone would have taken for them."""
         return self.work_s - self.left_at(self.cores.loop.time_s)
 
     def left_at(self, now_s: float) -> float:
         return max(0.0, self.left_s - (now_s - self.since_s) * self.rate)
 
     def shorten(self, work_s: float) -> None:
+        """End the job after `work_s` seconds of work in all, of which no more are done than that."""
         now_s = self.cores.loop.time_s
         self.left_s = max(0.0, self.left_at(now_s) - (self.work_s - work_s))
         self.since_s, self.work_s = now_s, work_s
@@ -162,8 +138,8 @@ class Cores:
     def run(
         self, kind: str, threads: int, work_s: float, do: Callable[[], None], *, is_background: bool = False
     ) -> Job:
-        now_s = self.loop.time_s
-        job = _SharedJob(self, kind, threads, work_s, work_s, do, now_s, is_background)
+        """Call `do` when `work_s` seconds of work are done, counted as they pass for the job alone."""
+        job = _SharedJob(self, kind, threads, work_s, work_s, do, self.loop.time_s, is_background)
         self._jobs.append(job)
         self._share()
         return job
@@ -204,3 +180,7 @@ class Cores:
         job.plan += 1
         self._share()
         job.do()
+
+
+Job = _OwnJob | _SharedJob
+Device = OwnDevice | Cores

@@ -1,13 +1,13 @@
-"""Costs of pieces of work, from who did what beside whom: the arithmetic behind `plan/calibrate.py`.
+"""Costs of pieces of work, from the times of all processes of a run: the arithmetic behind `plan/calibrate.py`.
 
 With C cores, t threads of its own, and g(n) the speed of a thread among n busy ones (`event_loop.Cores`), a second of a
 process is g(n) / g(t) seconds of its work. g is linear in r, the speed with all cores busy over the speed alone. So
 
     sum over n of seconds(n) g(n) / g(t)  =  (costs of the pieces) / (speed of t threads)
 
-is solved for the costs, for r, and, over runs with different numbers of threads, for the speed of each number. r and
-the speeds are searched, the costs then follow by least squares, none below zero. What the runs do not tell stays near
-what machines of this kind have (`PRIORS`): a run in which both sides always overlap says nothing of r.
+is solved for the costs, for r, and, over runs with different numbers of threads, for the speed of each number: r and
+the speeds are searched, the costs follow by least squares, none below zero. Quantities that runs do not show, such as r
+where both sides always overlap, stay near those of such machines (`PRIORS`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from slipstream.observe.states import kind, side_of
 from slipstream.observe.timeline import ProcessStart, Slice
 from slipstream.plan.event_loop import BACKGROUND_SHARE
-from slipstream.plan.recorded import Run
+from slipstream.plan.recorded import RecordedRun
 
 
 class Prior(NamedTuple):
-    """Of a quantity that runs may not tell: its value, and the relative error it is believed to have."""
+    """The expected value of a quantity that runs may not show, and its expected relative error."""
 
     value: float
     error: float
@@ -39,19 +39,14 @@ PRIORS = {
     "background": Prior(BACKGROUND_SHARE, 1.0),
 }
 """`beside`: r. `threads`: the speed of t threads over that of t processes with one each. `fixed`: the share of a
-piece's time that does not depend on its tokens. `drift`: how much slower one
-run was than another. `background`: what a job of low priority gets of a core where others
-want all of them."""
-SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21
-"""Logarithms that are searched to either side, one after the other."""
-LEAST_BESIDE = 0.2
-"""r at least: beside another a thread keeps so much of its speed."""
-ROUNDS = 3
-"""Of least squares, each weighed by what the one before expects."""
+piece's time that does not depend on its tokens. `drift`: how much slower one run was than another. `background`: what
+a job of low priority gets of a core where others want all of them."""
+SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21  # logarithms that are searched to either side, one after the other
+LEAST_BESIDE = 0.2  # r at least: beside another a thread keeps so much of its speed
+ROUNDS = 3  # rounds of least squares, each weighed by the costs of the one before
 COMPUTING = frozenset({"trainer", "generator", "reward_models", "reference"})
 """Sides that run models. What the others do is part of what these take: it is there in every run."""
-INDEPENDENT = 200
-"""Pieces at most that count as so many observations: neighbours in time have the same troubles."""
+INDEPENDENT = 200  # pieces at most that count as so many observations: neighbours in time have the same troubles
 
 
 def speed(busy: int, cores: int) -> tuple[float, float]:
@@ -68,10 +63,10 @@ def speed_with(threads: int, cores: int, beside: float) -> float:
     return a + b * beside
 
 
-class Machine:
+class RunProcesses:
     """The processes of a run that compute, what they did in its loop, and when they were busy."""
 
-    def __init__(self, run: Run, cores: int) -> None:
+    def __init__(self, run: RecordedRun, cores: int) -> None:
         self.run, self.cores = run, cores
         start_s, end_s = run.loop_s
         self._window = round(start_s * 1e9), round(end_s * 1e9)
@@ -122,7 +117,7 @@ class Machine:
         return chances
 
     def work_s(self, process: str, slices: Iterable[Slice], states: Sequence[str], beside: float) -> float:
-        """What `process` spent in `states` during `slices`, in seconds as it would have taken them alone."""
+        """Return the work of `process` in `states` during `slices`, in seconds that it takes alone."""
         table = [(one.start_ns, one.end_ns, seconds_in(one, states)) for one in slices]
         table = [row for row in table if row[2] > 0]
         if not table:
@@ -144,18 +139,18 @@ class Machine:
         return with_core, without
 
 
-def cores_of(run: Run) -> int:
-    """Of the trainer's machine: alone, it takes all of them (`controller/placement.py`)."""
+def cores_of(run: RecordedRun) -> int:
+    """Return the cores of the trainer's machine: alone, it takes all of them (`controller/placement.py`)."""
     return started(run, "trainer").threads_alone * run.config.trainer.ranks
 
 
-def started(run: Run, process: str) -> ProcessStart:
-    """How `process` was started, the last time."""
+def started(run: RecordedRun, process: str) -> ProcessStart:
+    """Return the last start of `process`."""
     return [record for record in run.timelines[process] if isinstance(record, ProcessStart)][-1]
 
 
 def seconds_in(one: Slice, states: Sequence[str]) -> float:
-    """What of a slice was in `states`."""
+    """Return the seconds of a slice in `states`."""
     ns = one.state_ns if one.state in states else 0
     return 1e-9 * (ns + sum(also for state, also in one.also.items() if state in states))
 
@@ -176,7 +171,7 @@ def _work_curve(slices: Sequence[Slice]) -> tuple[np.ndarray, np.ndarray]:
 class Pieces:
     """Work of one process: when, for how many seconds of it, counts [N, terms], and how many `pieces` of work."""
 
-    machine: Machine
+    machine: RunProcesses
     process: str
     start_ns: np.ndarray
     end_ns: np.ndarray
@@ -185,7 +180,7 @@ class Pieces:
     pieces: np.ndarray
 
     @classmethod
-    def of(cls, machine: Machine, process: str, slices: Sequence[Slice], columns: Sequence[np.ndarray]) -> Pieces:
+    def of(cls, machine: RunProcesses, process: str, slices: Sequence[Slice], columns: Sequence[np.ndarray]) -> Pieces:
         """The slices' own states alone."""
         return cls(
             machine,
@@ -213,11 +208,11 @@ class Fit:
     residuals: tuple[float, ...]
 
     def seconds(self, threads: int, **counts: float) -> float:
-        """Of a piece with these counts, alone, with `threads`."""
+        """Return the seconds of a piece with these counts, alone, with `threads`."""
         return sum(self.terms.get(name, 0.0) * count for name, count in counts.items()) / self.speed(threads)
 
     def speed(self, threads: int) -> float:
-        """Of so many threads: as seen, or as many as the next ones seen would give."""
+        """Return the speed of so many threads: as seen, or extrapolated from the nearest number seen."""
         if threads not in self.speeds:
             known = min(self.speeds, key=lambda seen: abs(seen - threads))
             return self.speeds[known] * together(threads, self.beside) / together(known, self.beside)
@@ -225,7 +220,7 @@ class Fit:
 
 
 def together(threads: int, beside: float, cores: int = 0) -> float:
-    """What so many threads get done, of one alone. `cores`: as many as threads, if not given."""
+    """Return the work of so many threads over that of one alone. `cores`: as many as threads, if not given."""
     cores = cores or threads
     return min(threads, cores) * speed_with(threads, cores, beside)
 
@@ -262,7 +257,7 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
 
 
 class _Point(NamedTuple):
-    """What is searched: logarithms of r, of the speed of each number of threads, and of each run's own slowness."""
+    """A point of the search: logarithms of r, of the speed of each number of threads, and of each run's slowness."""
 
     beside: float
     speeds: tuple[float, ...]
@@ -321,7 +316,7 @@ def _of_the_usual_run(
 
 @dataclass(frozen=True)
 class _Table:
-    """Pieces from all runs. `rates` [N, 2] as in `Machine.rates`."""
+    """Pieces from all runs. `rates` [N, 2] as in `RunProcesses.rates`."""
 
     seconds: np.ndarray
     counts: np.ndarray

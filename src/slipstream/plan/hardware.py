@@ -1,12 +1,12 @@
-"""What hardware can do at best: published constants of GPUs, their links and their networks.
+"""Peak rates of hardware: published constants of GPUs, their links and their networks.
 
     A100    NVIDIA A100 datasheet, SXM 80 GB: 312 TFLOP/s bf16, 2.039 TB/s, NVLink 600 GB/s; HDR InfiniBand, 200 Gb/s
     H100    NVIDIA H100 datasheet, SXM5: 989 TFLOP/s bf16, 3.35 TB/s, NVLink 900 GB/s; NDR InfiniBand, 400 Gb/s
     H200    NVIDIA H200 datasheet, SXM: an H100 with 141 GB at 4.8 TB/s
     B200    NVIDIA HGX B200 datasheet: 2.25 PFLOP/s bf16, 180 GB, 8 TB/s, NVLink 1.8 TB/s; 400 Gb/s
 
-All rates are dense (no 2:4 sparsity) and of one direction: NVIDIA quotes NVLink as the sum of both. What is reached of
-them is the business of `cost_model.Efficiency`; what a message costs besides its bytes, that of `collectives`.
+All rates are dense (no 2:4 sparsity) and of one direction: NVIDIA quotes NVLink as the sum of both. `Efficiency` has
+the shares of them that are reached.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Device:
     network_bandwidth: float
     host_bandwidth: float
     devices_per_node: int = 8
-    has_sharp: bool = False
-    """Whether the switches of a node add what passes through them (NVLink SHARP)."""
+    has_sharp: bool = False  # whether the switches of a node add what passes through them (NVLink SHARP)
 
     def flops_of(self, precision: Precision) -> float:
         """Peak of `precision`. ConfigError where the hardware has no products of it."""
@@ -83,7 +82,7 @@ DEVICES: dict[str, Device] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class GpuCluster:
     """`num_devices` of one kind, `device.devices_per_node` in each node. `usd_per_device_hour`: what one costs."""
 
     device: Device
@@ -99,8 +98,8 @@ class Cluster:
         return -(-ranks // self.device.devices_per_node)
 
 
-def cluster(name: str, num_devices: int, *, usd_per_device_hour: float | None = None) -> Cluster:
+def cluster(name: str, num_devices: int, *, usd_per_device_hour: float | None = None) -> GpuCluster:
     """`num_devices` of the devices called `name`, whatever the case. ConfigError for a name that is not in DEVICES."""
     if name.upper() not in DEVICES:
         raise ConfigError("no constants are known of this device", got=name, allowed=", ".join(DEVICES))
-    return Cluster(device=DEVICES[name.upper()], num_devices=num_devices, usd_per_device_hour=usd_per_device_hour)
+    return GpuCluster(device=DEVICES[name.upper()], num_devices=num_devices, usd_per_device_hour=usd_per_device_hour)

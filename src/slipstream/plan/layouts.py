@@ -1,4 +1,4 @@
-"""What a plan is made of: the work of a step, how each executor's model lies on devices, and what comes out."""
+"""The parts of a plan: the work of a step, how each executor's model lies on devices, and the step that results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
-from slipstream.plan.lengths import Lengths
+from slipstream.plan.lengths import LengthSample
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,13 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What is reached of the published constants, and what they do not say.
+    """Shares of the published constants that are reached, and costs that they do not include (docs/planning.md).
 
     `matmul`, `memory`, `network`: shares of peak operations, of memory bandwidth and of links that large products,
-    reads and messages (weights, FSDP) reach. `kernel_s`: seconds of a decode step's kernel besides its work (launch
-    from a graph, first and last wave). `collective`: by how much the sums within a layer take longer than
-    `collectives.py` says, since ranks do not come at the same time; `host_task_s`: what those of a decode step wait for
-    a host where they lead to another node, in the mean. `step_s`, `sequence_s`: what sampler and host add to a decode
-    step, once and for each completion. `serial_s`: seconds of a training step in which the trainer's devices wait for
-    its host, for rewards above all where they are scored beside it.
-
-    The defaults are what good engines reach; docs/planning.md says where they come from.
+    reads and messages (weights, FSDP) reach. `kernel_s`: seconds of a decode step's kernel besides its work.
+    `collective`: factor on the sums within a layer, since ranks do not come at the same time; `host_task_s`: mean wait
+    of each for a host where it leads to another node. `step_s`, `sequence_s`: seconds of sampler and host in a decode
+    step, once and for each completion. `serial_s`: seconds of a training step in which devices wait for the host.
     """
 
     matmul: float = 0.65
@@ -71,7 +67,7 @@ class Workload:
 
     groups: int
     group_size: int
-    lengths: Lengths
+    lengths: LengthSample
     epochs: int = 1
     minibatches: int = 1
     shares_prompts: bool = True
@@ -85,7 +81,7 @@ class Workload:
 
     @property
     def prompt_share(self) -> float:
-        """Of a prompt's tokens, those that each of its rollouts costs the trainer."""
+        """The share of a prompt's tokens that each of its rollouts costs the trainer."""
         return 1 / self.group_size if self.shares_prompts else 1.0
 
     @property
@@ -104,8 +100,7 @@ class TrainerLayout:
     precision: Precision = "bfloat16"
     recompute: bool = True
     reduce_once: bool = False
-    head_precision: Precision = "float32"
-    """Of the head's product; Slipstream's trainer computes logits in float32."""
+    head_precision: Precision = "float32"  # of the head's product
 
     @property
     def data_parallel(self) -> int:
@@ -144,9 +139,11 @@ class AsynchronousPlan:
     reward_model: ScorerLayout | None = None
 
 
+Layout = TrainerLayout | GeneratorLayout | ScorerLayout
+
 Frees = Literal["nothing", "gradients_and_activations", "optimizer_too"]
-"""What a co-located trainer gives up while it generates: nothing; gradients, activations, and keys and values while it
-trains; or the optimizer and fp32 weights as well, by way of host memory."""
+"""The memory that a co-located trainer gives up while it generates: none; gradients, activations, and keys and values
+while it trains; or the optimizer and fp32 weights as well, by way of host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +157,14 @@ class SynchronousPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """What a plan's step takes: `sides` by executor and cause, `idle` the share of the step that each waits."""
+    """The seconds of a plan's step, `sides` those of each executor by cause, `idle` the share that each waits."""
 
     seconds: float
     sides: Mapping[str, Parts]
     idle: Mapping[str, float]
+
+    @classmethod
+    def of(cls, seconds: float, sides: Mapping[str, Parts]) -> StepTime:
+        """Return a step of `seconds` in which each executor waits whenever it has no work."""
+        idle = {side: 1 - parts.total / seconds for side, parts in sides.items()}
+        return cls(seconds=seconds, sides=sides, idle=idle)

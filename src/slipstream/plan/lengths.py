@@ -1,10 +1,16 @@
-"""How long completions are: of a run's files, or as a mean and a tail say."""
+"""Lengths of completions: those of a run's files, or a distribution with a mean and a tail; and what a batch of them
+costs that has to be generated to its end.
+
+With the bound closed until the trainer has all of a batch (staleness 0), nothing takes the place of what has finished:
+the last completion decodes alone, long after the other replicas have finished.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections import Counter
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
@@ -13,14 +19,15 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import read_rollouts
 
-P99_DEVIATIONS = 2.3263478740408408
-"""Of the normal distribution: one in a hundred is above."""
+P99_DEVIATIONS = 2.3263478740408408  # the deviation of the normal distribution that one in a hundred exceeds
 MOST_TAIL = 14.0
 """p99 over mean, at most: a lognormal distribution reaches exp(P99_DEVIATIONS ** 2 / 2) = 14.97 before it is cut."""
 
+_SHUFFLES = 4
+
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthSample:
     """Tokens of prompts (their mean) and of completions: a sample to draw from, ascending, cut at `limit` if at all."""
 
     prompt_mean: float
@@ -42,21 +49,21 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """What there must be room for."""
+        """The length that there must be room for."""
         return self.completions[-1] if self.limit is None else self.limit
 
     def longest_of(self, count: int) -> float:
-        """What one in `count` completions exceeds."""
+        """Return the length that one in `count` completions exceeds."""
         return float(np.quantile(self.completions, 1 - 1 / count)) if count > 1 else self.mean
 
     def drawn(self, seed: int, num_groups: int, count: int) -> list[tuple[int, ...]]:
-        """Those of groups 0, 1 ...: a group has the same ones however many there are."""
+        """Draw the lengths of groups 0, 1 ...; those of a group do not depend on `num_groups`."""
         picks = np.random.default_rng(seed).integers(0, len(self.completions), (num_groups, count))
         return [tuple(group) for group in np.asarray(self.completions)[picks].tolist()]
 
 
-def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int, *, points: int = 1000) -> Lengths:
-    """Lognormal lengths with this mean and 99th percentile, after they were cut at `longest`; `points` quantiles.
+def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int, *, points: int = 1000) -> LengthSample:
+    """Return `points` quantiles of lognormal lengths with this mean and 99th percentile, once cut at `longest`.
 
     ConfigError for a tail that no lognormal distribution has.
     """
@@ -81,11 +88,11 @@ def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int,
         middle = (low + high) / 2
         low, high = (middle, high) if np.mean(_quantiles(p99, middle, longest, points)) > mean else (low, middle)
     drawn = np.rint(_quantiles(p99, high, longest, points)).astype(int)
-    return Lengths(prompt_mean, tuple(drawn.tolist()), f"lognormal, mean {mean:g}, p99 {p99:g}", longest)
+    return LengthSample(prompt_mean, tuple(drawn.tolist()), f"lognormal, mean {mean:g}, p99 {p99:g}", longest)
 
 
 def _quantiles(p99: float, sigma: float, longest: int, points: int) -> np.ndarray:
-    """Ascending: the middles of `points` equal shares of the distribution whose 99th percentile is `p99`."""
+    """Return, ascending, the middles of `points` equal shares of the distribution whose 99th percentile is `p99`."""
     return np.clip(p99 * np.exp(sigma * (_normal_quantiles(points) - P99_DEVIATIONS)), 1, longest)
 
 
@@ -95,8 +102,8 @@ def _normal_quantiles(points: int) -> np.ndarray:
     return np.array([standard.inv_cdf((point + 0.5) / points) for point in range(points)])
 
 
-def lengths_of_run(run_dir: Path) -> Lengths:
-    """Those of a run's `rollouts.jsonl`, dropped groups included: what was generated, not what was trained.
+def lengths_of_run(run_dir: Path) -> LengthSample:
+    """Return the lengths in a run's `rollouts.jsonl`, dropped groups included: all that was generated.
 
     Prompt lengths are not recorded in tokens; they are taken to be as long per character as completions are.
     """
@@ -109,13 +116,43 @@ def lengths_of_run(run_dir: Path) -> Lengths:
         completions.append(line.num_tokens)
         prompt_chars += len(line.prompt)
         completion_chars += len(line.completion)
-    return _of_sample(completions, prompt_chars, completion_chars, path)
-
-
-def _of_sample(completions: Sequence[int], prompt_chars: int, completion_chars: int, path: Path) -> Lengths:
     positive = sorted(count for count in completions if count > 0)
     if not positive:
         raise ConfigError(f"'{path}' has no completions", allowed="the folder of a run that trained a step")
     tokens_per_char = sum(positive) / max(completion_chars, 1)
     prompt_mean = max(1.0, prompt_chars / len(completions) * min(tokens_per_char, 1.0))
-    return Lengths(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
+    return LengthSample(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
+
+
+@lru_cache(maxsize=4096)
+def slowest_replica(
+    completions: tuple[int, ...], rollouts: int, replicas: int, slots: int
+) -> tuple[tuple[int, float], ...]:
+    """Return (completions alive, decode steps) of the replica that takes the most steps, from full to the last token.
+
+    `rollouts` lengths, evenly spaced quantiles of `completions` (ascending), are dealt to `replicas` in random order;
+    each decodes them in that order, `slots` at once. Mean over a few orders, which are always the same.
+    """
+    places = ((np.arange(rollouts) + 0.5) / rollouts * len(completions)).astype(int)
+    lengths = np.asarray(completions)[places]
+    steps: Counter[int] = Counter()
+    for seed in range(_SHUFFLES):
+        dealt = np.random.default_rng(seed).permutation(lengths)
+        busy = min(replicas, rollouts)  # the others have nothing to do
+        slowest = max((_ends(dealt[replica::replicas].tolist(), slots) for replica in range(busy)), key=max)
+        before = 0
+        for index, end in enumerate(slowest):
+            steps[min(slots, len(slowest) - index)] += end - before
+            before = end
+    return tuple((live, count / _SHUFFLES) for live, count in sorted(steps.items(), reverse=True) if count)
+
+
+def _ends(lengths: list[int], slots: int) -> list[int]:
+    """Return when each completion ends, ascending, in decode steps; a slot takes the next as it comes free."""
+    live: list[int] = []
+    ends = []
+    for length in lengths:
+        start = heapq.heappop(live) if len(live) == slots else 0
+        ends.append(start + length)
+        heapq.heappush(live, start + length)
+    return sorted(ends)

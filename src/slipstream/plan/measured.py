@@ -2,26 +2,42 @@
 
 `benchmarks/eta_curves.py` writes them, `slipstream plan --measured FILE` takes them in place of the hardware table.
 LlamaRL (arXiv:2505.24034), definition 7.3: eta(b) = tau(b) / b, where tau(b) are the seconds of a batch of b samples.
+
+Between points that were measured a power of the batch (and of the number of devices) is taken, between lengths a share
+by the token: a trainer's time is per row that it reads, an engine's per token that it samples, its prompt included.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
+from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
+from slipstream.models.config import TransformerConfig
+from slipstream.plan.cost_model import ALONE, CostModel
+from slipstream.plan.hardware import GpuCluster
+from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, TrainerLayout, Workload
+from slipstream.plan.simulated_run import Batch, Costs, SimulatedWorkload
 
 Side = Literal["trainer", "generator"]
 FORMAT = 1
+COMMUNICATION = ("tensor_parallel", "data_parallel")
+"""Parts that one GPU alone does not have: they stay as the cost model has them."""
+_SHAPE = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """eta at `batch` samples: the median over turns, and its range. Seconds per sample."""
+    """A value of eta in seconds per sample, at `batch` samples: the median over turns, and its range."""
 
     batch: int
     seconds: float
@@ -29,7 +45,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     high: float
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EtaCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One side on `devices` devices (cores of a CPU, GPUs): points by ascending batch.
 
     A batch is a microbatch of the trainer, whose optimizer update takes `update_s` besides, or the completions that an
@@ -60,16 +76,16 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_params: int
     prompt_tokens: int
     completion_tokens: int
-    curves: tuple[Curve, ...]
+    curves: tuple[EtaCurve, ...]
     together: tuple[Together, ...] = ()
 
-    def curve(self, side: Side, devices: int) -> Curve | None:
-        """That of `side` on just so many devices, if it was measured."""
+    def curve(self, side: Side, devices: int) -> EtaCurve | None:
+        """Return the curve of `side` on just so many devices; None where it was not measured."""
         return next((curve for curve in self.curves if (curve.side, curve.devices) == (side, devices)), None)
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one machine measured: `hardware` are the lines that `slipstream doctor` shows of it."""
+class MeasuredCurves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The curves of one machine; `hardware` has the lines that `slipstream doctor` shows of it."""
 
     format: int
     command: str
@@ -80,16 +96,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     models: tuple[MeasuredModel, ...]
 
 
-def write_measured(measured: Measured, path: Path) -> None:
+def write_measured(measured: MeasuredCurves, path: Path) -> None:
     """Write the file, as a whole or not at all."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
 
 
-def read_measured(path: Path) -> Measured:
-    """The file that `write_measured` wrote. ConfigError for what is none."""
+def read_measured(path: Path) -> MeasuredCurves:
+    """Read a file that `write_measured` wrote. ConfigError for any other."""
     hint = "in a checkout, `python benchmarks/eta_curves.py --json FILE` writes one"
     try:
-        measured = msgspec.json.decode(path.read_bytes(), type=Measured)
+        measured = msgspec.json.decode(path.read_bytes(), type=MeasuredCurves)
     except OSError as error:
         raise ConfigError(
             f"'{path}' cannot be read", got=error.strerror, allowed="measured curves", hint=hint
@@ -104,7 +120,7 @@ def read_measured(path: Path) -> Measured:
     return measured
 
 
-def _check(curve: Curve, path: Path, of: str) -> None:
+def _check(curve: EtaCurve, path: Path, of: str) -> None:
     batches = [point.batch for point in curve.points]
     if not batches or batches[0] < 1 or any(b >= c for b, c in pairwise(batches)):
         raise ConfigError(f"'{path}' has a curve without order ({of})", got=batches, allowed="ascending batches >= 1")
@@ -113,8 +129,168 @@ def _check(curve: Curve, path: Path, of: str) -> None:
 
 
 def rises(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Neighbours at which eta does not fall (assumption 7.1 of LlamaRL says it does, everywhere).
+    """Return neighbours at which eta does not fall (assumption 7.1 of LlamaRL says it does, everywhere).
 
     Only rises beyond the spread of the turns count: the later point's lowest turn is above the earlier one's highest.
     """
     return [(before, after) for before, after in pairwise(points) if after.low > before.high]
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the power law through the neighbours of `at`, beyond the ends the value there; `points` ascend, > 0."""
+    places = [place for place, _ in points]
+    after = bisect.bisect_left(places, at)
+    if after == 0:
+        return points[0][1]
+    if after == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[after - 1], points[after]
+    share = math.log(at / x0) / math.log(x1 / x0)
+    return float(y0 * (y1 / y0) ** share)
+
+
+def measured_model(measured: MeasuredCurves, shape: TransformerConfig) -> MeasuredModel:
+    """Return the curves of the model with this shape. ConfigError where it was not measured."""
+    wanted = {name: vars(shape)[name] for name in _SHAPE}
+    for model in measured.models:
+        if {name: model.shape.get(name) for name in _SHAPE} == wanted:
+            return model
+    raise ConfigError(
+        "the file of measured curves does not have this model",
+        got=", ".join(f"{name} {value}" for name, value in wanted.items()),
+        allowed=", ".join(
+            f"{model.name} ({', '.join(f'{name} {model.shape.get(name)}' for name in _SHAPE[:5])})"
+            for model in measured.models
+        ),
+        hint="in a checkout, `python benchmarks/eta_curves.py --json FILE` measures some: see its --models",
+    )
+
+
+class PlannedWork(NamedTuple):
+    """The work of a plan on a machine's cores, for the simulator.
+
+    `beside`: the speed of each kind of work with all cores busy, over its speed alone. Decode steps are filled up to a
+    multiple of `row_multiple` rows. `groups`: None for completions of the workload's lengths.
+    """
+
+    costs: Costs
+    beside: dict[str, float]
+    row_multiple: int
+    groups: SimulatedWorkload | None
+
+
+class Curves:
+    """Seconds of both sides of one measured model, on any number of cores, for any batch and lengths."""
+
+    def __init__(self, model: MeasuredModel) -> None:
+        self.model = model
+        self.mean_context = model.prompt_tokens + model.completion_tokens / 2  # of a completion while it was measured
+        self._rows = model.prompt_tokens + model.completion_tokens - 1  # that the trainer reads of a sample
+
+    def trained_row_s(self, cores: int, rows: float) -> float:
+        """Seconds of a forward and backward pass per row, in a microbatch of so many rows."""
+        return self._seconds("trainer", cores, rows / self._rows) / self._rows
+
+    def update_s(self, cores: int) -> float:
+        """Seconds of an optimizer update; between numbers of cores a straight line."""
+        curves = self._of("trainer")
+        return float(np.interp(cores, [curve.devices for curve in curves], [curve.update_s for curve in curves]))
+
+    def decoded_token_s(self, cores: int, rows: float) -> float:
+        """Seconds per token, with so many completions decoded at once; their prompts are in it."""
+        return self._seconds("generator", cores, rows) / self.model.completion_tokens
+
+    def together(self, trainer_cores: int, generator_cores: int) -> tuple[float, float]:
+        """Return how much longer trainer and generators take beside each other, in the nearest division measured."""
+        if not self.model.together:
+            return 1.0, 1.0
+
+        def distance(one: Together) -> float:
+            trainer, generator = one.trainer_devices / trainer_cores, one.generator_devices / generator_cores
+            return abs(math.log(trainer)) + abs(math.log(generator))
+
+        nearest = min(self.model.together, key=distance)
+        return max(1.0, nearest.trainer), max(1.0, nearest.generator)
+
+    def train(self, layout: TrainerLayout, workload: Workload) -> Parts:
+        """Seconds of a training step, alone on its cores."""
+        rows = workload.rollouts * workload.trained_tokens
+        row_s = self.trained_row_s(layout.devices, layout.microbatch * workload.trained_tokens)
+        updates = workload.epochs * workload.minibatches
+        update_s = updates * self.update_s(layout.devices)
+        return Parts({"forward_backward": workload.epochs * rows * row_s, "optimizer": update_s})
+
+    def generate(self, layout: GeneratorLayout, workload: Workload) -> Parts:
+        """Seconds in which the replicas generate a step's completions with all slots taken, alone on their cores."""
+        token_s = self.decoded_token_s(layout.tensor_parallel, layout.slots)
+        return Parts({"decode": workload.rollouts * workload.lengths.mean * token_s / layout.replicas})
+
+    def guessed(self, plan: AsynchronousPlan) -> str | None:
+        """Name the numbers of cores of `plan` that were not measured; None where all were."""
+        wanted: dict[Side, int] = {"trainer": plan.trainer.devices, "generator": plan.generator.tensor_parallel}
+        unseen = [f"the {side} on {cores}" for side, cores in wanted.items() if self.model.curve(side, cores) is None]
+        return f"No curve was measured of {' or '.join(unseen)} cores: it was interpolated." if unseen else None
+
+    def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> PlannedWork:  # noqa: ARG002
+        """Return the seconds of every piece of work; the curves include what padding costs."""
+        trainer, cores = plan.trainer, plan.generator.tensor_parallel
+        row_s = self.trained_row_s(trainer.devices, trainer.microbatch * workload.trained_tokens)
+        update_s = workload.epochs * workload.minibatches * self.update_s(trainer.devices)
+
+        def train(batch: Batch) -> dict[str, float]:
+            rows = batch.prompt_tokens + batch.completion_tokens
+            return {"forward_backward": workload.epochs * rows * row_s, "optimizer": update_s}
+
+        def decode(_: int, rows: int, context: float) -> float:  # noqa: ARG001
+            return rows * self.decoded_token_s(cores, rows)
+
+        slower = self.together(plan.trainer.devices, plan.generator.devices)
+        beside = {"train": 1 / slower[0], "decode": 1 / slower[1]}
+        return PlannedWork(Costs(decode=decode, train=train), beside, row_multiple=1, groups=None)
+
+    def _seconds(self, side: Side, cores: int, batch: float) -> float:
+        at_batch = [
+            (curve.devices, interpolated([(one.batch, one.seconds) for one in curve.points], batch))
+            for curve in self._of(side)
+        ]
+        return interpolated(at_batch, cores)
+
+    def _of(self, side: Side) -> list[EtaCurve]:
+        curves = sorted((curve for curve in self.model.curves if curve.side == side), key=lambda curve: curve.devices)
+        if not curves:
+            raise ConfigError(f"no curve of the {side} was measured for {self.model.name}")
+        return curves
+
+
+class CalibratedCostModel(CostModel):
+    """A cost model of which every part that one GPU does alone is scaled by measured over modelled seconds.
+
+    The curves are of the model itself on one GPU. What several GPUs do of it shrinks as the hardware table says, and
+    what they send each other is the table's: neither can be measured on one.
+    """
+
+    def __init__(
+        self, model: TransformerConfig, cluster: GpuCluster, workload: Workload, measured: MeasuredModel
+    ) -> None:
+        super().__init__(model, cluster, workload)
+        self._curves = Curves(measured)
+
+    def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
+        rows = rollouts * self.workload.trained_tokens
+        same = {name: vars(layout)[name] for name in ("precision", "recompute", "head_precision")}
+        alone = replace(ALONE, microbatch=rollouts, **same)
+        factor = rows * self._curves.trained_row_s(1, rows) / super()._microbatch(alone, rollouts).total
+        return _scaled(super()._microbatch(layout, rollouts), factor)
+
+    def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
+        alone = GeneratorLayout(devices=1, tensor_parallel=1, slots=layout.slots, precision=layout.precision)
+        seen = self._curves.mean_context
+        measured_s = live * self._curves.decoded_token_s(1, live)
+        factor = measured_s / super().decode_step(alone, live=live, context=seen).total
+        return _scaled(super().decode_step(layout, live=live, context=context), factor)
+
+
+def _scaled(parts: Parts, factor: float) -> Parts:
+    return Parts(
+        {name: seconds if name in COMMUNICATION else factor * seconds for name, seconds in parts.parts.items()}
+    )

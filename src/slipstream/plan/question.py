@@ -1,7 +1,7 @@
-"""What a plan is asked for: which model, on what, for which work; and whether that can be.
+"""The question of a plan: which model, on which devices, for which work; and the checks of it.
 
-Everything that `slipstream plan` takes as flags is a field of `Question`, and so an argument of `slipstream.make_plan`.
-Bad input is a ConfigError before anything is searched.
+Every flag of `slipstream plan` is a field of `Question`, and so an argument of `slipstream.make_plan`. Bad input is a
+ConfigError before anything is searched.
 """
 
 from __future__ import annotations
@@ -21,27 +21,21 @@ from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.hf_fields import read_object
 from slipstream.models.hub import config_file, hub_id
 from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.hardware import DEVICES, GB, Cluster, Device
+from slipstream.plan.hardware import DEVICES, GB, Device, GpuCluster
 from slipstream.plan.layouts import Workload
-from slipstream.plan.lengths import Lengths, lengths_of_run, lengths_with_tail
+from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
 
-GROUPS, GROUP_SIZE = 512, 4
-"""A batch where none is said: LlamaRL's (section 8)."""
-PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0
-"""Mean lengths where none are said."""
-TAIL = 4.0
-"""p99 over the mean, and twice that the longest, where nothing else is said."""
+GROUPS, GROUP_SIZE = 512, 4  # a batch where none is given: LlamaRL's (section 8)
+PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0  # mean lengths where none are given
+TAIL = 4.0  # p99 over the mean where nothing else is given; the longest is twice that
 MOST_STALENESS = 8
 MOST = {
-    "gpus": MAX_COUNT,
-    "gpus_per_node": MAX_COUNT,
-    "groups_per_step": MAX_COUNT,
-    "completions_per_group": MAX_COUNT,
+    **dict.fromkeys(("gpus", "gpus_per_node", "groups_per_step", "completions_per_group"), MAX_COUNT),
     "max_new_tokens": MAX_INTEGER,
-    "max_staleness": 100,
-    "rows": 100,
+    **dict.fromkeys(("max_staleness", "rows"), 100),
 }
 MAX_SIMULATED = 2**19  # completions of a step, of which the search simulates twenty for each row
+LENGTHS = ("prompt_tokens", "completion_tokens", "p99_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +69,7 @@ class Question:
         for name, most in MOST.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value > most):
-                raise ConfigError(f"--{name.replace('_', '-')} is out of range", got=shown(value), allowed=f"1..{most}")
+                raise ConfigError(f"{_flag(name)} is out of range", got=shown(value), allowed=f"1..{most}")
         completions = (self.groups_per_step or GROUPS) * (self.completions_per_group or GROUP_SIZE)
         if completions > MAX_SIMULATED:
             raise ConfigError(
@@ -83,6 +77,10 @@ class Question:
                 got=f"--groups-per-step x --completions-per-group = {completions:,}",
                 allowed=f"{MAX_SIMULATED:,}",
             )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +99,7 @@ class Subject:
 
 
 def subject_of(named: str) -> Subject:
-    """A published architecture by name, a Hugging Face folder or config.json, a recipe, a run's folder, a hub id."""
+    """Find a published architecture, a Hugging Face folder or config.json, a recipe, a run's folder, or a hub id."""
     check_path(named, f"model {shortened(named, 60)!r}")
     path = Path(named)
     if named.lower() in ARCHITECTURES:
@@ -109,7 +107,8 @@ def subject_of(named: str) -> Subject:
     if path.is_dir() and (path / "config.toml").is_file():
         return replace(_subject_of_recipe(path.name, read_toml(path / "config.toml")), run=path)
     if path.is_dir() or path.suffix == ".json":
-        return Subject(name=path.name, shape=shape_of(path), path=str(path if path.is_dir() else path.parent))
+        shape = config_from_hf(read_object(path / "config.json" if path.is_dir() else path))
+        return Subject(name=path.name, shape=shape, path=str(path if path.is_dir() else path.parent))
     if path.suffix == ".toml" or named in {recipe.name for recipe in list_recipes()}:
         return _subject_of_recipe(path.stem, load_recipe(named))
     if hub_id(named) is not None:
@@ -122,13 +121,8 @@ def subject_of(named: str) -> Subject:
     )
 
 
-def shape_of(path: Path) -> TransformerConfig:
-    """Of a Hugging Face folder, or its config.json."""
-    return config_from_hf(read_object(path / "config.json" if path.is_dir() else path))
-
-
 def _shape_named(path: str, field: str) -> TransformerConfig:
-    """Of a checkpoint's folder or hub id, of which this reads no weights."""
+    """Read the shape of a checkpoint from its folder or hub id, without its weights."""
     return config_from_hf(read_object(config_file(path, what=field)))
 
 
@@ -143,24 +137,21 @@ def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
     return Subject(name=name, shape=new_config(config.model, len(build_tokenizer(config.model))), recipe=tables)
 
 
-# On what
-
-
-def cluster_of(question: Question) -> Cluster | None:
-    """The GPUs that were asked for; None where none were."""
+def cluster_of(question: Question) -> GpuCluster | None:
+    """Return the GPUs of the question; None where it names none."""
     given = {name: getattr(question, name) for name in ("gpus", "gpu", "gpus_per_node", "network", "price")}
     given = {name: value for name, value in given.items() if value is not None}
     if question.cluster is not None:
         if given:
             raise ConfigError(
                 "a cluster is described by a file or by flags",
-                got=f"--cluster with {', '.join('--' + name.replace('_', '-') for name in given)}",
+                got=f"--cluster with {', '.join(map(_flag, given))}",
             )
         return cluster_of_file(question.cluster)
     if question.gpus is None:
         if given:
-            names = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ConfigError("a cluster has a number of GPUs", got=f"{names} without --gpus", allowed="--gpus N")
+            got = f"{', '.join(map(_flag, given))} without --gpus"
+            raise ConfigError("a cluster has a number of GPUs", got=got, allowed="--gpus N")
         return None
     device = _device(question.gpu or "h100")
     if question.gpus_per_node is not None:
@@ -169,7 +160,7 @@ def cluster_of(question: Question) -> Cluster | None:
         device = replace(device, network_bandwidth=_positive("--network", question.network) * GB)
     if question.price is not None:
         _positive("--price", question.price)
-    return Cluster(device=device, num_devices=question.gpus, usd_per_device_hour=question.price)
+    return GpuCluster(device=device, num_devices=question.gpus, usd_per_device_hour=question.price)
 
 
 _CLUSTER_FIELDS: dict[str, str] = {
@@ -182,8 +173,8 @@ _CLUSTER_FIELDS: dict[str, str] = {
 _CLUSTER_KEYS = ("gpus", "gpu", "gpus_per_node", "usd_per_gpu_hour", "name", "tflops", *_CLUSTER_FIELDS)
 
 
-def cluster_of_file(path: Path) -> Cluster:
-    """A cluster from a TOML file: `gpus`, a known `gpu`, and those of its constants that are not the published ones."""
+def cluster_of_file(path: Path) -> GpuCluster:
+    """Read a TOML file with `gpus`, a known `gpu`, and those of its constants that differ from the published ones."""
     tables = read_toml(path)
     for key in tables:
         if key not in _CLUSTER_KEYS:
@@ -210,7 +201,7 @@ def cluster_of_file(path: Path) -> Cluster:
     price = tables.get("usd_per_gpu_hour")
     if price is not None:
         price = _positive(f"usd_per_gpu_hour in '{path}'", price)
-    return Cluster(device=replace(device, **changes), num_devices=count, usd_per_device_hour=price)
+    return GpuCluster(device=replace(device, **changes), num_devices=count, usd_per_device_hour=price)
 
 
 def _flops(given: Any, path: Path) -> dict[str, float]:
@@ -238,15 +229,12 @@ def _positive(what: str, value: Any) -> float:
     return value
 
 
-# For which work
-
-
 def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[str, ...]]:
-    """The work of a step; and in words, what was assumed because nobody said it."""
+    """Return the work of a step, and in words the defaults that were assumed."""
     config, assumed = subject.config, []
-    for name in ("groups_per_step", "completions_per_group", "prompt_tokens", "completion_tokens", "p99_tokens"):
+    for name in ("groups_per_step", "completions_per_group", *LENGTHS):
         if (value := getattr(question, name)) is not None:
-            _positive(f"--{name.replace('_', '-')}", value)
+            _positive(_flag(name), value)
     groups, group_size = question.groups_per_step, question.completions_per_group
     if config is not None:
         groups, group_size = groups or config.groups_per_step, group_size or config.samples_per_group
@@ -255,16 +243,14 @@ def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[s
     groups, group_size = groups or GROUPS, group_size or GROUP_SIZE
     lengths, told = _lengths(question, subject)
     assumed += told
-    has_reference = question.reference or (config is not None and config.kl.coef > 0)
-    has_critic = question.critic or (config is not None and config.has_critic)
     workload = Workload(
         groups=groups,
         group_size=group_size,
         lengths=lengths,
         epochs=1 if config is None else config.trainer.epochs,
         minibatches=1 if config is None else config.trainer.minibatches,
-        reference=has_reference,
-        critic=has_critic,
+        reference=question.reference or (config is not None and config.kl.coef > 0),
+        critic=question.critic or (config is not None and config.has_critic),
         reward_model=_reward_model(question, config),
     )
     longest = max_new_tokens(question, subject, lengths)
@@ -300,9 +286,8 @@ def _reward_model(question: Question, config: RunConfig | None) -> TransformerCo
     return _shape_named(path, "rewards.models.path")
 
 
-def _lengths(question: Question, subject: Subject) -> tuple[Lengths, list[str]]:
-    flags = ("prompt_tokens", "completion_tokens", "p99_tokens")
-    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(question, name) is not None]
+def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, list[str]]:
+    given = [_flag(name) for name in LENGTHS if getattr(question, name) is not None]
     run = question.lengths
     if run is not None and given:
         raise ConfigError("lengths are those of a run or of flags", got=f"--lengths with {', '.join(given)}")
@@ -332,37 +317,31 @@ def _lengths(question: Question, subject: Subject) -> tuple[Lengths, list[str]]:
     return lengths_with_tail(prompt, mean, p99, longest), assumed
 
 
-def max_new_tokens(question: Question, subject: Subject, lengths: Lengths) -> int:
-    """The limit of a completion: as asked, as the recipe has it, or what the lengths reach."""
+def max_new_tokens(question: Question, subject: Subject, lengths: LengthSample) -> int:
+    """Return the limit of a completion: the question's, the recipe's, or the longest of the lengths."""
     if question.max_new_tokens is not None:
         return question.max_new_tokens
     config = subject.config
     return lengths.longest if config is None else max(config.generator.max_new_tokens, lengths.longest)
 
 
-def precisions_of(question: Question, cluster: Cluster) -> tuple[Precision, ...]:
-    """Of the generators: those asked for, or bfloat16, and fp8 where the GPUs have products of it."""
+def precisions_of(question: Question, cluster: GpuCluster) -> tuple[Precision, ...]:
+    """Return the generators' precisions: the question's, or bfloat16, and fp8 where the GPUs have products of it."""
     if question.precision is None:
         return ("bfloat16", "fp8") if "fp8" in cluster.device.flops else ("bfloat16",)
     for precision in question.precision:
         if precision == "int8" or precision not in cluster.device.flops:
-            allowed = [name for name in ("float32", "bfloat16", "fp8") if name in cluster.device.flops]
-            raise ConfigError(
-                f"generators on {cluster.device.name} do not compute in {precision}",
-                got=precision,
-                allowed=", ".join(allowed),
-            )
+            allowed = ", ".join(name for name in ("float32", "bfloat16", "fp8") if name in cluster.device.flops)
+            what = f"generators on {cluster.device.name} do not compute in {precision}"
+            raise ConfigError(what, got=precision, allowed=allowed)
     return question.precision
 
 
 def question_of(**given: Any) -> Question:
-    """A Question from arguments. ConfigError for one that it does not know."""
+    """Make a Question of arguments. ConfigError for an unknown one."""
     known = [field.name for field in fields(Question)]
     for name in given:
         if name not in known:
             raise ConfigError(f"unknown argument '{name}'", allowed=", ".join(known), hint=did_you_mean(name, known))
-    paths = {"cluster", "measured", "lengths"}
-    fitting: dict[str, Any] = {
-        name: Path(value) if name in paths and value is not None else value for name, value in given.items()
-    }
-    return Question(**fitting)
+    paths = {name: Path(given[name]) for name in ("cluster", "measured", "lengths") if given.get(name) is not None}
+    return Question(**given | paths)

@@ -1,18 +1,17 @@
-"""Why the best configuration is the best: which constraint is active, and what its neighbours would lose."""
+"""The reasons for the best configuration: its active constraint, and what its neighbours would lose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from slipstream.plan.layouts import AsynchronousPlan, Parts
-from slipstream.plan.search import Costs, Found, Misfit, Search, Signature, executors, most_slots, signature_of
+from slipstream.plan.cost_model import CostModel
+from slipstream.plan.hardware import GB
+from slipstream.plan.layouts import Parts
+from slipstream.plan.search import Found, Misfit, Search, Signature, executors, most_slots, signature_of
 
-BALANCED = 0.02
-"""Executors whose times are closer than this are called equally fast."""
-WORTH_TELLING = 0.01
-"""Share of an executor's time."""
-GB = 1e9
+BALANCED = 0.02  # executors whose times are closer than this are called equally fast
+WORTH_TELLING = 0.01  # share of an executor's time
 
 CAUSES = {
     "weights": "reading weights",
@@ -37,7 +36,7 @@ CAUSES = {
     "forward_backward": "forward and backward passes",
     "decode": "decoding",
 }
-"""What seconds are spent on, by their names in the cost model."""
+"""Words for the causes of seconds in the cost model."""
 
 HELD = {
     "weights": "of weights",
@@ -53,7 +52,7 @@ HELD = {
     "prefill": "of prompts under way",
     "served": "of the generators' weights",
 }
-"""What memory is taken by, by its names in the cost model."""
+"""Words for the uses of memory in the cost model."""
 
 NAMES = {
     "trainer": "the trainer",
@@ -63,26 +62,23 @@ NAMES = {
 }
 
 
-def slowest(found: Found) -> str:
-    """The executor that a step waits for."""
-    return max(found.step.sides, key=lambda name: found.step.sides[name].total)
-
-
 def limits(found: Found) -> Iterator[str]:
-    """Which executor limits the step, what it does with its time, and what the others do with theirs."""
-    sides, limiting = found.step.sides, slowest(found)
+    """Name the executor that limits the step, and what each does with its time."""
+    sides = found.step.sides
+    limiting = max(sides, key=lambda name: sides[name].total)
     bound_s = found.longest_s / found.max_staleness if found.max_staleness else 0.0
     if bound_s > found.step.seconds * (1 + BALANCED):
+        steps = f"{found.max_staleness} step{'s' * (found.max_staleness != 1)}"
         yield (
             f"The staleness bound limits: a step's longest completion takes {found.longest_s:.3g} s, and within "
-            f"{found.max_staleness} {_steps(found.max_staleness)} it has to be done, so that no step is shorter than "
-            f"{bound_s:.3g} s; {NAMES[limiting]} would do with {sides[limiting].total:.3g} s."
+            f"{steps} it has to be done, so that no step is shorter than {bound_s:.3g} s; {NAMES[limiting]} would do "
+            f"with {sides[limiting].total:.3g} s."
         )
     else:
         others = [f"{NAMES[name]} {side.total:.3g} s" for name, side in sides.items() if name != limiting]
-        yield f"{NAMES[limiting].capitalize()} limit{'' if limiting == 'generator' else 's'}: " + (
-            f"{sides[limiting].total:.3g} s of work a step; " + ", ".join(others) + "."
-        )
+        verb = "limit" if limiting == "generator" else "limits"
+        work = f"{sides[limiting].total:.3g} s of work a step; {', '.join(others)}."
+        yield f"{NAMES[limiting].capitalize()} {verb}: {work}"
     for name, side in sides.items():
         spent = sorted(side.parts.items(), key=lambda item: -item[1])[:2]
         shares = " and ".join(
@@ -93,18 +89,16 @@ def limits(found: Found) -> Iterator[str]:
         yield f"{NAMES[name].capitalize()}: {shares}."
 
 
-def constraints(costs: Costs, space_slots: Sequence[int], found: Found) -> Iterator[str]:
-    """What keeps microbatch and slots from being larger: memory, the work there is, or nothing to be gained."""
-    plan = found.plan
-    assert isinstance(plan, AsynchronousPlan)
+def constraints(costs: CostModel, space_slots: Sequence[int], found: Found) -> Iterator[str]:
+    """Name what keeps microbatch and slots from being larger: memory, the work there is, or nothing to be gained."""
+    plan = found.side_by_side
     generator, trainer = plan.generator, plan.trainer
     more = next((slots for slots in space_slots if slots > generator.slots), None)
     most = most_slots(costs.workload, generator.replicas, found.max_staleness)
     if generator.slots >= most:
         yield f"{generator.slots} slots a replica hold all completions that may be in flight."
     elif more is not None:
-        larger = replace(generator, slots=more)
-        held = costs.generator_memory(larger)
+        held = costs.generator_memory(replace(generator, slots=more))
         if costs.fits(held):
             yield f"{more} slots a replica instead of {generator.slots} would fit, and make no step shorter."
         else:
@@ -122,9 +116,8 @@ def constraints(costs: Costs, space_slots: Sequence[int], found: Found) -> Itera
 
 
 def alternatives(search: Search, found: Found, table: Mapping[Signature, Found]) -> Iterator[tuple[str, float]]:
-    """(what is changed, by what factor the step gets longer) for the best configuration with each thing otherwise."""
-    plan = found.plan
-    assert isinstance(plan, AsynchronousPlan)
+    """Yield (the change, by what factor the step gets longer) for each property of the best configuration."""
+    plan = found.side_by_side
     own = signature_of(plan)
     worded = {
         "trainer_parallel": "each layer of the trainer on {} GPU(s)",
@@ -154,13 +147,13 @@ def alternatives(search: Search, found: Found, table: Mapping[Signature, Found])
 
 
 def losses(search: Search, found: Found, table: Mapping[Signature, Found]) -> str | None:
-    """What the next best configurations lose, one change at a time."""
+    """Name what the next best configurations lose, one change at a time; None where there are none."""
     changed = [f"{words} {_longer(factor)}" for words, factor in alternatives(search, found, table)]
     return f"Otherwise: {'; '.join(changed)}." if changed else None
 
 
 def staleness(steps_s: Mapping[int, float], bound: int) -> str:
-    """Why this bound, of those whose step times are known."""
+    """Explain this bound by the step times of all that were tried."""
     best = min(steps_s, key=lambda tried: (steps_s[tried], tried))
     told = f"k = {bound} is the smallest bound within 2% of the shortest step ({steps_s[best]:.3g} s at k = {best})"
     if bound == max(steps_s):
@@ -172,7 +165,7 @@ def staleness(steps_s: Mapping[int, float], bound: int) -> str:
 
 
 def against_synchronous(step_s: float, synchronous: Found | None) -> str:
-    """How much faster than taking turns on the same devices, and what those who take turns wait for."""
+    """Compare with taking turns on the same devices, and name what most of its time is spent on."""
     if synchronous is None:
         return "No configuration fits whose executors take turns on the same devices."
     sides = synchronous.step.sides
@@ -185,7 +178,7 @@ def against_synchronous(step_s: float, synchronous: Found | None) -> str:
 
 
 def misfit_line(misfit: Misfit, usable_bytes: float, unit: str = "GPU") -> str:
-    """Which executor does not fit where, by how much, what takes the room, and from where on it fits."""
+    """Name an executor that does not fit, by how much, what takes the room, and from where on it fits."""
     largest = sorted(misfit.memory.parts.items(), key=lambda item: -item[1])[:2]
     holds = ", ".join(f"{gigabytes(nbytes)} GB {HELD.get(name, name)}" for name, nbytes in largest)
     count = f"{misfit.devices} {unit}{'s' * (misfit.devices > 1)}"
@@ -199,12 +192,12 @@ def misfit_line(misfit: Misfit, usable_bytes: float, unit: str = "GPU") -> str:
 
 
 def gigabytes(nbytes: float, digits: int = 3) -> str:
-    """In GB, with so many digits and no exponent."""
+    """Write bytes in GB, with so many digits and no exponent."""
     amount = nbytes / GB
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.{digits}g}"
 
 
-def _over(what: str, held: Parts, costs: Costs) -> str:
+def _over(what: str, held: Parts, costs: CostModel) -> str:
     room = f"{gigabytes(held.total)} GB of {gigabytes(costs.usable_bytes)}"
     return f"{what} would take {room}, {gigabytes(held.total - costs.usable_bytes)} GB too many"
 
@@ -212,7 +205,3 @@ def _over(what: str, held: Parts, costs: Costs) -> str:
 def _longer(factor: float) -> str:
     percent = 100 * (factor - 1)
     return "as fast" if abs(percent) < 0.5 else f"{percent:+.0f}%"
-
-
-def _steps(count: int) -> str:
-    return "step" if count == 1 else "steps"

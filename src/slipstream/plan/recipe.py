@@ -13,7 +13,6 @@ from typing import Any
 
 import tomli_w
 
-from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
@@ -21,16 +20,15 @@ from slipstream.plan.layouts import AsynchronousPlan, Workload
 from slipstream.plan.question import Subject
 
 MODELS, PROMPTS = "models", "prompts.jsonl"
-"""Where a recipe that was made for a model by name looks for its checkpoint, and for its prompts."""
+"""The places of checkpoint and prompts in a recipe that was made for a model by name."""
 STEPS = 1000
-KL_COEF = 0.05
-"""Of a recipe whose plan has a reference, where nobody said how much it weighs."""
+KL_COEF = 0.05  # weight of the reference in a recipe for a model by name
 
 
 def base_tables(
     subject: Subject, workload: Workload, max_new_tokens: int, *, reward_model: str | None
 ) -> dict[str, Any]:
-    """The recipe that was planned for, or one for the model with nothing but what it needs."""
+    """Return the recipe that was planned for, or one for the model with only the fields that it needs."""
     batch = {
         "groups_per_step": workload.groups,
         "completions_per_group": workload.group_size,
@@ -64,7 +62,7 @@ def base_tables(
 
 
 def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int, *, device: str) -> dict[str, Any]:
-    """What a plan says about a run."""
+    """Return the fields of a run that a plan determines."""
     trainer, generator = plan.trainer, plan.generator
     on_gpu = device == "cuda"
     tables: dict[str, Any] = {
@@ -100,10 +98,11 @@ def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int
     return tables
 
 
-def recipe_of(base: Mapping[str, Any], layout: Mapping[str, Any]) -> tuple[dict[str, Any], RunConfig]:
-    """The recipe's tables and the configuration that they resolve to. ConfigError for what cannot be run together."""
+def recipe_of(base: Mapping[str, Any], layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's tables with the layout. ConfigError for a combination that cannot be run."""
     tables = merge(base, layout)
-    return tables, resolve(tables)
+    resolve(tables)
+    return tables
 
 
 def check_writable(path: Path) -> None:

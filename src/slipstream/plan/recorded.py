@@ -1,4 +1,4 @@
-"""What a finished run's files say, in the simulator's words: what it sampled, and what came of it.
+"""The files of a finished run in the simulator's terms: the groups that it sampled, and its outcome.
 
 `RecordedWorkload` gives a simulated run the groups of a recorded one: the same ones where the dials still ask for the
 same groups, and others of the same time of training where they do not. `measured` is what a simulation is held against.
@@ -29,11 +29,11 @@ NEARBY_STEPS = 2
 """Groups of so many steps before and after are of the same time of training: lengths change as a policy learns."""
 EXPONENTS = np.linspace(0.0, 1.0, 21)
 USUAL_EXPONENT, EXPONENT_ERROR = 0.5, 0.25
-"""Of `learning_exponent`: with gradients of four times the samples, half as many steps."""
+"""The prior of `learning_exponent`: with four times the samples a step, half as many steps."""
 PROGRESS_BINS = 8
 
 
-class Group(NamedTuple):
+class RecordedGroup(NamedTuple):
     """A recorded group: when it was, or would have been, trained, its prompt's characters, lengths and rewards."""
 
     ordinal: int
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The files of a run, read once."""
 
     path: Path
@@ -68,7 +68,7 @@ class Run:
         return len(self.accounting.steps)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """The run in `path`. ConfigError for a folder that is none, or of a run that has not done two steps."""
     config_path = path / "config.toml"
     if not config_path.is_file():
@@ -93,7 +93,7 @@ def read_run(path: Path) -> Run:
             got=f"{lost} events are missing in {path / 'events.jsonl'}",
             hint="`slipstream replay` says where",
         )
-    return Run(
+    return RecordedRun(
         path=path,
         config=config,
         metrics=[line for line in read_metrics(path / "metrics.jsonl") if "tokens_trained" in line],
@@ -105,8 +105,8 @@ def read_run(path: Path) -> Run:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run came to, recorded or simulated: seconds per step, rates, idle share by side, staleness in steps."""
+class RunOutcome:
+    """The result of a run, recorded or simulated: seconds per step, rates, idle share by side, staleness in steps."""
 
     steps: int
     step_s: float
@@ -118,8 +118,8 @@ class Outcome:
     staleness: dict[int, int]  # steps -> tokens
 
 
-def measured(run: Run) -> Outcome:
-    """What the run came to, in its loop."""
+def measured(run: RecordedRun) -> RunOutcome:
+    """Return the recorded outcome of the run's loop."""
     start_s, end_s = run.loop_s
     wall_s = end_s - start_s
     lags: Counter[int] = Counter()
@@ -129,7 +129,7 @@ def measured(run: Run) -> Outcome:
                 lags[int(name.rpartition("_")[2])] += int(value)
     within = [line.event for line in run.events if start_s <= line.time_s <= end_s]
     generated = sum(event.num_tokens for event in within if isinstance(event, CompletionFinished))
-    return Outcome(
+    return RunOutcome(
         steps=run.num_steps,
         step_s=wall_s / run.num_steps,
         trained_tokens_per_s=lags.total() / wall_s,
@@ -141,7 +141,7 @@ def measured(run: Run) -> Outcome:
     )
 
 
-def groups_of(run: Run) -> list[Group]:
+def groups_of(run: RecordedRun) -> list[RecordedGroup]:
     """The groups whose fate is known, by ordinal."""
     rollouts: dict[int, list[RolloutLine]] = defaultdict(list)
     for line in run.rollouts:
@@ -151,7 +151,7 @@ def groups_of(run: Run) -> list[Group]:
         lines = sorted(rollouts[ordinal], key=lambda line: line.sample)
         is_dropped = lines[0].step is None
         groups.append(
-            Group(
+            RecordedGroup(
                 ordinal=ordinal,
                 step=(ordinal - num_dropped) // run.config.groups_per_step,
                 prompt_chars=len(lines[0].prompt),
@@ -164,7 +164,7 @@ def groups_of(run: Run) -> list[Group]:
     return groups
 
 
-def learning_exponent(runs: Sequence[Run]) -> float:
+def learning_exponent(runs: Sequence[RecordedRun]) -> float:
     """a, where runs with n samples a step are equally far at equal step x n^a, by the share of groups without signal.
 
     Runs of one n do not tell; then, and beside what they tell, it is about `USUAL_EXPONENT`.
@@ -193,12 +193,12 @@ def learning_exponent(runs: Sequence[Run]) -> float:
     return float(min(EXPONENTS.tolist(), key=misfit))
 
 
-def _samples_per_step(run: Run) -> int:
+def _samples_per_step(run: RecordedRun) -> int:
     return run.config.groups_per_step * run.config.samples_per_group
 
 
-def prompt_tokens_per_char(run: Run) -> float:
-    """What a prompt's character is in tokens, on average: rows that were read and are no completion's are its.
+def prompt_tokens_per_char(run: RecordedRun) -> float:
+    """Return the mean tokens of a prompt's character: rows that were read and belong to no completion.
 
     A step reads each prompt once, and of a completion all tokens but the last (`batching/collate.py`).
     """
@@ -218,7 +218,7 @@ class RecordedWorkload:
     """
 
     def __init__(
-        self, runs: Sequence[Run], *, groups_per_step: int, samples: int, num_held_out: int, seed: int = 0
+        self, runs: Sequence[RecordedRun], *, groups_per_step: int, samples: int, num_held_out: int, seed: int = 0
     ) -> None:
         self._samples, self._num_held_out, self._seed = samples, num_held_out, seed
         recorded = [groups_of(run) for run in runs]
@@ -227,7 +227,7 @@ class RecordedWorkload:
         self._compares = first.loss.advantages in GROUP_RELATIVE
         is_same = (first.groups_per_step, first.samples_per_group) == (groups_per_step, samples)
         self._same = {group.ordinal: group for group in recorded[0]} if is_same else {}
-        self._by_step: dict[int, list[Group]] = defaultdict(list)  # by the step of this run that is as far
+        self._by_step: dict[int, list[RecordedGroup]] = defaultdict(list)  # by the step of this run that is as far
         exponent = learning_exponent(runs)
         for run, groups in zip(runs, recorded, strict=True):
             pace = (_samples_per_step(run) / (groups_per_step * samples)) ** exponent
@@ -247,11 +247,11 @@ class RecordedWorkload:
         drawn = [self._drawn(rng, version) for _ in range(self._num_held_out)]
         return [GroupWork(self._prompt_tokens(group), (int(rng.choice(group.lengths)),)) for group in drawn]
 
-    def _drawn(self, rng: np.random.Generator, step: int) -> Group:
+    def _drawn(self, rng: np.random.Generator, step: int) -> RecordedGroup:
         nearby = self.nearby(step)
         return nearby[int(rng.integers(len(nearby)))]
 
-    def nearby(self, step: int) -> list[Group]:
+    def nearby(self, step: int) -> list[RecordedGroup]:
         """Recorded groups of about that step."""
         middle = min(max(step, 0), self._last_step)
         reach = NEARBY_STEPS
@@ -259,7 +259,7 @@ class RecordedWorkload:
             reach *= 2
         return found
 
-    def _with_samples(self, rng: np.random.Generator, group: Group) -> GroupWork:
+    def _with_samples(self, rng: np.random.Generator, group: RecordedGroup) -> GroupWork:
         recorded = len(group.lengths)
         if recorded == self._samples:
             return GroupWork(self._prompt_tokens(group), group.lengths, group.has_signal)
@@ -267,5 +267,5 @@ class RecordedWorkload:
         has_signal = not self._compares or len({group.rewards[pick] for pick in picks}) > 1
         return GroupWork(self._prompt_tokens(group), tuple(group.lengths[pick] for pick in picks), has_signal)
 
-    def _prompt_tokens(self, group: Group) -> int:
+    def _prompt_tokens(self, group: RecordedGroup) -> int:
         return max(1, round(group.prompt_chars * self._per_char))

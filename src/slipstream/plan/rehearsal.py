@@ -1,7 +1,7 @@
 """A plan in virtual time: the real schedule with the plan's layout, the cost model's times and the lengths' tail.
 
-The cost model says what a step takes when nobody waits. Who waits, and how stale tokens are, depends on the staleness
-bound k and on the longest completions, which only the schedule itself knows: so it is run, in `simulator.py`.
+The cost model gives the seconds of a step in which no executor waits. Waiting and staleness depend on the bound k and
+on the longest completions, which only the schedule itself takes into account: `simulator.py` runs it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from slipstream.controller.policies import make_policy
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Workload
-from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Setup, Simulated
-from slipstream.plan.simulated_run import Workload as SimulatedWorkload
+from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Simulated, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import simulate
 
-STEPS, LEAST_STEPS = 14, 6
-"""Of a run, that are looked at: so many less its bound, as more hangs on single completions where that is small."""
-NEVER_WAITS = 0.01
-"""Idle share below which the trainer is what limits."""
+STEPS, LEAST_STEPS = 14, 6  # looked at: so many less the bound, as more hangs on single completions where it is small
+NEVER_WAITS = 0.01  # idle share below which the trainer limits
 SEED = 0
 SCORERS = ("reference", "reward_model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What the schedule makes of a plan under the bound `max_staleness`. `idle`: by executor, a share of the step."""
+    """A plan's steps under the bound `max_staleness`, by the schedule. `idle`: shares of the step by executor."""
 
     max_staleness: int
     step_s: float
@@ -40,20 +37,21 @@ class Rehearsed:
 
 
 def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int, *, steps: int | None = None) -> Rehearsed:
-    """The steps of `plan` in the middle of a run: so many, or as many as say enough."""
+    """Simulate `steps` steps of `plan` in the middle of a run, by default as many as are enough."""
     setup, costs = simulated_plan(model, plan)
     found = run_schedule(setup, costs, model.workload, max_staleness, steps=steps)
     others = {name: side.total for name, side in model.asynchronous(plan).sides.items() if name in SCORERS}
     return rehearsed(found, max_staleness, others)
 
 
-def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[Setup, Costs]:
-    """The layout of `plan`, and what the cost model says that everything takes, in the simulator's words."""
+def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[SimulatedSetup, Costs]:
+    """Return the simulator's layout of `plan`, and its seconds by the cost model."""
     sync = model.weight_sync(plan.trainer, plan.generator)
+    token_s = model.prefill(plan.generator, prompts=1.0).total / model.workload.lengths.prompt_mean
     scoring_s, workers, behind_s = _scoring(model, plan)
     costs = Costs(
         decode=_decode(model, plan),
-        prefill=_prefill(model, plan),
+        prefill=lambda _, tokens, __: tokens * token_s,
         train=_train(model, plan),
         publish_s=sync["stage"],
         stage_s=sync["transfer"],
@@ -61,11 +59,11 @@ def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[Setup, Cos
         score_s=scoring_s,
         from_rewards_s=behind_s,
     )
-    return Setup(replicas=plan.generator.replicas, slots=plan.generator.slots, workers=workers), costs
+    return SimulatedSetup(replicas=plan.generator.replicas, slots=plan.generator.slots, workers=workers), costs
 
 
 def run_schedule(
-    setup: Setup,
+    setup: SimulatedSetup,
     costs: Costs,
     workload: Workload,
     max_staleness: int,
@@ -73,7 +71,7 @@ def run_schedule(
     *,
     steps: int | None = None,
 ) -> Simulated:
-    """A window of steady steps of a run with this layout and these times, of `work` or of lengths as `workload`'s."""
+    """Simulate a window of steady steps with this layout and these times, of `work` or of lengths as `workload`'s."""
     first = max_staleness + 2  # what was admitted under version 0 is trained by then
     last = first + (steps or max(LEAST_STEPS, STEPS - max_staleness))
     group = workload.group_size
@@ -93,7 +91,7 @@ def run_schedule(
 
 
 def rehearsed(found: Simulated, max_staleness: int, scorers_s: Mapping[str, float] = MappingProxyType({})) -> Rehearsed:
-    """What a window says of all steps; `scorers_s` are the seconds of work that other executors have of each.
+    """Extrapolate a window to all steps; `scorers_s` are the seconds of work that other executors have of each.
 
     In the long run what is generated is trained. So where the trainer waits, a window's tokens are counted where they
     are made, which is even, and not where they are taken, which a few long completions delay. Then a short window says
@@ -115,31 +113,22 @@ def rehearsed(found: Simulated, max_staleness: int, scorers_s: Mapping[str, floa
 
 
 def _decode(model: CostModel, plan: AsynchronousPlan) -> Callable[[int, int, float], float]:
-    """A step's time is linear in the tokens that its rows see together."""
+    """Return a step's time, which is linear in the tokens that its rows see together."""
 
     @cache
     def line(rows: int) -> tuple[float, float]:
         start = model.decode_step(plan.generator, live=rows, context=0.0).total
         return start, (model.decode_step(plan.generator, live=rows, context=1000.0).total - start) / (1000.0 * rows)
 
-    def decode(replica: int, rows: int, context: float) -> float:  # noqa: ARG001 - all replicas are alike
+    def decode(_: int, rows: int, context: float) -> float:
         start, slope = line(rows)
         return start + slope * context
 
     return decode
 
 
-def _prefill(model: CostModel, plan: AsynchronousPlan) -> Callable[[int, int, bool], float]:
-    token_s = model.prefill(plan.generator, prompts=1.0).total / model.workload.lengths.prompt_mean
-
-    def prefill(replica: int, tokens: int, is_alone: bool) -> float:  # noqa: ARG001 - the same beside decoding
-        return tokens * token_s
-
-    return prefill
-
-
 def _train(model: CostModel, plan: AsynchronousPlan) -> Callable[[Batch], dict[str, float]]:
-    """A step with more tokens than the mean one takes longer; its updates do not."""
+    """Return a step's seconds by state: those of its passes grow with its tokens, those of its updates do not."""
     workload, lengths = model.workload, model.workload.lengths
     step = model.train_step(plan.trainer)
     fixed_s = step["optimizer"] + step["serial"]
@@ -157,7 +146,7 @@ def _train(model: CostModel, plan: AsynchronousPlan) -> Callable[[Batch], dict[s
 
 
 def _scoring(model: CostModel, plan: AsynchronousPlan) -> tuple[float, int, float]:
-    """Seconds in which a copy of the reward model scores a completion, the number of copies, and what comes behind.
+    """Return the seconds of a copy of the reward model for a completion, the number of copies, and seconds after it.
 
     Without a reward model a completion is scored at once: functions run beside. An own reference is a station more.
     """

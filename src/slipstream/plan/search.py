@@ -1,13 +1,13 @@
-"""The best division of a cluster over all executors, and the best synchronous configuration to compare it with.
+"""Every configuration that fits a cluster, and the best division of its devices over all executors.
 
     asynchronous   minimise  max_e seconds_e(layout_e)   subject to  sum_e devices_e <= G0,   memory_e(layout_e) <= M0
     synchronous    minimise  training + generation        subject to  memory of both on the same devices <= M0
 
 over integer degrees of parallelism m, bounded microbatches b_t and decode concurrencies b_g, recomputation, when
 gradients are summed, the precision of the generators, and where the reference lies: LlamaRL's problems (7) and (8) with
-what it leaves out (docs/planning.md). Nothing is approximated. Side by side, executors share only devices, and the
-precision that versions are published in; so for each precision every executor's choices are listed, and
-`split.best_split` finds the division exactly. One after the other: `colocated.py`.
+what it leaves out (docs/planning.md). Nothing is approximated. Executors side by side share only devices and the
+precision that versions are published in; so for each precision every executor's choices are listed, and `best_split`
+finds the division exactly. Executors that take turns: `planner.best_synchronous`.
 
 The staleness bound k enters twice. No more than k + 1 steps' completions are in flight, so decode slots beyond that
 stay empty. And a completion that begins under version v is trained by step v + k at the latest, which waits for it:
@@ -16,20 +16,22 @@ where the longest one of a step takes L seconds, a step takes at least L / k. (A
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
-from slipstream.plan.hardware import Cluster
+from slipstream.plan.cost_model import CostModel
+from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
-    Frees,
     GeneratorLayout,
+    Layout,
     Parts,
     ScorerLayout,
     StepTime,
@@ -37,45 +39,23 @@ from slipstream.plan.layouts import (
     TrainerLayout,
     Workload,
 )
-from slipstream.plan.split import Choice, Frontier, best_split
 
 FINE_CLUSTER = 64
 """Devices up to which executors are given any number of them; in larger clusters whole nodes beyond the first."""
-ROW_MULTIPLE = 8
-"""Of decode slots (`generator.num_slots`)."""
+ROW_MULTIPLE = 8  # decode slots are a multiple of it (`generator.num_slots`)
 _SLOTS = (*range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1536, 2048)
 _ANY_TRAINER = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 _ANY_GENERATOR = GeneratorLayout(devices=1, tensor_parallel=1, slots=ROW_MULTIPLE)
 
-
-class Costs(Protocol):
-    """What the search has to know of a configuration; `cost_model.CostModel` says it."""
-
-    model: TransformerConfig
-    cluster: Cluster
-    workload: Workload
-
-    def train_step(self, layout: TrainerLayout) -> Parts: ...
-    def reference_pass(self, layout: TrainerLayout) -> Parts: ...
-    def generation(self, layout: GeneratorLayout, *, waits_for_longest: bool) -> Parts: ...
-    def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts: ...
-    def weight_sync(self, trainer: TrainerLayout, generator: GeneratorLayout) -> Parts: ...
-    def train_memory(self, layout: TrainerLayout, *, served: Precision | None = ...) -> Parts: ...
-    def generator_memory(self, layout: GeneratorLayout, *, shadow: bool = ...) -> Parts: ...
-    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout) -> Parts: ...
-    def colocated_memory(self, plan: SynchronousPlan) -> Mapping[str, Parts]: ...
-    @property
-    def usable_bytes(self) -> float: ...
-    def fits(self, *memory: Parts) -> bool: ...
-    def asynchronous(self, plan: AsynchronousPlan) -> StepTime: ...
-    def training_turn(self, layout: TrainerLayout, frees: Frees) -> Parts: ...
-    def generating_turn(self, layout: GeneratorLayout) -> Parts: ...
-    def synchronous(self, plan: SynchronousPlan) -> StepTime: ...
+What = TypeVar("What")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is tried. `devices`: counts that an executor may get; `slots`: multiples of eight, ascending."""
+    """The layouts that are tried. `devices`: counts that an executor may get; `slots`: multiples of eight, ascending.
+
+    `synchronous_devices`: counts that trainer and generator may share, one after the other.
+    """
 
     devices: tuple[int, ...]
     trainer_parallel: tuple[int, ...]
@@ -87,34 +67,29 @@ class Space:
     recompute: tuple[bool, ...] = (False, True)
     reduce_once: tuple[bool, ...] = (False, True)
     synchronous_devices: tuple[int, ...] = ()
-    """Counts that trainer and generator may share, one after the other."""
 
 
 def default_space(
-    model: TransformerConfig,
-    cluster: Cluster,
-    workload: Workload,
-    *,
-    precisions: Sequence[Precision],
+    model: TransformerConfig, cluster: GpuCluster, workload: Workload, *, precisions: Sequence[Precision]
 ) -> Space:
-    """All degrees by which the model's heads divide, within a node or over whole nodes; microbatches by powers of two,
-    slots by multiples of eight up to 64 and by factors of at most 1.25 up to 1024."""
+    """Return all degrees by which the model's heads divide, within a node or over whole nodes; microbatches by powers
+    of two, slots by multiples of eight up to 64 and by factors of at most 1.25 up to 1024."""
     parallel = tuple(_degrees(model, cluster))
     per_rank = math.ceil(workload.rollouts / workload.minibatches)
-    microbatches = tuple(2**power for power in range(per_rank.bit_length() + 1) if 2**power < 2 * per_rank)
+    count, per_node = cluster.num_devices, cluster.device.devices_per_node
     return Space(
-        devices=tuple(_counts(cluster)),
+        devices=tuple(n for n in range(1, count + 1) if count <= FINE_CLUSTER or n < per_node or n % per_node == 0),
         trainer_parallel=parallel,
         generator_parallel=parallel,
-        microbatches=microbatches,
+        microbatches=tuple(2**power for power in range(per_rank.bit_length() + 1) if 2**power < 2 * per_rank),
         slots=_SLOTS,
         generator_precisions=tuple(precisions),
-        synchronous_devices=tuple(sorted({max(1, cluster.num_devices // 2**halvings) for halvings in range(4)})),
+        synchronous_devices=tuple(sorted({max(1, count // 2**halvings) for halvings in range(4)})),
     )
 
 
-def _degrees(model: TransformerConfig, cluster: Cluster) -> Iterator[int]:
-    """Ranks that can share the model's layers and neither straddle a node's border nor leave the cluster."""
+def _degrees(model: TransformerConfig, cluster: GpuCluster) -> Iterator[int]:
+    """Yield how many ranks can share the model's layers without straddling a node's border or leaving the cluster."""
     per_node = cluster.device.devices_per_node
     for degree in range(1, min(cluster.num_devices, model.num_heads) + 1):
         if model.num_heads % degree or (per_node % degree and degree % per_node):
@@ -126,15 +101,8 @@ def _degrees(model: TransformerConfig, cluster: Cluster) -> Iterator[int]:
         yield degree
 
 
-def _counts(cluster: Cluster) -> Iterator[int]:
-    per_node = cluster.device.devices_per_node
-    for count in range(1, cluster.num_devices + 1):
-        if cluster.num_devices <= FINE_CLUSTER or count < per_node or count % per_node == 0:
-            yield count
-
-
 def trainer_layouts(workload: Workload, space: Space, devices: int, degree: int) -> Iterator[TrainerLayout]:
-    """Those of `space` on so many devices; microbatches up to the first one that holds all of a rank's rollouts."""
+    """Yield those of `space` on so many devices; microbatches up to the first that holds all rollouts of a rank."""
     shards = devices // degree
     mine = math.ceil(workload.rollouts / shards / workload.minibatches)
     largest = min((size for size in space.microbatches if size >= mine), default=space.microbatches[-1])
@@ -154,32 +122,119 @@ def trainer_layouts(workload: Workload, space: Space, devices: int, degree: int)
 
 
 def generator_layouts(space: Space, devices: int, degree: int, precision: Precision) -> Iterator[GeneratorLayout]:
-    """Those of `space` on so many devices."""
+    """Yield those of `space` on so many devices."""
     for slots in space.slots:
         yield GeneratorLayout(devices=devices, tensor_parallel=degree, slots=slots, precision=precision)
 
 
 def most_slots(workload: Workload, replicas: int, max_staleness: int) -> int:
-    """Slots of a replica that the completions in flight can fill, at least those of one row group."""
+    """Return the slots of a replica that the completions in flight can fill, at least ROW_MULTIPLE."""
     in_flight = (max_staleness + 1) * workload.rollouts / replicas
     return max(ROW_MULTIPLE, math.ceil(in_flight / ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
+# The division of devices over executors that work at the same time
+
+
+@dataclass(frozen=True)
+class Choice(Generic[What]):
+    """A layout of an executor, which takes `seconds` on so many devices for its share of one step."""
+
+    devices: int
+    seconds: float
+    what: What
+
+
+class Frontier(Generic[What]):
+    """The choices of one executor that no other one beats with as few devices, by rising devices and falling time."""
+
+    def __init__(self, choices: Iterable[Choice[What]]) -> None:
+        self.choices: list[Choice[What]] = []
+        for choice in sorted(choices, key=lambda choice: (choice.devices, choice.seconds)):
+            if not self.choices or choice.seconds < self.choices[-1].seconds:
+                self.choices.append(choice)
+        self._rising = [-choice.seconds for choice in self.choices]
+
+    def within(self, seconds: float) -> Choice[What] | None:
+        """Return the choice with the fewest devices that takes at most `seconds`."""
+        index = bisect.bisect_left(self._rising, -seconds)
+        return self.choices[index] if index < len(self.choices) else None
+
+    def with_devices(self, devices: int) -> Choice[What] | None:
+        """Return the fastest choice on at most `devices`."""
+        index = bisect.bisect_right(self.choices, devices, key=lambda choice: choice.devices)
+        return self.choices[index - 1] if index else None
+
+
+def best_split(frontiers: Mapping[str, Frontier[What]], devices: int) -> dict[str, Choice[What]] | None:
+    """Return the choices with the lowest largest time; None where `devices` do not suffice for one of each.
+
+    To be done within T, each executor needs the fewest devices of its choices that take at most T. The sum of those
+    falls as T rises, so the best T is found by bisection over the times that occur: exact, whatever the times look
+    like. Among the choices within it the second largest time is lowest, and so on (leximin): devices that cannot help
+    the slowest executor help the next one, and devices that help none are left over.
+    """
+    chosen = _within_best_time(frontiers, devices)
+    if chosen is None or len(frontiers) == 1:
+        return chosen
+    best: dict[str, Choice[What]] | None = None
+    slowest_s = max(choice.seconds for choice in chosen.values())
+    for name, choice in chosen.items():
+        if choice.seconds < slowest_s:
+            continue  # one of those that tie is the slowest for good; the others may still get faster
+        others = {other: frontier for other, frontier in frontiers.items() if other != name}
+        rest = best_split(others, devices - choice.devices)
+        assert rest is not None, "they fitted before"
+        found = {each: choice if each == name else rest[each] for each in frontiers}
+        if best is None or _falling(found) < _falling(best):
+            best = found
+    return best
+
+
+def _falling(chosen: Mapping[str, Choice[What]]) -> list[float]:
+    return sorted((choice.seconds for choice in chosen.values()), reverse=True)
+
+
+def _within_best_time(frontiers: Mapping[str, Frontier[What]], devices: int) -> dict[str, Choice[What]] | None:
+    """Return each executor's choice with the fewest devices that keeps the lowest T that can be kept."""
+    times = sorted({choice.seconds for frontier in frontiers.values() for choice in frontier.choices})
+
+    def within(seconds: float) -> dict[str, Choice[What]] | None:
+        chosen = {name: frontier.within(seconds) for name, frontier in frontiers.items()}
+        kept = {name: choice for name, choice in chosen.items() if choice is not None}
+        is_enough = len(kept) == len(frontiers) and sum(choice.devices for choice in kept.values()) <= devices
+        return kept if is_enough else None
+
+    first = bisect.bisect_left(times, True, key=lambda seconds: within(seconds) is not None)
+    return within(times[first]) if first < len(times) else None
+
+
+# The search
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A configuration that fits: its layouts, its step, and the bytes on each executor's devices by what they hold."""
+    """A configuration that fits: its layouts, its step, and the bytes on each executor's devices by what they hold.
+
+    `longest_s`: seconds of a step's longest completion, where steps overlap.
+    """
 
     plan: AsynchronousPlan | SynchronousPlan
     step: StepTime
     memory: Mapping[str, Parts]
     longest_s: float = 0.0
-    """Seconds of a step's longest completion, where steps overlap."""
     max_staleness: int = 0
 
     @property
     def seconds(self) -> float:
-        """Of a step: the slowest executor's, or those that the staleness bound leaves to the longest completion."""
+        """Seconds of a step: the slowest executor's, or those that the staleness bound leaves to the longest one."""
         return max(self.step.seconds, self.longest_s / self.max_staleness if self.max_staleness else 0.0)
+
+    @property
+    def side_by_side(self) -> AsynchronousPlan:
+        """The plan of a configuration whose executors work at the same time."""
+        assert isinstance(self.plan, AsynchronousPlan)
+        return self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +255,7 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Signature:
-    """What tells configurations apart that are worth a row; all else is as good as it can be in each."""
+    """The properties that give a configuration a row of its own; all else is as good as it can be in each."""
 
     trainer_parallel: int
     generator_parallel: int
@@ -212,7 +267,7 @@ class Signature:
 class _Option:
     """One layout of an executor that fits, with its share of a step and the longest completion's time."""
 
-    layout: TrainerLayout | GeneratorLayout | ScorerLayout
+    layout: Layout
     memory: Parts
     seconds: float
     longest_s: float = 0.0
@@ -226,56 +281,47 @@ class _Listed:
     misfit: Misfit | None
 
 
-_Candidate = tuple[TrainerLayout | GeneratorLayout | ScorerLayout, Parts]
-
-
 class Search:
-    """Everything that fits of `space` on the cluster of `costs`, listed once for all staleness bounds."""
+    """Every layout of `space` that fits on the cluster of `costs`, listed once for all staleness bounds."""
 
-    def __init__(self, costs: Costs, space: Space) -> None:
+    def __init__(self, costs: CostModel, space: Space) -> None:
         self.costs, self.space = costs, space
         workload = costs.workload
         self._train_s: dict[TrainerLayout, float] = {}
-        self._trainers: dict[tuple[Precision, bool, int], _Listed] = {}
-        self._generators: dict[tuple[Precision, int], _Listed] = {}
-        self._scorers: dict[str, _Listed] = {}
-        places = (False, True) if workload.reference else (False,)
+        self._listed: dict[tuple[Any, ...], _Listed] = {}  # by executor, and what a signature says of it
         for precision in space.generator_precisions:
-            for degree in space.generator_parallel:
-                self._generators[precision, degree] = self._list_generators(precision, degree)
-            for own, degree in itertools.product(places, space.trainer_parallel):
-                self._trainers[precision, own, degree] = self._list_trainers(precision, degree, own_reference=own)
+            for own, degree in itertools.product((False, True)[: 1 + workload.reference], space.trainer_parallel):
+                self._listed["trainer", precision, own, degree] = self._list_trainers(precision, degree, own)
+        for precision, degree in itertools.product(space.generator_precisions, space.generator_parallel):
+            self._listed["generator", precision, degree] = self._list_generators(precision, degree)
         if workload.reference:
-            self._scorers["reference"] = self._list_scorers("reference", costs.model)
+            self._listed["reference",] = self._list_scorers("reference", costs.model)
         if workload.reward_model is not None:
-            self._scorers["reward_model"] = self._list_scorers("reward_model", workload.reward_model)
+            self._listed["reward_model",] = self._list_scorers("reward_model", workload.reward_model)
 
     @property
     def misfits(self) -> list[Misfit]:
-        """What does not fit, of each executor, degree and precision."""
-        listed = [*self._trainers.values(), *self._generators.values(), *self._scorers.values()]
-        return [one.misfit for one in listed if one.misfit is not None]
+        """The closest layouts that do not fit, of each executor, degree and precision."""
+        return [one.misfit for one in self._listed.values() if one.misfit is not None]
 
     def asynchronous(self, max_staleness: int) -> dict[Signature, Found]:
-        """The best configuration of every signature that has one, under this bound (1 or more), fastest first."""
-        signatures = [
-            Signature(trainer, generator, precision, own_reference)
-            for precision, own_reference, trainer in self._trainers
-            for of, generator in self._generators
-            if of == precision
-        ]
+        """Return the best configuration of every signature that has one, under this bound (>= 1), fastest first."""
+        trainers = [key[1:] for key in self._listed if key[0] == "trainer"]
+        generators = [key[1:] for key in self._listed if key[0] == "generator"]
         found: dict[Signature, Found] = {}
         frontiers = self._frontiers(max_staleness)
-        for signature in signatures:
+        for (precision, own_reference, trainer), (of, generator) in itertools.product(trainers, generators):
+            if of != precision:
+                continue
+            signature = Signature(trainer, generator, precision, own_reference)
             chosen = best_split(_of(frontiers, signature), self.costs.cluster.num_devices)
             if chosen is not None:
                 found[signature] = self._found(chosen, max_staleness)
         return dict(sorted(found.items(), key=lambda item: _by_time(item[1])))
 
     def shifted(self, found: Found, giver: str, taker: str) -> Found | None:
-        """`found` with the least that `giver` can give of its devices given to `taker`; None where it has no less."""
-        assert isinstance(found.plan, AsynchronousPlan)
-        frontiers = _of(self._frontiers(found.max_staleness), signature_of(found.plan))
+        """Return `found` with the fewest devices that `giver` can give moved to `taker`; None where it has no fewer."""
+        frontiers = _of(self._frontiers(found.max_staleness), signature_of(found.side_by_side))
         counts = {name: layout.devices for name, layout in executors(found.plan).items()}
         less = frontiers[giver].with_devices(counts[giver] - 1)
         if less is None:
@@ -285,31 +331,18 @@ class Search:
         chosen = others | {giver: less, taker: more}
         return self._found({name: choice for name, choice in chosen.items() if choice is not None}, found.max_staleness)
 
-    # What there is to choose from under a bound
-
     def _frontiers(self, max_staleness: int) -> dict[tuple[Any, ...], Frontier[_Option]]:
-        """Of every executor by what a signature says of it."""
-        listed: dict[tuple[Any, ...], _Listed] = {
-            **{("trainer", *key): one for key, one in self._trainers.items()},
-            **{("generator", *key): one for key, one in self._generators.items()},
-            **{(name,): one for name, one in self._scorers.items()},
-        }
-        return {key: self._frontier(one, max_staleness) for key, one in listed.items()}
-
-    def _frontier(self, listed: _Listed, max_staleness: int) -> Frontier[_Option]:
-        return Frontier(
-            [
+        """Return the choices of every executor under a bound."""
+        return {
+            key: Frontier(
                 Choice(devices, max(option.seconds, option.longest_s / max_staleness), option)
                 for devices, options in listed.options.items()
                 for option in options
-                if self._may_be_filled(option.layout, max_staleness)
-            ]
-        )
-
-    def _may_be_filled(self, layout: TrainerLayout | GeneratorLayout | ScorerLayout, max_staleness: int) -> bool:
-        if not isinstance(layout, GeneratorLayout):
-            return True
-        return layout.slots <= most_slots(self.costs.workload, layout.replicas, max_staleness)
+                if not isinstance(option.layout, GeneratorLayout)
+                or option.layout.slots <= most_slots(self.costs.workload, option.layout.replicas, max_staleness)
+            )
+            for key, listed in self._listed.items()
+        }
 
     def _found(self, chosen: Mapping[str, Choice[_Option]], max_staleness: int) -> Found:
         layouts: dict[str, Any] = {name: choice.what.layout for name, choice in chosen.items()}
@@ -325,92 +358,91 @@ class Search:
         assert math.isclose(found.seconds, listed_s, rel_tol=1e-6), "a step takes what its slowest executor takes"
         return found
 
-    # What there is to choose from at all
-
-    def _list_trainers(self, precision: Precision, degree: int, *, own_reference: bool) -> _Listed:
+    def _list_trainers(self, precision: Precision, degree: int, own_reference: bool) -> _Listed:
         costs = self.costs
         has_pass = costs.workload.reference and not own_reference
 
-        def candidates(devices: int) -> Iterator[_Candidate]:
-            for layout in trainer_layouts(costs.workload, self.space, devices, degree):
-                memory = costs.train_memory(layout, served=precision)
-                yield layout, memory.without("reference") if own_reference else memory
+        def layouts(devices: int) -> Iterator[TrainerLayout]:
+            return trainer_layouts(costs.workload, self.space, devices, degree)
 
-        def timed(layout: Any, memory: Parts) -> _Option:
+        def memory(layout: Any) -> Parts:
+            held = costs.train_memory(layout, served=precision)
+            return held.without("reference") if own_reference else held
+
+        def times(layout: Any) -> tuple[float, float]:
             if layout not in self._train_s:
                 self._train_s[layout] = costs.train_step(layout).total
             stage_s = costs.weight_sync(layout, replace(_ANY_GENERATOR, precision=precision))["stage"]
             reference_s = costs.reference_pass(layout).total if has_pass else 0.0
-            return _Option(layout, memory, self._train_s[layout] + stage_s + reference_s)
+            return self._train_s[layout] + stage_s + reference_s, 0.0
 
-        return self._listed("trainer", degree, precision, candidates, timed)
+        return self._list("trainer", degree, precision, layouts, memory, times)
 
     def _list_generators(self, precision: Precision, degree: int) -> _Listed:
-        costs = self.costs
-        workload = costs.workload
+        costs, workload = self.costs, self.costs.workload
         longest = workload.lengths.longest_of(workload.rollouts)
 
-        def candidates(devices: int) -> Iterator[_Candidate]:
-            for layout in generator_layouts(self.space, devices, degree, precision):
-                yield layout, costs.generator_memory(layout)
+        def layouts(devices: int) -> Iterator[GeneratorLayout]:
+            return generator_layouts(self.space, devices, degree, precision)
 
-        def timed(layout: Any, memory: Parts) -> _Option:
+        def times(layout: Any) -> tuple[float, float]:
             generating_s = costs.generation(layout, waits_for_longest=False).total
             pause_s = costs.weight_sync(_ANY_TRAINER, layout)["pause"]
             token_s = generating_s * layout.slots * layout.replicas / (workload.rollouts * workload.lengths.mean)
-            return _Option(layout, memory, generating_s + pause_s, longest_s=longest * token_s)
+            return generating_s + pause_s, longest * token_s
 
-        return self._listed("generator", degree, precision, candidates, timed)
+        return self._list("generator", degree, precision, layouts, costs.generator_memory, times)
 
     def _list_scorers(self, name: str, model: TransformerConfig) -> _Listed:
         costs = self.costs
 
-        def candidates(devices: int) -> Iterator[_Candidate]:
-            layout = ScorerLayout(devices=devices)
-            yield layout, costs.scorer_memory(model, layout)
+        def memory(layout: Any) -> Parts:
+            return costs.scorer_memory(model, layout)
 
-        def timed(layout: Any, memory: Parts) -> _Option:
-            return _Option(layout, memory, costs.scoring(model, layout).total)
+        def times(layout: Any) -> tuple[float, float]:
+            return costs.scoring(model, layout).total, 0.0
 
-        return self._listed(name, 1, ScorerLayout(devices=1).precision, candidates, timed)
+        precision = ScorerLayout(devices=1).precision
+        return self._list(name, 1, precision, lambda devices: (ScorerLayout(devices=devices),), memory, times)
 
-    def _listed(
+    def _list(
         self,
         executor: str,
         degree: int,
         precision: Precision,
-        candidates: Callable[[int], Iterable[_Candidate]],
-        timed: Callable[[Any, Parts], _Option],
+        layouts: Callable[[int], Iterable[Layout]],
+        memory: Callable[[Any], Parts],
+        times: Callable[[Any], tuple[float, float]],
     ) -> _Listed:
-        """Every candidate that fits, timed; and of the most devices on which none does, the closest one."""
+        """Time every layout that fits; of the most devices on which none does, remember the closest one."""
         options: dict[int, list[_Option]] = {}
         closest: tuple[int, Parts] | None = None
         for devices in self.space.devices:
             if devices % degree:
                 continue
-            tried = list(candidates(devices))
-            fitting = [timed(layout, memory) for layout, memory in tried if self.costs.fits(memory)]
+            tried = [(layout, memory(layout)) for layout in layouts(devices)]
+            fitting = [_Option(layout, held, *times(layout)) for layout, held in tried if self.costs.fits(held)]
             if fitting:
                 options[devices] = fitting
             elif tried:
-                closest = devices, min((memory for _, memory in tried), key=lambda memory: memory.total)
-        misfit = None
-        if closest is not None:
-            devices, memory = closest
-            misfit = Misfit(
-                executor=executor,
-                tensor_parallel=degree,
-                precision=precision,
-                devices=devices,
-                memory=memory,
-                short_bytes=memory.total - self.costs.usable_bytes,
-                fits_from=min((count for count in options if count > devices), default=None),
-            )
+                closest = devices, min((held for _, held in tried), key=lambda held: held.total)
+        if closest is None:
+            return _Listed(options, None)
+        devices, held = closest
+        misfit = Misfit(
+            executor=executor,
+            tensor_parallel=degree,
+            precision=precision,
+            devices=devices,
+            memory=held,
+            short_bytes=held.total - self.costs.usable_bytes,
+            fits_from=min((count for count in options if count > devices), default=None),
+        )
         return _Listed(options, misfit)
 
 
 def _of(frontiers: Mapping[tuple[Any, ...], Frontier[_Option]], signature: Signature) -> dict[str, Frontier[_Option]]:
-    """Those of the executors that configurations of this signature have."""
+    """Return those of the executors that configurations of this signature have."""
     precision, own_reference = signature.precision, signature.own_reference
     found = {
         "trainer": frontiers["trainer", precision, own_reference, signature.trainer_parallel],
@@ -421,29 +453,21 @@ def _of(frontiers: Mapping[tuple[Any, ...], Frontier[_Option]], signature: Signa
 
 
 def _by_time(found: Found) -> tuple[float, ...]:
-    """The slowest executor's seconds first, then the next one's: among equals the least busy."""
+    """Order by the slowest executor's seconds, then the next one's: among equals the least busy."""
     return found.seconds, *sorted((side.total for side in found.step.sides.values()), reverse=True)
 
 
-def executors(plan: AsynchronousPlan | SynchronousPlan) -> dict[str, TrainerLayout | GeneratorLayout | ScorerLayout]:
-    """The layouts of a plan by executor."""
-    found: dict[str, TrainerLayout | GeneratorLayout | ScorerLayout] = {
-        "trainer": plan.trainer,
-        "generator": plan.generator,
-    }
+def executors(plan: AsynchronousPlan | SynchronousPlan) -> dict[str, Layout]:
+    """Return the layouts of a plan by executor."""
+    found: dict[str, Layout | None] = {"trainer": plan.trainer, "generator": plan.generator}
     if isinstance(plan, AsynchronousPlan):
-        if plan.reference is not None:
-            found["reference"] = plan.reference
-        if plan.reward_model is not None:
-            found["reward_model"] = plan.reward_model
-    return found
+        found |= {"reference": plan.reference, "reward_model": plan.reward_model}
+    return {name: layout for name, layout in found.items() if layout is not None}
 
 
 def signature_of(plan: AsynchronousPlan) -> Signature:
-    """The signature that `plan` is the best of, if it came out of a search."""
+    """Return the signature that `plan` is the best of, if it came out of a search."""
+    trainer, generator = plan.trainer, plan.generator
     return Signature(
-        plan.trainer.tensor_parallel,
-        plan.generator.tensor_parallel,
-        plan.generator.precision,
-        plan.reference is not None,
+        trainer.tensor_parallel, generator.tensor_parallel, generator.precision, plan.reference is not None
     )

@@ -1,4 +1,4 @@
-"""A plan for people: a table of configurations, the memory of the best one, the bounds that were tried, and why."""
+"""The tables of a plan: configurations, the memory of the best one, the bounds that were tried, and the reasons."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ from rich.text import Text
 
 from slipstream.plan.answer import STEPS_OF_COST, Answer
 from slipstream.plan.counts import counts_of
-from slipstream.plan.layouts import (
-    AsynchronousPlan,
-    GeneratorLayout,
-    Parts,
-    ScorerLayout,
-    SynchronousPlan,
-    TrainerLayout,
-)
+from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Layout, Parts, SynchronousPlan, TrainerLayout
 from slipstream.plan.reasons import gigabytes, misfit_line
-from slipstream.plan.search import Misfit, executors
+from slipstream.plan.search import executors
 
 MOST_MISFITS = 4
 
@@ -28,7 +21,7 @@ Amount = TypeVar("Amount")
 
 
 def show(answer: Answer, console: Console) -> None:
-    """Print everything that a reader wants to know of `answer`; `Answer.to_dict` has the rest."""
+    """Print the tables of `answer` and the reasons for it; `Answer.to_dict` has the rest."""
     for line in _heading(answer):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     per = "in all" if answer.cluster is None else f"per {answer.unit}"
@@ -44,27 +37,23 @@ def show(answer: Answer, console: Console) -> None:
     console.print()
     for line in answer.plan.why:
         console.print(Text(f"- {line}"), soft_wrap=True)
-    misfits = _telling(answer.plan.misfits)
-    if misfits:
+    # What never fits first, then what fits only on many devices.
+    if misfits := sorted(
+        answer.plan.misfits, key=lambda one: (one.fits_from is not None, -(one.fits_from or 0), one.tensor_parallel)
+    ):
         console.print("\nDoes not fit:", highlight=False)
         for misfit in misfits[:MOST_MISFITS]:
             console.print(Text(f"- {misfit_line(misfit, answer.usable_bytes, answer.unit)}"), soft_wrap=True)
-        if len(answer.plan.misfits) > MOST_MISFITS:
-            console.print(f"- and {len(answer.plan.misfits) - MOST_MISFITS} more (--json)", highlight=False)
-
-
-def _telling(misfits: Sequence[Misfit]) -> list[Misfit]:
-    """What never fits first, then what fits only on many devices."""
-    return sorted(misfits, key=lambda one: (one.fits_from is not None, -(one.fits_from or 0), one.tensor_parallel))
+        if len(misfits) > MOST_MISFITS:
+            console.print(f"- and {len(misfits) - MOST_MISFITS} more (--json)", highlight=False)
 
 
 def _heading(answer: Answer) -> list[str]:
     workload, lengths = answer.plan.workload, answer.plan.workload.lengths
     params = counts_of(answer.subject.shape).params
+    size = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
     lines = [
-        f"{answer.subject.name}, {params / 1e9:.3g} B parameters, on {answer.where()}"
-        if params >= 1e9
-        else f"{answer.subject.name}, {params / 1e6:.3g} M parameters, on {answer.where()}",
+        f"{answer.subject.name}, {size} parameters, on {answer.where()}",
         f"a step: {workload.groups} prompts x {workload.group_size} completions; prompts of {lengths.prompt_mean:.4g} "
         f"tokens, completions of {lengths.mean:.4g} (p99 {lengths.p99:.4g}, at most {lengths.longest})",
     ]
@@ -76,13 +65,9 @@ def _heading(answer: Answer) -> list[str]:
 def _configurations(answer: Answer) -> Table:
     plan = answer.plan
     names = list(dict.fromkeys(name for row in plan.rows for name in executors(row.plan)))
-    table = _table()
-    for name in ("", *map(_title, names)):
-        table.add_column(name, no_wrap=True)
-    for name in ("step s", "tok/s", "idle %", "stale", "GB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if answer.usd(1.0) is not None:
-        table.add_column(f"$/{STEPS_OF_COST}", justify="right", no_wrap=True)
+    numbers = ["step s", "tok/s", "idle %", "stale", "GB"]
+    numbers += [] if answer.usd(1.0) is None else [f"$/{STEPS_OF_COST}"]
+    table = _table(["", *map(_title, names)], numbers, no_wrap=True)
     for index, row in enumerate(plan.rows):
         rehearsed = row.rehearsed
         table.add_row(
@@ -114,8 +99,12 @@ def _legend(answer: Answer) -> str:
     )
 
 
-def _table() -> Table:
-    return Table(box=None, padding=(0, 1, 0, 0))
+def _table(words: Sequence[str], numbers: Sequence[str], *, no_wrap: bool = False) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for names, justify in ((words, "left"), (numbers, "right")):
+        for name in names:
+            table.add_column(name, justify=justify, no_wrap=no_wrap)  # type: ignore[arg-type]
+    return table
 
 
 def _numbers(step_s: float, tokens_per_s: float, idle: Mapping[str, float]) -> list[str]:
@@ -127,13 +116,10 @@ def _in_order(by_executor: Mapping[str, Amount], names: Sequence[str]) -> dict[s
 
 
 def _costs(answer: Answer, memory: Mapping[str, Parts], step_s: float) -> list[str]:
-    usd = answer.usd(step_s)
-    held = "/".join(gigabytes(parts.total, 2) for parts in memory.values())
-    return [held, *([_dollars(usd)] if usd is not None else [])]
-
-
-def _dollars(usd: float) -> str:
-    return f"{usd / 1000:,.0f}k" if usd >= 100_000 else f"{usd:,.0f}"
+    held, usd = "/".join(gigabytes(parts.total, 2) for parts in memory.values()), answer.usd(step_s)
+    if usd is None:
+        return [held]
+    return [held, f"{usd / 1000:,.0f}k" if usd >= 100_000 else f"{usd:,.0f}"]
 
 
 def _layouts(plan: AsynchronousPlan | SynchronousPlan, names: Sequence[str]) -> list[str]:
@@ -141,50 +127,36 @@ def _layouts(plan: AsynchronousPlan | SynchronousPlan, names: Sequence[str]) -> 
     return [_layout(found[name]) if name in found else "" for name in names]
 
 
-def _layout(layout: TrainerLayout | GeneratorLayout | ScorerLayout) -> str:
-    match layout:
-        case TrainerLayout():
-            return f"{layout.devices}: m{layout.tensor_parallel} b{layout.microbatch:g}" + " r" * layout.recompute
-        case GeneratorLayout():
-            instances = f"{layout.replicas}xm{layout.tensor_parallel}"
-            return f"{layout.devices}: {instances} b{layout.slots} {_SHORT.get(layout.precision, layout.precision)}"
-        case ScorerLayout():
-            return f"{layout.devices}"
-
-
-_SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+def _layout(layout: Layout) -> str:
+    if isinstance(layout, TrainerLayout):
+        return f"{layout.devices}: m{layout.tensor_parallel} b{layout.microbatch:g}" + " r" * layout.recompute
+    if isinstance(layout, GeneratorLayout):
+        precision = {"bfloat16": "bf16", "float32": "fp32"}.get(layout.precision, layout.precision)
+        return f"{layout.devices}: {layout.replicas}xm{layout.tensor_parallel} b{layout.slots} {precision}"
+    return f"{layout.devices}"
 
 
 def _memory(answer: Answer) -> Table:
     best = answer.plan.best.found
-    table = _table()
-    table.add_column("")
-    for name in best.memory:
-        table.add_column(_title(name), justify="right")
+    table = _table([""], [_title(name) for name in best.memory])
     causes = dict.fromkeys(cause for held in best.memory.values() for cause in held.parts)
     for cause in causes:
-        table.add_row(cause.replace("_", " "), *(_gigabytes(held, cause) for held in best.memory.values()))
+        held = (gigabytes(parts.parts[cause]) if cause in parts.parts else "" for parts in best.memory.values())
+        table.add_row(cause.replace("_", " "), *held)
     table.add_section()
-    table.add_row("in all", *(gigabytes(held.total) for held in best.memory.values()))
+    table.add_row("in all", *(gigabytes(parts.total) for parts in best.memory.values()))
     return table
 
 
-def _gigabytes(held: Parts, cause: str) -> str:
-    return gigabytes(held.parts[cause]) if cause in held.parts else ""
-
-
 def _bounds(answer: Answer) -> Table:
-    table = _table()
-    for name in ("k", "step s", "tok/s", "idle %", "stale"):
-        table.add_column(name, justify="right")
+    table = _table([], ["k", "step s", "tok/s", "idle %", "stale"])
     for row in answer.plan.by_staleness:
         rehearsed = row.rehearsed
-        is_recommended = rehearsed.max_staleness == answer.plan.max_staleness
         table.add_row(
             f"{rehearsed.max_staleness}",
             *_numbers(rehearsed.step_s, rehearsed.tokens_per_s, rehearsed.idle),
             f"{rehearsed.staleness_mean:.1f}/{rehearsed.staleness_max}",
-            style="bold" if is_recommended else None,
+            style="bold" if rehearsed.max_staleness == answer.plan.max_staleness else None,
         )
     return table
 

@@ -1,8 +1,8 @@
 """The generators of a simulated run: rows in lock step, prefill, swaps, by the rules of the real ones.
 
-An `_Engine` is `generator/engine.py` in counts and seconds, a `Replica` the loop of `generator/executor.py` around it.
-Decode steps between which nothing changes are one piece of work (`Stretch`), which a message cuts at the end of the
-step it comes in: a simulated run is as exact as one event per step, and costs one per change.
+A `SimulatedEngine` is `generator/engine.py` in counts and seconds, a `Replica` the loop of `generator/executor.py`
+around it. Decode steps between which nothing changes are one piece of work (`DecodeStretch`), which a message cuts at
+the end of the step it comes in: a simulated run is as exact as one event per step, and costs one per change.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.plan.event_loop import Device, EventLoop, Job
-from slipstream.plan.simulated_run import Costs, GroupWork, Setup
-
-if TYPE_CHECKING:
-    from slipstream.plan.simulator import Simulation
+from slipstream.plan.simulated_run import Clockwork, Costs, GroupWork, SimulatedSetup
 
 ROWS_PER_REQUEST_AHEAD = 8
 """For so many rows the prompt of one waiting request is stored before a row is free (`generator/engine.py`)."""
+
+Spans = list[tuple[int, int]]
+"""(version, tokens) of a completion, in order."""
 
 
 class Account:
@@ -34,19 +34,18 @@ class Account:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the last call of `enter` or `spend`."""
+        """Seconds since the last call of `enter` or `spend`."""
         return self._loop.time_s - self._since_s
 
     def enter(self, state: str) -> None:
-        """The time since the last call was spent in the state so far; `state` begins."""
-        now_s = self._loop.time_s
-        if now_s > self._since_s:
-            self.seconds[self._state] = self.seconds.get(self._state, 0.0) + now_s - self._since_s
-            self._since_s = now_s
+        """Count the time since the last call for the state so far; begin `state`."""
+        if self._loop.time_s > self._since_s:
+            self.seconds[self._state] = self.seconds.get(self._state, 0.0) + self._loop.time_s - self._since_s
+            self._since_s = self._loop.time_s
         self._state = state
 
     def spend(self, parts: Mapping[str, float]) -> None:
-        """The time since the last call was spent on `parts`, in these proportions."""
+        """Count the time since the last call for `parts`, in these proportions."""
         elapsed_s, total = self.elapsed_s, sum(parts.values())
         if elapsed_s > 0 and total > 0:
             self._since_s = self._loop.time_s
@@ -54,37 +53,41 @@ class Account:
                 self.seconds[state] = self.seconds.get(state, 0.0) + elapsed_s * part / total
 
 
-class Row:
-    """A completion of `length` tokens, of which `done` were sampled before it got into the row it is in."""
+class SimulatedRow:
+    """A completion of `length` tokens, of which `done` were sampled (`spans`) before it got into the row it is in."""
 
     __slots__ = ("done", "kv_version", "length", "ordinal", "prompt_tokens", "sample", "spans", "start_step")
 
     def __init__(self, ordinal: int, sample: int, prompt_tokens: int, length: int) -> None:
         self.ordinal, self.sample, self.prompt_tokens, self.length = ordinal, sample, prompt_tokens, length
         self.done = self.start_step = self.kv_version = 0
-        self.spans: list[tuple[int, int]] = []  # (version, tokens) of `done`
+        self.spans: Spans = []
 
 
-class Waiting:
-    """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on."""
+class WaitingRows:
+    """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on.
+
+    `is_open`: its turn to be stored has come.
+    """
 
     __slots__ = ("is_open", "num_stored", "rows", "tokens", "was_live")
 
-    def __init__(self, tokens: int, rows: Sequence[Row], *, was_live: bool = False) -> None:
+    def __init__(self, tokens: int, rows: Sequence[SimulatedRow], *, was_live: bool = False) -> None:
         self.tokens, self.rows, self.was_live = tokens, deque(rows), was_live
-        self.num_stored, self.is_open = 0, False  # open: its turn to be stored has come
+        self.num_stored, self.is_open = 0, False
 
     @property
     def is_stored(self) -> bool:
         return self.num_stored >= self.tokens
 
 
-def group_of(ordinal: int, work: GroupWork) -> Waiting:
-    rows = [Row(ordinal, sample, work.prompt_tokens, length) for sample, length in enumerate(work.lengths)]
-    return Waiting(work.prompt_tokens - 1, rows)  # the last token is the first that a row decodes
+def group_of(ordinal: int, work: GroupWork) -> WaitingRows:
+    """Return the completions of a group, which wait for their prompt to be prefilled."""
+    rows = [SimulatedRow(ordinal, sample, work.prompt_tokens, length) for sample, length in enumerate(work.lengths)]
+    return WaitingRows(work.prompt_tokens - 1, rows)  # the last token is the first that a row decodes
 
 
-class Stretch(NamedTuple):
+class DecodeStretch(NamedTuple):
     """`ahead` (seconds by state), then `steps` decode steps, each `growth_s` longer than the one before."""
 
     ahead: Mapping[str, float]
@@ -97,7 +100,7 @@ class Stretch(NamedTuple):
         return self.steps * self.first_s + self.growth_s * self.steps * (self.steps - 1) / 2
 
     def steps_in(self, seconds: float) -> int:
-        """Whole steps of `seconds`."""
+        """Return how many whole steps `seconds` are enough for."""
         if seconds <= 0 or self.first_s <= 0:
             return 0
         if abs(self.growth_s) <= 1e-12 * self.first_s:
@@ -106,53 +109,53 @@ class Stretch(NamedTuple):
         return int((math.sqrt(max(0.0, half * half + 2 * self.growth_s * seconds)) - half) / self.growth_s)
 
 
-NO_DECODING = Stretch({}, 0, 0.0, 0.0, 0)
+NO_DECODING = DecodeStretch({}, 0, 0.0, 0.0, 0)
 
 
-class Engine:
-    """Rows that decode in lock step, and who waits for one."""
+class SimulatedEngine:
+    """Rows that decode in lock step, and the completions that wait for one.
 
-    def __init__(self, setup: Setup, costs: Costs, replica: int, slots: int, version: int) -> None:
+    `waiting`: those that were live (`num_left` of them), then resumed ones, then new ones. `live`: a heap of (the step
+    that a row ends with, its number among all starts, the row). `context`: tokens of all live rows.
+    """
+
+    def __init__(self, setup: SimulatedSetup, costs: Costs, replica: int, slots: int, version: int) -> None:
         self.setup, self.costs, self.replica, self.slots, self.version = setup, costs, replica, slots, version
-        self.steps = 0  # decoded so far
-        self.waiting: deque[Waiting] = deque()  # those that were live, then resumed ones, then new ones
-        self.num_left = 0  # completions that were live
-        self.live: list[tuple[int, int, Row]] = []  # heap: the step it ends with, order of starts, who
-        self.context = 0  # tokens of all live rows
+        self.steps = self.num_left = self.context = self._num_starts = 0
+        self.waiting: deque[WaitingRows] = deque()
+        self.live: list[tuple[int, int, SimulatedRow]] = []
         self.is_paused = False
-        self._num_starts = 0
 
     @property
     def num_live(self) -> int:
         return len(self.live) + self.num_left
 
-    def plan(self) -> Stretch | None:
-        """Prefill and start what can start, and say what is decoded next; None where there is nothing to do."""
+    def plan(self) -> DecodeStretch | None:
+        """Prefill and start what can start; return what is decoded next, None where there is nothing to do."""
         ahead: dict[str, float] = {}
         has_prefilled = not self.live and self._prefill(self.slots, ahead, is_alone=True)
         self._admit()
         if not self.live:
-            return Stretch(ahead, 0, 0.0, 0.0, 0) if has_prefilled else None
+            return DecodeStretch(ahead, 0, 0.0, 0.0, 0) if has_prefilled else None
         num_rows = len(self.live)
         if not has_prefilled:
             wanted = self.slots - num_rows + -(-self.slots // ROWS_PER_REQUEST_AHEAD)
             has_prefilled = self._prefill(wanted, ahead, is_alone=False)
         steps = 1 if has_prefilled else self.live[0][0] - self.steps
         rows = _round_up(num_rows, self.setup.row_multiple)
-        first_s = self.costs.decode(self.replica, rows, self.context)
-        growth_s = 0.0
+        first_s, growth_s = self.costs.decode(self.replica, rows, self.context), 0.0
         if steps > 1:
             last_s = self.costs.decode(self.replica, rows, self.context + (steps - 1) * num_rows)
             growth_s = (last_s - first_s) / (steps - 1)
-        return Stretch(ahead, steps, first_s, growth_s, num_rows)
+        return DecodeStretch(ahead, steps, first_s, growth_s, num_rows)
 
     def num_ending(self, steps: int) -> int:
-        """Rows that end with the `steps`-th step from here."""
+        """Return how many rows end with the `steps`-th step from here."""
         end = self.steps + steps
         return sum(1 for entry in self.live if entry[0] == end) if self.live and self.live[0][0] == end else 0
 
-    def decoded(self, steps: int) -> list[Row]:
-        """`steps` steps of all live rows are done; who has finished."""
+    def decoded(self, steps: int) -> list[SimulatedRow]:
+        """Count `steps` steps of all live rows; return the rows that have finished."""
         self.steps += steps
         self.context += steps * len(self.live)
         finished = []
@@ -162,8 +165,10 @@ class Engine:
             finished.append(row)
         return finished
 
-    def take_out(self, is_stale: Callable[[Row], bool], spans: Callable[[Row], list[tuple[int, int]]]) -> list[Row]:
-        """The live rows that are stale leave, with what they have; those that started first come first."""
+    def take_out(
+        self, is_stale: Callable[[SimulatedRow], bool], spans: Callable[[SimulatedRow], Spans]
+    ) -> list[SimulatedRow]:
+        """Remove the live rows that are stale, with what they have; return them in the order in which they started."""
         leaving = sorted((entry for entry in self.live if is_stale(entry[2])), key=lambda entry: entry[1])
         gone = {entry[1] for entry in leaving}
         self.live = [entry for entry in self.live if entry[1] not in gone]
@@ -174,35 +179,35 @@ class Engine:
             self.context -= row.prompt_tokens + row.done
         return rows
 
-    def take_left(self) -> list[Row]:
-        """Completions that were live and wait to get back into a row."""
+    def take_left(self) -> list[SimulatedRow]:
+        """Remove and return completions that were live and wait to get back into a row."""
         left = [row for entry in self.waiting if entry.was_live for row in entry.rows]
         self.waiting = deque(entry for entry in self.waiting if not entry.was_live)
         self.num_left = 0
         return left
 
-    def put_back(self, rows: Sequence[Row], *, was_live: bool) -> None:
-        """`rows` go on before everything that has not started, once their tokens are prefilled again."""
+    def put_back(self, rows: Sequence[SimulatedRow], *, was_live: bool) -> None:
+        """Queue `rows` before everything that has not started; their tokens are prefilled again."""
         self.num_left += len(rows) if was_live else 0
-        entries: list[Waiting] = []
-        by_prompt: dict[int, Waiting] = {}
+        entries: list[WaitingRows] = []
+        by_prompt: dict[int, WaitingRows] = {}
         for row in rows:
             if row.done == 1 and row.ordinal in by_prompt:  # all that is to be stored of it is the prompt
                 by_prompt[row.ordinal].rows.append(row)
                 continue
-            entries.append(Waiting(row.prompt_tokens + row.done - 1, [row], was_live=was_live))
+            entries.append(WaitingRows(row.prompt_tokens + row.done - 1, [row], was_live=was_live))
             if row.done == 1:
                 by_prompt[row.ordinal] = entries[-1]
         self.waiting.extendleft(reversed(entries))
 
     def set_version(self, version: int) -> None:
-        """Keys and values of prompts are those of older weights now."""
+        """Forget the keys and values of prompts: they are those of older weights."""
         self.version = version
         for entry in self.waiting:
             entry.num_stored, entry.is_open = 0, False
 
     def _prefill(self, num_wanted: int, ahead: dict[str, float], *, is_alone: bool) -> bool:
-        """The next chunk of each prompt, oldest first, until `num_wanted` rows can start or the budget is spent."""
+        """Prefill the next chunk of each prompt, oldest first, for `num_wanted` rows or until the budget is spent."""
         budget, num_ready, num_seen = self.setup.prefill_tokens, 0, 0
         tokens = {"prefill": 0, "re_prefill": 0}
         for entry in self.waiting:
@@ -221,29 +226,24 @@ class Engine:
                     tokens[state] += _round_up(chunk, self.setup.row_multiple)
             if entry.is_stored:
                 num_ready += len(entry.rows)
-        for state, count in tokens.items():
-            if count:
-                ahead[state] = self.costs.prefill(self.replica, count, is_alone)
+        ahead |= {state: self.costs.prefill(self.replica, count, is_alone) for state, count in tokens.items() if count}
         return any(tokens.values())
 
     def _admit(self) -> None:
-        """Whose prefix is stored gets a row, in order; they pass those whose prefix is being stored, and no others."""
-        passed: list[Waiting] = []
+        """Give rows, in order, to completions with a stored prefix; they pass only those whose prefix is under way."""
+        passed: list[WaitingRows] = []
         while self.waiting and len(self.live) < self.slots:
             entry = self.waiting[0]
             if (self.is_paused and not entry.was_live) or not (entry.is_stored or entry.is_open):
                 break
             self.waiting.popleft()
-            if not entry.is_stored:
-                passed.append(entry)
-                continue
-            while entry.rows and len(self.live) < self.slots:
+            while entry.is_stored and entry.rows and len(self.live) < self.slots:
                 self._start(entry.rows.popleft(), was_live=entry.was_live)
             if entry.rows:
                 passed.append(entry)
         self.waiting.extendleft(reversed(passed))
 
-    def _start(self, row: Row, *, was_live: bool) -> None:
+    def _start(self, row: SimulatedRow, *, was_live: bool) -> None:
         self.num_left -= was_live
         row.start_step, row.kv_version = self.steps, self.version
         self._num_starts += 1
@@ -255,48 +255,59 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class Replica:
-    """A generator process: one turn of its loop after the other."""
+class Tell(NamedTuple):
+    """The messages of a replica."""
 
-    def __init__(self, simulation: Simulation, index: int, device: Device) -> None:
-        self.simulation, self.setup, self.costs = simulation, simulation.setup, simulation.costs
-        self.index, self.device, self.name = index, device, f"generator-{index}"
-        self.engine = Engine(self.setup, self.costs, index, self.setup.slots, version=0)
-        self.account = Account(simulation.loop, "wait_trainer")
-        self.swap_steps, self.swap_versions = [0], [0]  # at which engine step which version began
-        self.inbox: list[Waiting] = []
-        self.evaluations: deque[Engine] = deque()
-        self.num_evaluated = 0  # completions of the evaluation step under way
-        self.offered: int | None = None  # waits to be staged
+    finished: Callable[[int, Sequence[tuple[SimulatedRow, Spans]]], None]  # replica, completions
+    evaluated: Callable[[int], None]  # number of completions
+    swapped: Callable[[int, int], None]  # replica, version
+    released: Callable[[int, int], None]  # version, replica
+
+
+class Replica:
+    """A generator process: one turn of its loop after the other.
+
+    A version is `offered` until it is staged, `staging` meanwhile, `staged` until that is noticed, and `pending` until
+    it is swapped in. `swap_steps` are the engine's steps at which `swap_versions` began. `num_evaluated` completions
+    end with the evaluation step under way.
+    """
+
+    def __init__(self, clockwork: Clockwork, index: int, device: Device, tell: Tell) -> None:
+        self.clockwork, self.setup, self.costs = clockwork, clockwork.setup, clockwork.costs
+        self.index, self.device, self.name, self.tell = index, device, f"generator-{index}", tell
+        self.engine = SimulatedEngine(self.setup, self.costs, index, self.setup.slots, version=0)
+        self.account = Account(clockwork.loop, "wait_trainer")
+        self.swap_steps, self.swap_versions = [0], [0]
+        self.inbox: list[WaitingRows] = []
+        self.evaluations: deque[SimulatedEngine] = deque()
+        self.offered: int | None = None
         self.staging: int | None = None
-        self.staged: int | None = None  # is done, and not noticed yet
-        self.pending: int | None = None  # is to be swapped in
-        self.drain_steps = 0
+        self.staged: int | None = None
+        self.pending: int | None = None
+        self.num_evaluated = self.drain_steps = 0
         self.is_in_turn = self.has_news = False
         self.job: Job | None = None
         self.stretch, self.num_ending, self.factor = NO_DECODING, 0, 1.0
-
-    # What comes in
 
     def admit(self, groups: Sequence[tuple[int, GroupWork]]) -> None:
         self.inbox.extend(group_of(ordinal, work) for ordinal, work in groups)
         self.wake()
 
     def offer(self, version: int) -> None:
-        """Only the newest counts: an older one that waits is released unread."""
+        """Take the newest version on offer; an older one that waits is released unread."""
         if self.offered is not None:
-            self.simulation.trainer.release(self.offered, self.index)
+            self.tell.released(self.offered, self.index)
         self.offered = version
         self.wake()
 
     def evaluate(self, prompts: Sequence[GroupWork], version: int) -> None:
-        engine = Engine(self.setup, self.costs, self.index, self.setup.evaluation_slots, version)
+        engine = SimulatedEngine(self.setup, self.costs, self.index, self.setup.evaluation_slots, version)
         engine.waiting.extend(group_of(ordinal, work) for ordinal, work in enumerate(prompts))
         self.evaluations.append(engine)
         self.wake()
 
     def wake(self) -> None:
-        """There is news: an idle replica looks at it now, a busy one when its decode step is done."""
+        """Look at news: at once where the replica is idle, else when its decode step is done."""
         self.has_news = True
         if self.is_in_turn:
             return
@@ -305,24 +316,18 @@ class Replica:
         elif self.stretch.steps > 1:
             self._end_with_this_step(self.job)
 
-    # The loop
-
     def turn(self) -> None:
-        """Messages, a swap, a step of evaluation; then decoding, until something changes."""
+        """Handle messages, a swap and a step of evaluation; then decode until something changes."""
         self.is_in_turn, self.has_news = True, True
-        planned: Stretch | None = None
+        planned: DecodeStretch | None = None
         while self.has_news and planned is None:
             self.has_news = False
-            if self.inbox:
-                self.engine.waiting.extend(self.inbox)
-                self.inbox.clear()
+            self.engine.waiting.extend(self.inbox)
+            self.inbox.clear()
             ahead: dict[str, float] = {}
-            if self.staged is not None or self.offered is not None:
-                self._poll_weights()
-            if self.pending is not None or self.is_draining:
-                self._swap(ahead)
-            if self.evaluations:
-                self._evaluate(ahead)
+            self._poll_weights()
+            self._swap(ahead)
+            self._evaluate(ahead)
             planned = self.engine.plan()
             if planned is not None:
                 ahead |= planned.ahead
@@ -337,8 +342,8 @@ class Replica:
         if turn_s and not planned.steps:
             ahead["receive"] = turn_s
         steps = planned.steps if planned.steps <= 1 else self._limited(planned.steps)
-        self.stretch = Stretch(ahead, steps, planned.first_s + turn_s, planned.growth_s, planned.rows)
-        self.factor = self.simulation.drawn("decode", steps) if self.costs.jitter else 1.0
+        self.stretch = DecodeStretch(ahead, steps, planned.first_s + turn_s, planned.growth_s, planned.rows)
+        self.factor = self.clockwork.drawn("decode", steps) if self.costs.jitter else 1.0
         self.job = self.device.run("decode", self.setup.generator_threads, self._work_s(), self._end)
 
     @property
@@ -349,43 +354,39 @@ class Replica:
     def _idle_state(self) -> str:
         return "wait_trainer" if self.staging is None else "stage"
 
-    @property
-    def is_draining(self) -> bool:
-        return self.engine.is_paused
-
     def _limited(self, steps: int) -> int:
-        """How many of `steps` pass before the loop has something else to do."""
+        """Return how many of `steps` pass before the loop has something else to do."""
         if self.evaluations or self.has_news:
             return min(steps, 1)
         limit = self.setup.segment_tokens
-        if self.is_draining and limit is not None:
-            return min(steps, max(1, limit - self.drain_steps))
-        return steps
+        return steps if limit is None or not self.engine.is_paused else min(steps, max(1, limit - self.drain_steps))
 
     def _work_s(self) -> float:
         stretch = self.stretch
         self.num_ending = self.engine.num_ending(stretch.steps) if self.costs.send_s else 0
         return (sum(stretch.ahead.values()) + stretch.decode_s()) * self.factor + self.num_ending * self.costs.send_s
 
+    def _steps_done(self, job: Job) -> int:
+        return self.stretch.steps_in(job.done_s() / self.factor - sum(self.stretch.ahead.values()))
+
     def _end_with_this_step(self, job: Job) -> None:
-        stretch = self.stretch
-        done = stretch.steps_in(job.done_s() / self.factor - sum(stretch.ahead.values())) + 1
-        if done < stretch.steps:
-            self.stretch = stretch._replace(steps=done)
+        done = self._steps_done(job) + 1
+        if done < self.stretch.steps:
+            self.stretch = self.stretch._replace(steps=done)
             job.shorten(self._work_s())
 
     def _end(self) -> None:
         self.spend()
         self.is_in_turn, self.job = True, None
         stretch = self.stretch
-        self.drain_steps += stretch.steps if self.is_draining else 0
+        self.drain_steps += stretch.steps if self.engine.is_paused else 0
         finished = self.engine.decoded(stretch.steps)
-        self.simulation.result.generated_tokens += stretch.rows * stretch.steps
+        self.clockwork.result.generated_tokens += stretch.rows * stretch.steps
         if self.num_evaluated:
-            self.simulation.evaluated(self.num_evaluated)
+            self.tell.evaluated(self.num_evaluated)
             self.num_evaluated = 0
         if finished:
-            self.simulation.finished(self.index, [(row, self._spans(row)) for row in finished])
+            self.tell.finished(self.index, [(row, self._spans(row)) for row in finished])
         self.turn()
 
     def spend(self) -> None:
@@ -394,36 +395,27 @@ class Replica:
         if self.job is None:
             self.account.enter(self._idle_state)
             return
-        self.simulation.result.slot_busy_s += stretch.rows * self.account.elapsed_s
+        self.clockwork.result.slot_busy_s += stretch.rows * self.account.elapsed_s
         if not stretch.ahead and not self.num_ending:
             self.account.enter(self._state)
             return
-        parts = dict(stretch.ahead)
-        parts[self._state] = stretch.decode_s()
-        parts["send"] = self.num_ending * self.costs.send_s / self.factor
-        self.account.spend(parts)
+        sending_s = self.num_ending * self.costs.send_s / self.factor
+        self.account.spend({**stretch.ahead, self._state: stretch.decode_s(), "send": sending_s})
 
     def end_run(self) -> int:
-        """Account for what is under way; the tokens of completions that are not finished."""
-        done = 0
+        """Account for what is under way; return the tokens of completions that are not finished."""
         self.spend()
+        engine, done = self.engine, 0
         if self.job is not None:
-            stretch = self.stretch
-            done = min(stretch.steps, stretch.steps_in(self.job.done_s() / self.factor - sum(stretch.ahead.values())))
-        self.simulation.result.generated_tokens += done * len(self.engine.live)
-        live = [row for _, _, row in self.engine.live]
-        waiting = [row for entry in self.engine.waiting for row in entry.rows]
-        return sum(row.done + self.engine.steps + done - row.start_step for row in live) + sum(
-            row.done for row in waiting
-        )
-
-    # Weights
+            done = min(self.stretch.steps, self._steps_done(self.job))
+        self.clockwork.result.generated_tokens += done * len(engine.live)
+        live = sum(row.done + engine.steps + done - row.start_step for _, _, row in engine.live)
+        return live + sum(row.done for entry in engine.waiting for row in entry.rows)
 
     def _poll_weights(self) -> None:
-        """A finished transfer is noticed; else the newest offer is staged, before which a pending version gives way."""
-        trainer = self.simulation.trainer
+        """Notice a finished transfer; else stage the newest offer, before which a pending version gives way."""
         if self.staged is not None:
-            trainer.release(self.staged, self.index)
+            self.tell.released(self.staged, self.index)
             self.pending, self.staged, self.staging = self.staged, None, None
         elif self.offered is not None and self.staging is None:
             self.staging, self.offered, self.pending = self.offered, None, None
@@ -436,10 +428,10 @@ class Replica:
     def _swap(self, ahead: dict[str, float]) -> None:
         engine = self.engine
         if self.pending is None:
-            if self.is_draining and not engine.num_live:
+            if engine.is_paused and not engine.num_live:
                 self._resume()
             return
-        resumed: list[Row] = []
+        resumed: list[SimulatedRow] = []
         if self.setup.weight_update == "between_batches" and engine.num_live:
             engine.is_paused = True
             limit = self.setup.segment_tokens
@@ -463,20 +455,18 @@ class Replica:
             engine.put_back(engine.take_out(lambda row: row.kv_version < oldest, self._spans), was_live=True)
         if self.costs.swap_s:
             ahead["swap"] = self.costs.swap_s
-        self.simulation.swapped(self.index, version)
+        self.tell.swapped(self.index, version)
 
-    def _spans(self, row: Row) -> list[tuple[int, int]]:
-        """(version, tokens) of what `row` has so far."""
+    def _spans(self, row: SimulatedRow) -> Spans:
+        """Return the versions and tokens of what `row` has so far."""
         now, steps = self.engine.steps, self.swap_steps
         first = bisect.bisect_right(steps, row.start_step) - 1
         edges = [row.start_step, *steps[first + 1 :], now]
         spans = [(v, b - a) for v, a, b in zip(self.swap_versions[first:], edges, edges[1:], strict=False) if b > a]
         return row.spans + spans if row.spans else spans
 
-    # Evaluation
-
     def _evaluate(self, ahead: dict[str, float]) -> None:
-        """One decode step of the oldest evaluation, of the weights that it is pinned to."""
+        """Run one decode step of the oldest evaluation, with the weights that it is pinned to."""
         while self.evaluations:
             engine = self.evaluations[0]
             planned = engine.plan()

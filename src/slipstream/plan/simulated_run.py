@@ -1,7 +1,8 @@
-"""What the simulator is given and gives back: what is sampled, what everything takes, and what came of it."""
+"""Input and output of the simulator: the work to sample, the seconds of its pieces, and the course of the run."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,26 +11,28 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from slipstream.observe.states import idle_share
-from slipstream.plan.event_loop import BACKGROUND_SHARE
+from slipstream.plan.event_loop import BACKGROUND_SHARE, EventLoop
+
+DRAWN_AT_ONCE = 1024  # factors of jitter: one call draws so many
 
 
 class GroupWork(NamedTuple):
-    """What is sampled for one prompt: its tokens, those of each completion, and whether their rewards differ."""
+    """The work of one prompt: its tokens, those of each completion, and whether their rewards differ."""
 
     prompt_tokens: int
     lengths: tuple[int, ...]
     has_signal: bool = True
 
 
-class Workload(Protocol):
-    """What a run samples."""
+class SimulatedWorkload(Protocol):
+    """The groups that a run samples."""
 
     def group(self, ordinal: int, step: int) -> GroupWork:
-        """Group `ordinal`, which step `step` is likely to train. Asked once each."""
+        """Return group `ordinal`, which step `step` is likely to train. Called once for each."""
         ...
 
     def held_out(self, version: int) -> Sequence[GroupWork]:
-        """The prompts of an evaluation of `version`, with one completion each."""
+        """Return the prompts of an evaluation of `version`, with one completion each."""
         ...
 
 
@@ -61,16 +64,12 @@ def heavy_tailed(
 
 
 class Batch(NamedTuple):
-    """What a training step reads."""
+    """The tokens that a training step reads."""
 
     groups: int
     completions: int
     prompt_tokens: int  # each prompt counted once
     completion_tokens: int
-
-
-def _nothing(*_: float) -> float:
-    return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class Costs:
 
     decode: Callable[[int, int, float], float]
     train: Callable[[Batch], Mapping[str, float]]
-    prefill: Callable[[int, int, bool], float] = _nothing
+    prefill: Callable[[int, int, bool], float] = lambda *_: 0.0
     turn_s: float = 0.0  # generator, for each turn of its loop: messages, bookkeeping
     send_s: float = 0.0  # generator, for each finished completion
     stage_s: float = 0.0  # generator, in the background: copy, verify and prepare a version
@@ -106,7 +105,7 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class SimulatedSetup:
     """A run's layout, as far as `ScheduleConfig` does not have it.
 
     `cores`: of the machine that trainer and generators share, each with its threads; `beside` is how fast 'train',
@@ -147,7 +146,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Simulated:
-    """What happened from the first admission to the end of the last step, `wall_s` later.
+    """The course of a run from the first admission to the end of the last step, `wall_s` later.
 
     `lags` counts trained tokens by staleness in steps; `accounting` has the seconds of each process by state, which sum
     to `wall_s`; `generated_tokens` include what was not trained.
@@ -216,3 +215,30 @@ class Simulated:
     def slot_idle_frac(self) -> float:
         """Share of decode slots times time that was empty. Both are sums of many parts, and may round apart."""
         return max(0.0, 1 - self.slot_busy_s / max(self.slot_s, 1e-9))
+
+
+class Clockwork:
+    """The clock, layout, seconds of work, noise and result that all processes of a simulated run share."""
+
+    def __init__(self, setup: SimulatedSetup, costs: Costs, seed: int) -> None:
+        self.setup, self.costs, self.loop, self.result = setup, costs, EventLoop(), Simulated()
+        self._random = np.random.default_rng((seed, 0))
+        self._drawn: dict[str, list[float]] = {}
+
+    def later(self, seconds: float, do: Callable[[], None]) -> None:
+        """Call `do` after `seconds`; at once, and not by way of the heap, where that is nothing."""
+        if seconds > 0:
+            self.loop.after(seconds, do)
+        else:
+            do()
+
+    def drawn(self, kind: str, count: int = 1) -> float:
+        """Draw a factor of the jitter of `kind`; for `count` pieces on end one that varies as their mean does."""
+        factors = self.costs.jitter.get(kind)
+        if not factors:
+            return 1.0
+        drawn = self._drawn.setdefault(kind, [])
+        if not drawn:
+            drawn.extend(self._random.choice(np.asarray(factors), DRAWN_AT_ONCE).tolist())
+        factor = drawn.pop()
+        return factor if count <= 1 else 1.0 + (factor - 1.0) / math.sqrt(count)

@@ -1,12 +1,12 @@
 """A run in virtual time: the real schedule among generators, rewards and a trainer that only take time.
 
     consumes      the schedule's commands
-    produces      its events; what happened when (`Simulated`); if asked, an `events.jsonl` that replays
+    produces      its events; the course of the run (`Simulated`); if asked, an `events.jsonl` that replays
     waits for     nothing: the clock jumps to the next event (`plan/event_loop.py`)
     ends when     the last step is done; ScheduleError where nothing can happen any more
 
-What is real: the schedule (`controller/policies.py`), so admission, order, bound and batches are those of a run. What
-is modelled is the rest of the system, by the rules that its code follows:
+The schedule is the real one (`controller/policies.py`), so admission, order, bound and batches are those of a run. The
+rest of the system is modelled by the rules that its code follows:
 
     generator   `slots` rows decode in lock step; how long a step takes depends on the rows and their context. A group's
                 prompt is prefilled once, within a budget, in the step before its rows start, or alone where nothing
@@ -15,19 +15,18 @@ is modelled is the rest of the system, by the rules that its code follows:
                 `segment_tokens` steps, when live ones are exported, prefilled again and go on.
     rewards     `workers` score one completion each at a time, first come first served
     trainer     does one thing at a time: it takes rollouts, and tells of whole groups, between two commands only; a
-                step, then the staging copy of a publish, then records
+                step, then the staging copy of a publish, then records; a command None saves a checkpoint
     weights     two versions may be in transit; a replica stages the newest beside decoding, at low priority
     controller  takes one event after the other; messages take a while either way
 
-What is sampled comes from a `Workload`, how long everything takes from `Costs`: of a run's files (`plan/calibrate.py`),
-of a cost model, or made up. Executors on one machine's cores slow each other (`event_loop.Cores`). Nothing here knows
-what weights do to lengths or rewards, and nobody dies.
+Completions come from a `SimulatedWorkload`, seconds from `Costs`: of a run's files (`plan/calibrate.py`), of a cost
+model, or made up. Executors on one machine's cores slow each other (`event_loop.Cores`). The effect of weights on
+lengths and rewards is not modelled, nor are failures.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,23 +36,31 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.controller.schedule import SchedulingPolicy
+from slipstream.controller.machine import SchedulingPolicy
 from slipstream.core.errors import ScheduleError
 from slipstream.core.run_log import Command, Event
 from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGroup, StepDone, Swapped, TrainStep
 from slipstream.observe.recorder import EventRecorder
-from slipstream.plan.event_loop import Cores, Device, EventLoop, OwnDevice
-from slipstream.plan.simulated_generator import Account, Replica, Row
-from slipstream.plan.simulated_run import Batch, Costs, GroupWork, Setup, Simulated, Step, Workload
+from slipstream.plan.event_loop import Cores, Device, OwnDevice
+from slipstream.plan.simulated_generator import Account, Replica, SimulatedRow, Tell
+from slipstream.plan.simulated_run import (
+    Batch,
+    Clockwork,
+    Costs,
+    GroupWork,
+    Simulated,
+    SimulatedSetup,
+    SimulatedWorkload,
+    Step,
+)
 
-VERSIONS_IN_TRANSIT = 2
-"""Slots of a publisher (`controller/weights.py`)."""
-DRAWN_AT_ONCE = 1024
+VERSIONS_IN_TRANSIT = 2  # slots of a publisher (`controller/weights.py`)
 
 
 def simulate(
     policy: SchedulingPolicy,
-    setup: Setup,
-    workload: Workload,
+    setup: SimulatedSetup,
+    workload: SimulatedWorkload,
     costs: Costs,
     *,
     seed: int = 0,
@@ -85,14 +92,14 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Rewards:
-    """`workers` servers, first come first served; with 0 of them nobody waits."""
+    """`workers` servers, first come first served; with 0 of them completions do not wait."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.workers, self.num_busy = simulation, simulation.setup.workers, 0
         self.queue: deque[int | None] = deque()
 
     def score(self, ordinals: Sequence[int | None]) -> None:
-        """Completions arrive: of training groups, or of an evaluation (None), of which nobody hears here."""
+        """Take completions: of training groups, or of an evaluation (None), whose scores go nowhere here."""
         if not self.workers:
             self._begin(ordinals)
             return
@@ -117,18 +124,14 @@ class _Rewards:
                 self.simulation.trainer.take(ordinal)
 
 
-class _Save:
-    """The controller's command to save a checkpoint."""
-
-
 class _Trainer:
-    """The trainer process: rollouts that arrived, then commands up to one step, and again."""
+    """The trainer process: it takes rollouts that arrived, then commands up to one step, and again."""
 
     def __init__(self, simulation: Simulation, device: Device) -> None:
         self.simulation, self.setup, self.costs, self.device = simulation, simulation.setup, simulation.costs, device
         self.account = Account(simulation.loop, "wait_generation")
         self.reason = "generation"
-        self.commands: deque[TrainStep | Skip | _Save] = deque()
+        self.commands: deque[TrainStep | Skip | None] = deque()
         self.num_arrived = 0  # rollouts
         self.whole: list[int] = []  # groups that are whole with them
         self.missing: dict[int, int] = {}  # ordinal -> rollouts to come
@@ -151,7 +154,7 @@ class _Trainer:
         if not left or self.costs.receive_s:
             self.wake()
 
-    def obey(self, command: TrainStep | Skip | _Save) -> None:
+    def obey(self, command: TrainStep | Skip | None) -> None:
         self.commands.append(command)
         self.wake()
 
@@ -195,7 +198,7 @@ class _Trainer:
         self._go_on()
 
     def _next(self) -> tuple[Mapping[str, float], Callable[[], None]] | None:
-        """Seconds by state of the next piece of work, and what comes of it."""
+        """Return the seconds by state of the next piece of work, and what is done after it."""
         costs = self.costs
         if self.todo:
             return self.todo.popleft()
@@ -214,7 +217,7 @@ class _Trainer:
             case Skip() as command:
                 rollouts = len(command.ordinals) * self.simulation.policy.config.completions_per_group
                 return {"record": rollouts * costs.record_s}, _nothing
-            case _Save():
+            case None:
                 return {"checkpoint": costs.checkpoint_s}, _nothing
 
     def _tell(self, whole: Sequence[int]) -> None:
@@ -256,35 +259,33 @@ class _Trainer:
 
 
 def _nothing() -> None:
-    """Nothing comes of it but the time it took."""
+    """End a piece of work that only takes time."""
 
 
-class Simulation:
-    """The controller's part, and what the others tell each other. `run` it once."""
+class Simulation(Clockwork):
+    """The controller, and the messages between all processes. `run` it once."""
 
     def __init__(
         self,
         policy: SchedulingPolicy,
-        setup: Setup,
-        workload: Workload,
+        setup: SimulatedSetup,
+        workload: SimulatedWorkload,
         costs: Costs,
         *,
         seed: int = 0,
         events: Path | None = None,
         window: tuple[int, int] | None = None,
     ) -> None:
-        self.policy, self.setup, self.workload, self.costs = policy, setup, workload, costs
-        self.loop = EventLoop()
-        self.result = Simulated()
+        super().__init__(setup, costs, seed)
+        self.policy, self.workload = policy, workload
         self._first, self._last = (0, policy.config.steps) if window is None else window
         self._origin_s = 0.0  # of the result's times
         cores = None if setup.cores is None else Cores(self.loop, setup.cores, setup.beside, setup.background)
         self.trainer = _Trainer(self, cores or OwnDevice(self.loop))
         self.rewards = _Rewards(self)
-        self.replicas = [Replica(self, index, cores or OwnDevice(self.loop)) for index in range(setup.replicas)]
+        tell = Tell(self.finished, self.evaluated, self.swapped, self.trainer.release)
+        self.replicas = [Replica(self, index, cores or OwnDevice(self.loop), tell) for index in range(setup.replicas)]
         self._recorder = None if events is None else EventRecorder(events, self.loop)
-        self._random = np.random.default_rng((seed, 0))
-        self._drawn: dict[str, list[float]] = {}
         self._groups: dict[int, GroupWork] = {}  # admitted, not trained or dropped
         self._tokens: dict[int, dict[int, int]] = {}  # what is finished of them, by version
         self._begun: dict[int, tuple[float, Batch]] = {}  # step -> when, of what
@@ -295,6 +296,7 @@ class Simulation:
         self._evaluation_due: int | None = None
 
     def run(self) -> Simulated:
+        """Run to the last step. ScheduleError where it deadlocks."""
         if self._recorder is not None:
             self._recorder.record(self.policy.began(), [])
         try:
@@ -315,30 +317,10 @@ class Simulation:
                 self._recorder.close()
         return self._finished()
 
-    # Time
-
-    def later(self, seconds: float, do: Callable[[], None]) -> None:
-        """After `seconds`; at once, and not by way of the heap, where that is nothing."""
-        if seconds > 0:
-            self.loop.after(seconds, do)
-        else:
-            do()
-
-    def drawn(self, kind: str, count: int = 1) -> float:
-        """A factor of the jitter of `kind`; for `count` pieces on end one that varies as their mean does."""
-        factors = self.costs.jitter.get(kind)
-        if not factors:
-            return 1.0
-        drawn = self._drawn.setdefault(kind, [])
-        if not drawn:
-            drawn.extend(self._random.choice(np.asarray(factors), DRAWN_AT_ONCE).tolist())
-        factor = drawn.pop()
-        return factor if count <= 1 else 1.0 + (factor - 1.0) / math.sqrt(count)
-
     # What the executors tell
 
-    def finished(self, replica: int, rows: Sequence[tuple[Row, list[tuple[int, int]]]]) -> None:
-        """Completions go to the rewards, word of them to the controller."""
+    def finished(self, replica: int, rows: Sequence[tuple[SimulatedRow, list[tuple[int, int]]]]) -> None:
+        """Send completions to the rewards, and word of them to the controller."""
         for row, spans in rows:
             tokens = self._tokens[row.ordinal]
             for version, count in spans:
@@ -356,7 +338,7 @@ class Simulation:
         self.later(self.costs.to_controller_s, partial(self._hear_scored, ordinal))
 
     def began(self, command: TrainStep) -> Batch:
-        """The trainer begins a step; what it reads."""
+        """Note that the trainer begins a step; return the tokens that it reads."""
         works = [self._groups.pop(ordinal) for ordinal in command.ordinals]
         total = 0
         for ordinal in command.ordinals:
@@ -372,7 +354,7 @@ class Simulation:
 
     # The controller
 
-    def _hear_finished(self, replica: int, rows: Sequence[Row]) -> None:
+    def _hear_finished(self, replica: int, rows: Sequence[SimulatedRow]) -> None:
         for row in rows:
             self._decide(
                 CompletionFinished(
@@ -413,7 +395,7 @@ class Simulation:
         self._decide(StepDone(step=command.step, version=command.step + 1, metrics={}))
 
     def _decide(self, event: Event) -> None:
-        """Let the schedule decide, one event after the other; carry it out."""
+        """Give the schedule one event after the other, and carry out its commands."""
         self._events.append(event)
         if self._is_deciding:
             return
@@ -457,7 +439,7 @@ class Simulation:
         self._reason_since_s = now_s
 
     def _send(self, seconds: float, do: Callable[[], None]) -> None:
-        """When the controller has come to it, and `seconds` on the way."""
+        """Call `do` `seconds` after the controller has come to it."""
         self.later(self._free_s - self.loop.time_s + seconds, do)
 
     def _start(self, command: StartGroup) -> tuple[int, GroupWork]:
@@ -478,19 +460,19 @@ class Simulation:
     def _after_step(self, done: int) -> None:
         setup = self.setup
         if setup.checkpoint_every and done % setup.checkpoint_every == 0:
-            self._send(self.costs.to_trainer_s, partial(self.trainer.obey, _Save()))
+            self._send(self.costs.to_trainer_s, partial(self.trainer.obey, None))
         if setup.evaluate_every and done % setup.evaluate_every == 0 and done < self.policy.config.steps:
             self._evaluation_due = done
 
     def _evaluate(self, version: int) -> None:
-        """On the replica with the newest version, the first of them."""
+        """Evaluate on the first replica with the newest version."""
         versions = self.policy.versions
         newest = max(self.replicas, key=lambda replica: (versions[replica.index], -replica.index))
         prompts = self.workload.held_out(version)
         self._send(self.costs.to_generator_s, partial(newest.evaluate, prompts, version))
 
     def _look_from_here(self) -> None:
-        """Forget what happened so far."""
+        """Forget the run so far."""
         self._count_reason()
         processes: list[_Trainer | Replica] = [self.trainer, *self.replicas]
         for process in processes:

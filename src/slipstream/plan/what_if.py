@@ -11,10 +11,14 @@ the second.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from slipstream.controller.placement import place
 from slipstream.controller.policies import schedule_for
@@ -25,13 +29,42 @@ from slipstream.core.plain import shown
 from slipstream.core.recipes import merge, nested, resolve
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
-from slipstream.plan.dials import DIALS
-from slipstream.plan.recorded import Outcome, RecordedWorkload, Run, measured, read_run
-from slipstream.plan.simulated_run import Setup, Simulated
+from slipstream.plan.recorded import RecordedRun, RecordedWorkload, RunOutcome, measured, read_run
+from slipstream.plan.simulated_run import Simulated, SimulatedSetup
 from slipstream.plan.simulator import simulate
 
-SEEDS, MAX_SEEDS = 3, 1000
-"""Simulations of each run; their mean is told."""
+SEEDS, MAX_SEEDS = 3, 1000  # simulations of each run, whose mean is returned
+DIALS = (
+    "steps",
+    "groups_per_step",
+    "completions_per_group",
+    "max_staleness",
+    "weight_update",
+    "publish_every",
+    "reorder_window",
+    "schedule.policy",
+    "schedule.staleness_threshold",
+    "schedule.queue_groups",
+    "generator.replicas",
+    "generator.num_slots",
+    "generator.segment_tokens",
+    "generator.kv_on_update",
+    "generator.max_kv_age",
+    "generator.prefill_tokens",
+    "generator.prefill_chunk",
+    "rewards.num_workers",
+    "loss.skip_no_signal",
+    "trainer.minibatches",
+    "trainer.epochs",
+    "trainer.microbatch_tokens",
+    "trainer.checkpoint_every",
+    "eval.every",
+    "eval.num_prompts",
+    "eval.num_slots",
+)
+"""The fields whose effect on time and staleness a run's files show: not a model, prompts or a learning rate."""
+BAR = 20  # characters of the longest bar of a histogram
+LEAST_STALENESS = 0.005  # steps: less is no difference
 
 
 @dataclass(frozen=True)
@@ -41,18 +74,17 @@ class WhatIf:
     run: Path
     overrides: dict[str, Any]
     reward_s: float | None
-    measured: Outcome
-    as_it_was: Outcome
-    changed: Outcome
+    measured: RunOutcome
+    as_it_was: RunOutcome
+    changed: RunOutcome
 
     @property
     def is_changed(self) -> bool:
         return bool(self.overrides) or self.reward_s is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
-        told: dict[str, Any] = asdict(self)
-        return told | {"run": str(self.run)}
+        """Return everything in JSON types."""
+        return asdict(self) | {"run": str(self.run)}
 
 
 def what_if(
@@ -97,14 +129,14 @@ def what_if(
     )
 
 
-def as_simulated(run: Run) -> RunConfig:
-    """The configuration of the part of `run` that there is: one that was interrupted has fewer steps."""
+def as_simulated(run: RecordedRun) -> RunConfig:
+    """Return the configuration with the steps that `run` has done: one that was interrupted has fewer."""
     return run.config.model_copy(update={"steps": run.num_steps})
 
 
 def changed_config(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
-    """`config` with overrides that can be simulated. ConfigError for others."""
-    unknown = [name for name in _names(tables) if name not in DIALS]
+    """Return `config` with overrides that can be simulated. ConfigError for others."""
+    unknown = [name for name in _flat(tables) if name not in DIALS]
     if unknown:
         raise ConfigError(
             "a run's files do not say what this would change",
@@ -117,13 +149,6 @@ def changed_config(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
     return changed
 
 
-def _names(tables: Mapping[str, Any], prefix: str = "") -> list[str]:
-    names: list[str] = []
-    for name, value in tables.items():
-        names += _names(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [prefix + name]
-    return names
-
-
 def predict(
     calibration: Calibration,
     config: RunConfig,
@@ -131,13 +156,15 @@ def predict(
     reward_s: float | None = None,
     seeds: int = SEEDS,
     events: Path | None = None,
-) -> Outcome:
-    """The mean of simulations of a run with `config`; `events` has the decisions of the first."""
-    found = []
-    for seed in range(seeds):
-        log = events if seed == 0 else None
-        found.append(simulate_config(calibration, config, seed=seed, reward_s=reward_s, events=log))
-    return mean_outcome(found)
+) -> RunOutcome:
+    """Return the mean of simulations of a run with `config`; the decisions of the first are written to `events`."""
+    logs = [events, *(None for _ in range(1, seeds))]
+    return mean_outcome(
+        [
+            simulate_config(calibration, config, seed=seed, reward_s=reward_s, events=log)
+            for seed, log in enumerate(logs)
+        ]
+    )
 
 
 def simulate_config(
@@ -148,7 +175,7 @@ def simulate_config(
     reward_s: float | None = None,
     events: Path | None = None,
 ) -> Simulated:
-    """One simulated run with `config`, of what `calibration` knows."""
+    """Simulate one run with `config` by `calibration`."""
     costs = calibration.costs(config)
     workload = RecordedWorkload(
         calibration.runs,
@@ -167,11 +194,11 @@ def simulate_config(
     )
 
 
-def setup_of(config: RunConfig, calibration: Calibration) -> Setup:
-    """The layout of a run with `config` on the machine of `calibration`."""
+def setup_of(config: RunConfig, calibration: Calibration) -> SimulatedSetup:
+    """Return the layout of a run with `config` on the machine of `calibration`."""
     threads, generator = place(config, calibration.cores), config.generator
     is_on_cpu = config.trainer.device == "cpu" and generator.device == "cpu"
-    return Setup(
+    return SimulatedSetup(
         replicas=generator.replicas,
         slots=generator.num_slots,
         row_multiple=row_multiple(config),
@@ -194,14 +221,11 @@ def setup_of(config: RunConfig, calibration: Calibration) -> Setup:
     )
 
 
-def mean_outcome(runs: Sequence[Simulated]) -> Outcome:
-    """Of several simulations of one run."""
-    lags: dict[int, int] = {}
-    for found in runs:
-        for lag, tokens in found.lags.items():
-            lags[lag] = lags.get(lag, 0) + tokens
+def mean_outcome(runs: Sequence[Simulated]) -> RunOutcome:
+    """Return the mean of several simulations of one run."""
+    lags: Counter[int] = sum((found.lags for found in runs), Counter())
     mean = statistics.fmean
-    return Outcome(
+    return RunOutcome(
         steps=len(runs[0].timed),
         step_s=mean(found.step_s for found in runs),
         trained_tokens_per_s=mean(found.trained_tokens_per_s for found in runs),
@@ -214,3 +238,71 @@ def mean_outcome(runs: Sequence[Simulated]) -> Outcome:
         staleness_max=max(found.staleness_max for found in runs),
         staleness={lag: round(lags[lag] / len(runs)) for lag in sorted(lags)},
     )
+
+
+# On the terminal
+
+ROWS: tuple[tuple[str, Callable[[RunOutcome], str]], ...] = (
+    ("step time", lambda outcome: f"{outcome.step_s:.3g} s"),
+    ("trained", lambda outcome: f"{outcome.trained_tokens_per_s:,.0f} tokens/s"),
+    ("generated", lambda outcome: f"{outcome.generated_tokens_per_s:,.0f} tokens/s"),
+    ("trainer waits", lambda outcome: f"{outcome.idle['trainer']:.1%}"),
+    ("generators wait", lambda outcome: f"{outcome.idle['generator']:.1%}"),
+    ("staleness, mean", lambda outcome: f"{outcome.staleness_mean:.2f} steps"),
+    ("staleness, most", lambda outcome: f"{outcome.staleness_max} steps"),
+)
+
+
+def show(found: WhatIf, console: Console) -> None:
+    """Print the table, the histograms of staleness, and a verdict."""
+    columns = {"measured": found.measured, "simulated": found.as_it_was, "what if": found.changed}
+    if not found.is_changed:
+        del columns["what if"]
+    console.print(f"{found.run}: {found.measured.steps} steps measured", highlight=False, soft_wrap=True)
+    if found.is_changed:
+        console.print(f"what if: {in_words(found)}", highlight=False, soft_wrap=True, markup=False)
+    table = Table("", *columns, show_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, text in ROWS:
+        table.add_row(name, *(text(outcome) for outcome in columns.values()))
+    for lag in sorted({lag for outcome in columns.values() for lag in outcome.staleness}):
+        table.add_row(f"tokens {lag} stale", *(_share(outcome, lag) for outcome in columns.values()))
+    console.print(table)
+    console.print(verdict(found), highlight=False, soft_wrap=True, markup=False)
+
+
+def in_words(found: WhatIf) -> str:
+    """Name the changes: `max_staleness = 4, generator.replicas = 3`."""
+    words = [f"{name} = {value}" for name, value in _flat(found.overrides).items()]
+    return ", ".join(words + ([] if found.reward_s is None else [f"reward = {found.reward_s:g} s a completion"]))
+
+
+def verdict(found: WhatIf) -> str:
+    """Summarise the change in one sentence, and its reliability in another."""
+    error = found.as_it_was.step_s / found.measured.step_s - 1
+    side = "above" if error > 0 else "below"
+    trust = f"The simulation of the run as it was is {abs(error):.0%} {side} its step time."
+    if not found.is_changed:
+        return trust
+    was, now = found.as_it_was, found.changed
+    # By tokens, as a step may have another number of them now.
+    ratio = now.trained_tokens_per_s / max(was.trained_tokens_per_s, 1e-9)
+    pace = f"{ratio - 1:.0%} more" if ratio >= 1 else f"{1 - ratio:.0%} fewer"
+    stale = now.staleness_mean - was.staleness_mean
+    if abs(stale) < LEAST_STALENESS:
+        return f"{pace} tokens trained per second, as stale in the mean. {trust}"
+    return f"{pace} tokens trained per second, {abs(stale):.2f} steps {'staler' if stale > 0 else 'fresher'}. {trust}"
+
+
+def _share(outcome: RunOutcome, lag: int) -> str:
+    total = sum(outcome.staleness.values())
+    share = outcome.staleness.get(lag, 0) / total if total else 0.0
+    return f"{'█' * round(BAR * share)} {share:4.0%}"
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat

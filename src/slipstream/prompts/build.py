@@ -17,7 +17,7 @@ from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.prompts.dataset import read_rows
-from slipstream.prompts.rows import Row, row_key, split_hash
+from slipstream.prompts.rows import PromptRow, row_key, split_hash
 from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.tasks import TaskSource, task_table
 from slipstream.prompts.template import Encoder, Template
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH = 1024  # rows tokenised at once
-MAX_DROPPED_FRAC = 0.05
-"""Of the distinct prompts: a larger share that is too long is worth a warning."""
+MAX_DROPPED_FRAC = 0.05  # A larger share of the distinct prompts that is too long is worth a warning
 _DRY_CANDIDATES = 2048  # a task whose candidates yield under 1 % new prompts over so many has run dry
 
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What became of the candidates. `overlap` is recomputed from the finished splits and must be 0."""
+    """Counts of the candidates. `overlap` is recomputed from the finished splits and must be 0."""
 
     num_train: int
     num_eval: int
@@ -47,7 +46,7 @@ class PromptReport:
 
     @property
     def warning(self) -> str | None:
-        """Where so many prompts were dropped as too long that what is trained on is not what was given."""
+        """A sentence where so many prompts were too long that the rest differs from the data; else None."""
         given = self.num_candidates - self.num_duplicates
         if self.num_too_long <= MAX_DROPPED_FRAC * given:
             return None
@@ -79,9 +78,9 @@ class _Collector:
     def __str__(self) -> str:
         return f"{self.num_candidates} rows ({self.num_duplicates} repeated, {self.num_too_long} too long)"
 
-    def take(self, rows: Iterable[Row], limit: int) -> list[tuple[str, Prompt]]:
+    def take(self, rows: Iterable[PromptRow], limit: int) -> list[tuple[str, Prompt]]:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
-        fresh: list[tuple[str, Row]] = []
+        fresh: list[tuple[str, PromptRow]] = []
         for candidate in rows:
             row = self._encoder.shortened(candidate)
             self.num_candidates += 1
@@ -300,6 +299,6 @@ def _check_num_eval(config: PromptsConfig, source: str, available: int, collecto
         )
 
 
-def _batched(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+def _batched(rows: Iterator[PromptRow], size: int) -> Iterator[list[PromptRow]]:
     while batch := list(islice(rows, size)):
         yield batch

@@ -13,19 +13,20 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.sections import PromptsConfig
 from slipstream.models.hub import reached_for_dataset
 from slipstream.prompts.rows import Row, to_json_types
+from slipstream.core.hub import reached_for_dataset
+from slipstream.prompts.rows import PromptRow, to_json_types
 from slipstream.prompts.template import Template
 
 MAX_LINE_BYTES = 16 * 2**20
-"""Of a line of JSONL: what is longer was not meant to be one, and would lie in memory several times and in messages."""
+"""Characters of a line of JSONL: a longer one would lie in memory several times, and in messages."""
 MAX_ENTRIES = 10_000
-"""Of a folder that is searched for files of data; the library that does it follows every path, for minutes."""
+"""Files of a folder that is searched for data; the library that does it follows every path, for minutes."""
 
-KINDS = (".jsonl", ".ndjson", ".parquet")
-"""Suffixes of the files that are read."""
+KINDS = (".jsonl", ".ndjson", ".parquet")  # suffixes of the files that are read
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
-def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[Row]:
+def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[PromptRow]:
     """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed."""
     for where, record in read_records(source, config.dataset_config, config.dataset_split):
         row = row_of(record, config, template=template, where=where)
@@ -178,7 +179,7 @@ def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Ma
     return records
 
 
-def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> Row | None:
+def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> PromptRow | None:
     """The row of `record`, or None for one without the two periods that `between_periods` asks for."""
     if config.prompt_column not in record:
         raise ConfigError(
@@ -197,10 +198,12 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
             if prompt is None:
                 return None
         columns["question"] = prompt
-        return Row(text=template.render(columns), task="dataset", answer=answer_text, columns=columns)
+        return PromptRow(text=template.render(columns), task="dataset", answer=answer_text, columns=columns)
     messages = _messages(prompt, where=where)
     columns["question"] = messages[-1]["content"]
-    return Row(text=messages[-1]["content"], task="dataset", answer=answer_text, messages=messages, columns=columns)
+    return PromptRow(
+        text=messages[-1]["content"], task="dataset", answer=answer_text, messages=messages, columns=columns
+    )
 
 
 def between_periods(text: str) -> str | None:

@@ -14,7 +14,7 @@ from slipstream.core.plain import MAX_DEPTH, wrong_with
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """One question before tokenisation.
 
     `text` is the user's text (before any chat template), `messages` the chat it belongs to where the source gave one,

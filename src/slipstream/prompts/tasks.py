@@ -1,4 +1,4 @@
-"""reasoning-gym tasks: rows of any of its datasets, deterministic in the seed.
+"""Tasks: rows of any dataset of reasoning-gym, or of our own, deterministic in the seed.
 
 Two properties of the library shape this file. Item i of seed s is item i-1 of seed s+1, so two seeds do not separate
 training from held-out prompts: one long list is made, and split by text (`prompts/build.py`). And some datasets draw
@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import random
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -24,9 +25,54 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.sections import TaskConfig
 from slipstream.prompts.posts import Posts
 from slipstream.prompts.rows import Row, to_json_types
+from slipstream.prompts.rows import PromptRow, to_json_types
 from slipstream.prompts.template import Template
 
 _MAX_CHUNK = 4096  # some datasets build everything in their constructor, and some refuse sizes above 20 000
+
+
+class Posts:
+    """Summarisation in miniature, for the recipe `tldr_mini`: posts with marked points, and careless summaries.
+
+        c*dh*sm    key: "ds"   answer: "dh"
+
+    A post is a few letters, some of them marked; a perfect summary is the marked ones in order. The reference summary
+    forgets some of them and mentions others (`forget`, `mention`: chances per letter), so that a policy that learned
+    from references can become better than they are. Item i is a pure function of seed + i.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        size: int,
+        min_length: int = 6,
+        max_length: int = 9,
+        min_marked: int = 2,
+        max_marked: int = 4,
+        forget: float = 0.25,
+        mention: float = 0.1,
+    ) -> None:
+        if not 1 <= min_marked <= max_marked <= min_length <= max_length <= len(string.ascii_lowercase):
+            raise ValueError(
+                f"1 <= min_marked {min_marked} <= max_marked {max_marked} <= min_length {min_length} "
+                f"<= max_length {max_length} <= 26 does not hold"
+            )
+        self.seed, self.size = seed, size
+        self.length, self.num_marked = (min_length, max_length), (min_marked, max_marked)
+        self.forget, self.mention = forget, mention
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rng = random.Random(f"post {self.seed + index}")
+        letters = rng.sample(string.ascii_lowercase, rng.randint(*self.length))
+        marked = set(rng.sample(letters, rng.randint(*self.num_marked)))
+        key = [letter for letter in letters if letter in marked]
+        told = [x for x in letters if rng.random() < (1 - self.forget if x in marked else self.mention)]
+        return {
+            "question": "".join(f"*{letter}" if letter in marked else letter for letter in letters),
+            "answer": "".join(told or key[:1]),
+            "metadata": {"key": "".join(key)},
+        }
 
 
 OWN_TASKS: dict[str, Callable[..., Any]] = {"posts": Posts}
@@ -94,7 +140,7 @@ class TaskSource:
         digest = hashlib.blake2b(f"{key}:{seed}".encode(), digest_size=4).digest()
         self._next_seed = int.from_bytes(digest, "little")
 
-    def chunk(self, size: int) -> list[Row]:
+    def chunk(self, size: int) -> list[PromptRow]:
         """Up to min(size, 4096) further rows, with repetitions where the task repeats itself."""
         size = min(size, _MAX_CHUNK)
         with _seeded_globals(self._next_seed % 2**32):
@@ -134,10 +180,10 @@ class TaskSource:
                 ),
             ) from error
 
-    def _row(self, entry: dict[str, Any]) -> Row:
+    def _row(self, entry: dict[str, Any]) -> PromptRow:
         entry = to_json_types(entry, where=f"an entry of task '{self._task.name}'")
         columns = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"], "entry": entry}
-        return Row(
+        return PromptRow(
             text=self._template.render(columns), task=self.key, answer=_answer_text(entry["answer"]), columns=columns
         )
 

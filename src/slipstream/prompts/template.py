@@ -15,7 +15,7 @@ from slipstream.core.plain import shortened
 from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
-from slipstream.prompts.rows import Row, row_key, split_hash
+from slipstream.prompts.rows import PromptRow, row_key, split_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +89,7 @@ class Encoder:
                 hint="set prompts.chat = true, or put the text into prompts.template",
             )
 
-    def messages(self, row: Row) -> list[dict[str, Any]] | None:
+    def messages(self, row: PromptRow) -> list[dict[str, Any]] | None:
         """The chat of `row`: its own, or its text as a user message under `chat`; the system message in front."""
         if row.messages is None and not self._config.chat:
             return None
@@ -98,7 +98,7 @@ class Encoder:
             messages = [{"role": "system", "content": self._config.system}, *messages]
         return messages
 
-    def encode(self, rows: Sequence[Row]) -> list[Prompt]:
+    def encode(self, rows: Sequence[PromptRow]) -> list[Prompt]:
         """One prompt per row, in order; tokens int32 [Tp]. Over-long prompts are the caller's to drop (`fits`)."""
         if not rows:
             return []
@@ -127,7 +127,7 @@ class Encoder:
             for i, row in enumerate(rows)
         ]
 
-    def shortened(self, row: Row) -> Row:
+    def shortened(self, row: PromptRow) -> PromptRow:
         """`row`, or what `prompts.too_long` makes of it where its prompt does not fit; chats stay as they are."""
         if self._config.too_long == "drop" or row.messages is not None or self.fits(self.encode([row])[0]):
             return row
@@ -135,7 +135,7 @@ class Encoder:
             return self._longest(row.text, lambda text: replace(row, text=text))
         return self._shorten(row)
 
-    def _shorten(self, row: Row) -> Row:
+    def _shorten(self, row: PromptRow) -> PromptRow:
         """Without the last lines of `shorten_column`, as few as it takes; then without its last characters."""
         column = self._config.shorten_column
         assert column is not None, "the schema asks for a column to shorten"
@@ -147,7 +147,7 @@ class Encoder:
                 hint=did_you_mean(column, self._template.columns),
             )
 
-        def with_text(text: str) -> Row:
+        def with_text(text: str) -> PromptRow:
             return replace(row, text=self._template.render({**row.columns, column: text}))
 
         text = str(row.columns[column])
@@ -158,7 +158,7 @@ class Encoder:
                 return shorter
         return self._longest(text, with_text)
 
-    def _longest(self, text: str, make: Callable[[str], Row]) -> Row:
+    def _longest(self, text: str, make: Callable[[str], PromptRow]) -> PromptRow:
         """`make` of the longest beginning of `text` whose prompt fits; of nothing, where none does."""
         num_cut = bisect_left(
             range(len(text)), True, key=lambda cut: self.fits(self.encode([make(text[: len(text) - cut])])[0])

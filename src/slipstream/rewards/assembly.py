@@ -9,11 +9,11 @@ from slipstream.core.types import Completion
 from slipstream.rewards.protocol import Per
 
 Where = tuple[bool, Per]
-"""Who scores: whether in this process (else in workers), and whether a completion or a group at once."""
+"""The kind of a call: whether in this process (else in workers), and of a completion or of a group at once."""
 
 
 @dataclass
-class Entry:
+class ScoreEntry:
     """A completion, its parts so far, one per term, and how many calls are still to answer for it."""
 
     completion: Completion
@@ -28,12 +28,12 @@ class Call:
 
     job_id: int
     where: Where
-    entries: tuple[Entry, ...]
+    entries: tuple[ScoreEntry, ...]
 
 
 @dataclass
 class Assembly:
-    """Which calls a completion needs, and when it has all its parts.
+    """The calls that completions need, and the parts that these have returned.
 
     `terms` says who scores each. Terms of groups are called when all `group_size` completions of a group are here, an
     evaluation's when its one is. Of copies of a sample the first counts until its group is complete, as in the group
@@ -47,13 +47,13 @@ class Assembly:
     num_called: int = 0
     """Completions that wait for an answer; not those that wait for their group."""
     _calls: dict[int, Call] = field(default_factory=dict)
-    _groups: dict[tuple[int, int], dict[int, Entry | None]] = field(default_factory=dict)
+    _groups: dict[tuple[int, int], dict[int, ScoreEntry | None]] = field(default_factory=dict)
     _next_job: int = 0
 
     def add(self, completion: Completion) -> list[Call]:
         """The calls that can be made now that `completion` is here."""
         kinds = dict.fromkeys(self.terms)
-        entry = Entry(completion, [None] * len(self.terms), num_open=len(kinds))
+        entry = ScoreEntry(completion, [None] * len(self.terms), num_open=len(kinds))
         of_groups = [where for where in kinds if where[1] == "group"]
         if not of_groups:
             return [self._call(where, (entry,)) for where in kinds]
@@ -69,7 +69,7 @@ class Assembly:
         group = self._place(completion, None) if kinds else None
         return [self._call(where, group) for where in kinds if group]
 
-    def answer(self, job_id: int, parts: Sequence[float | None], failure: str | None) -> list[Entry]:
+    def answer(self, job_id: int, parts: Sequence[float | None], failure: str | None) -> list[ScoreEntry]:
         """Take what a scorer said; the completions that have all their parts with it, or have failed."""
         call = self._calls.pop(job_id)
         self.num_called -= len(call.entries)
@@ -86,7 +86,7 @@ class Assembly:
                 entry.parts[index] = parts[n * count + place]
         return [entry for entry in call.entries if not entry.num_open]
 
-    def _place(self, completion: Completion, entry: Entry | None) -> tuple[Entry, ...] | None:
+    def _place(self, completion: Completion, entry: ScoreEntry | None) -> tuple[ScoreEntry, ...] | None:
         """Put it into its group: those to score once that is complete, by sample; () before, None for a copy."""
         key = (completion.eval_id, completion.ordinal)
         group = self._groups.setdefault(key, {})
@@ -98,7 +98,7 @@ class Assembly:
         del self._groups[key]
         return tuple(one for _, one in sorted(group.items()) if one is not None)
 
-    def _call(self, where: Where, entries: tuple[Entry, ...]) -> Call:
+    def _call(self, where: Where, entries: tuple[ScoreEntry, ...]) -> Call:
         call = Call(self._next_job, where, entries)
         self._next_job += 1
         self._calls[call.job_id] = call

@@ -19,10 +19,10 @@ from typing import Any, SupportsFloat
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
-from slipstream.rewards.protocol import MAX_ERROR_CHARS, AnyJob, GroupJob, Job, Per, Result, Term
-from slipstream.rewards.user_functions import GIVEN
+from slipstream.rewards.protocol import MAX_ERROR_CHARS, AnyJob, JobResult, Per, RewardGroupJob, RewardJob, Term
+from slipstream.rewards.user_functions import GIVEN, place_of
 
-Scores = Callable[[Sequence[Job]], list[float | None]]
+Scores = Callable[[Sequence[RewardJob]], list[float | None]]
 """Jobs to score together, one or those of a group; a number or None for each."""
 
 _MAX_SHOWN = 80  # characters of a value in an error
@@ -39,10 +39,10 @@ class Scoring:
     scores: Scores
 
 
-def answer(terms: Sequence[Scoring], job: AnyJob, began: Callable[[int], None]) -> Result:
+def answer(terms: Sequence[Scoring], job: AnyJob, began: Callable[[int], None]) -> JobResult:
     """Score `job` by the terms of its kind; `began` hears which one is next, by its index in `terms`."""
-    per: Per = "group" if isinstance(job, GroupJob) else "completion"
-    jobs = job.jobs if isinstance(job, GroupJob) else [job]
+    per: Per = "group" if isinstance(job, RewardGroupJob) else "completion"
+    jobs = job.jobs if isinstance(job, RewardGroupJob) else [job]
     parts: list[float | None] = []
     for index, term in enumerate(terms):
         if term.per != per:
@@ -51,11 +51,11 @@ def answer(terms: Sequence[Scoring], job: AnyJob, began: Callable[[int], None]) 
         try:
             parts += term.scores(jobs)
         except BaseException as error:  # noqa: BLE001 - whatever a verifier raises (SystemExit too) fails one job
-            return Result(job_id=job.job_id, parts=[], error=f"{term.name}: {describe(error)}")
-    return Result(job_id=job.job_id, parts=parts)
+            return JobResult(job_id=job.job_id, parts=[], error=f"{term.name}: {describe(error)}")
+    return JobResult(job_id=job.job_id, parts=parts)
 
 
-def call_function(function: Callable[..., Any], jobs: Sequence[Job]) -> list[float | None]:
+def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> list[float | None]:
     """Call the user's `function` with TRL's keywords for the completions of one prompt, and await it if it is async.
 
     fn(prompts=[p, ...], completions=[c, ...], completion_ids=[ids, ...], **{column: [value, ...]}) -> [float or None,
@@ -72,16 +72,20 @@ def call_function(function: Callable[..., Any], jobs: Sequence[Job]) -> list[flo
     )
     if inspect.isawaitable(rewards):
         rewards = asyncio.run(_awaited(rewards))
-    return _numbers(rewards, len(jobs))
+    try:
+        return _numbers(rewards, len(jobs))
+    except (TypeError, ValueError) as error:  # raised here, so it has no line of the function
+        place = place_of(function)
+        raise type(error)(str(error) if place is None else f"{error} ({place})") from error
 
 
-def _completion(job: Job) -> str | list[dict[str, str]]:
+def _completion(job: RewardJob) -> str | list[dict[str, str]]:
     is_chat = not isinstance(job.prompt, str)
     return [{"role": "assistant", "content": job.completion}] if is_chat else job.completion
 
 
 def _numbers(rewards: Any, count: int) -> list[float | None]:
-    """What a function returned, as numbers. Text is none, also where it could be read as one."""
+    """Return a function's result as numbers. Text is no number, also where it could be read as one."""
     wanted = f"a list with one number or None for each of {count} completion{'s' if count > 1 else ''}"
     if isinstance(rewards, str | bytes | Mapping | Set) or not isinstance(rewards, Iterable):
         raise TypeError(f"it returned {_brief(rewards)}, not {wanted}")

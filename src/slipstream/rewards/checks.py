@@ -1,4 +1,4 @@
-"""What has to hold before a run starts: reward functions that exist, and barriers where verifiers evaluate text."""
+"""Checks before a run starts: reward functions exist, and barriers hold where verifiers evaluate text."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import msgspec
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import FROM_PYTHON, RewardsConfig, TaskConfig, names_of
+from slipstream.core.sections import names_of
 from slipstream.core.types import Prompt
 from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
-from slipstream.rewards.given import check_given
+from slipstream.rewards.given import check_given, is_from_python
 from slipstream.rewards.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Setup, Task, Term
+from slipstream.rewards.protocol import Task, Term, WorkerSetup
 
-COMPARING = frozenset({"exact_match", "overlap", "math"})
-"""Built-ins that abstain without an answer to compare with."""
+COMPARING = frozenset({"exact_match", "overlap", "math"})  # built-ins that abstain without an answer to compare with
 
 
 @lru_cache(maxsize=1)
 def isolation_report() -> dict[str, bool]:
-    """Which barriers of `isolation.BARRIERS` hold on this machine, found by starting one worker (a quarter second)."""
-    pool = ScoringPool(Setup(terms=[], tasks={}, memory_bytes=1 << 30, timeout_s=1.0), num_workers=1)
+    """Test which barriers hold on this machine by starting one worker (a quarter second)."""
+    pool = ScoringPool(WorkerSetup(terms=[], tasks={}, memory_bytes=1 << 30, timeout_s=1.0), num_workers=1)
     try:
         pool.wait_ready()
         return {barrier: barrier in pool.isolation for barrier in BARRIERS}
@@ -38,7 +38,7 @@ def terms_of(config: RewardsConfig) -> list[Term]:
     return [msgspec.structs.replace(term, name=name) for term, name in zip(terms, names, strict=True)]
 
 
-def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
+def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> WorkerSetup:
     """The workers' setup; ConfigError for unknown functions or parameters. What was given from Python is not theirs."""
     terms = terms_of(config)
     if not terms:
@@ -54,8 +54,8 @@ def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
             got="prompts from a dataset",
             allowed=", ".join(f"'{name}'" for name in BUILTINS if name != "task") + ", or your own function",
         )
-    return Setup(
-        terms=[term for term in terms if not term.function.startswith(FROM_PYTHON)],
+    return WorkerSetup(
+        terms=[term for term in terms if not is_from_python(term)],
         tasks={key: Task(name=task.name, params=task.params) for key, task in tasks.items()},
         memory_bytes=config.memory_mb << 20,
         timeout_s=config.timeout_s,
@@ -64,7 +64,7 @@ def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> Setup:
     )
 
 
-def unsafe_verifiers(setup: Setup) -> list[str]:
+def unsafe_verifiers(setup: WorkerSetup) -> list[str]:
     """Names in UNSAFE_VERIFIERS that this setup would run."""
     functions = {term.function for term in setup.terms}
     tasks = {task.name for task in setup.tasks.values()} if "task" in functions else set()
@@ -85,7 +85,7 @@ def check_answers(config: RewardsConfig, prompts: Sequence[Prompt]) -> None:
     )
 
 
-def check_isolation(setup: Setup, held: Collection[str], *, trust_verifier: bool) -> None:
+def check_isolation(setup: WorkerSetup, held: Collection[str], *, trust_verifier: bool) -> None:
     """ConfigError when a verifier evaluates model text and a barrier it needs is missing, unless it is trusted."""
     missing = sorted(REQUIRED_FOR_UNSAFE - set(held))
     unsafe = unsafe_verifiers(setup)

@@ -17,24 +17,15 @@ from typing import Any, Self
 
 from slipstream.core.errors import ConfigError
 from slipstream.rewards.jailed import PASSED
-from slipstream.rewards.launcher import PROBE, REPLY, REQUEST, SCRIPT, TESTS
-from slipstream.rewards.protocol import Job
+from slipstream.rewards.launcher import PROBE, REPLY, REQUEST, SCRIPT, TESTS, ProcessLimits
+from slipstream.rewards.protocol import RewardJob
 
-Scorer = Callable[[Job], float | None]
+Scorer = Callable[[RewardJob], float | None]
 
 _LAUNCHER_DIED = 70  # exit code (EX_SOFTWARE): a worker without its launcher is of no use
 _SHARE_OF_DEADLINE = 0.8  # of rewards.timeout_s, for the tests of one program; past it the worker would be killed
 _PYTHON = {"", "python", "python3", "py"}
 _MAX_SOURCE_BYTES = 1 << 20  # of all the tests of a row in Python; programs are bounded by rewards.max_chars
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of one process."""
-
-    seconds: float
-    memory_bytes: int
-    file_bytes: int
 
 
 @dataclass(frozen=True)
@@ -53,28 +44,28 @@ class Programs:
 
     def probe(self) -> frozenset[str]:
         """The barriers that hold around a program, found by starting one."""
-        with _File() as out:
-            self._request(PROBE, Limits(10.0, 1 << 28, 1 << 16), [out.writable])
+        with _UnnamedFile() as out:
+            self._request(PROBE, ProcessLimits(10.0, 1 << 28, 1 << 16), [out.writable])
             return frozenset(out.content(1 << 16).decode().split())
 
-    def run_script(self, source: str, given: str, limits: Limits) -> str | None:
-        """What the program prints when it is `given` this; None when it fails, or takes too long."""
-        with _File(_bytes(source)) as program, _File(_bytes(given)) as stdin, _File() as stdout:
+    def run_script(self, source: str, given: str, limits: ProcessLimits) -> str | None:
+        """Return what the program prints when it is `given` this; None when it fails, or takes too long."""
+        with _UnnamedFile(_bytes(source)) as program, _UnnamedFile(_bytes(given)) as stdin, _UnnamedFile() as stdout:
             code = self._request(SCRIPT, limits, [program.readable, stdin.readable, stdout.writable])
             return stdout.content(limits.file_bytes).decode("utf-8", "replace") if code == 0 else None
 
-    def run_tests(self, source: str, tests: Sequence[str], limits: Limits, *, total_s: float) -> list[bool]:
+    def run_tests(self, source: str, tests: Sequence[str], limits: ProcessLimits, *, total_s: float) -> list[bool]:
         """For each of `tests` whether it passes. `limits.seconds` is for each, `total_s` for all."""
         content = json.dumps([limits.seconds, list(tests)]).encode()
         if len(content) > _MAX_SOURCE_BYTES:
             raise ValueError(f"tests of {len(content)} bytes, at most {_MAX_SOURCE_BYTES} allowed")
-        with _File(_bytes(source)) as program, _File(content) as file, _File() as verdicts:
-            all_of_them = Limits(total_s, limits.memory_bytes, limits.file_bytes)
+        with _UnnamedFile(_bytes(source)) as program, _UnnamedFile(content) as file, _UnnamedFile() as verdicts:
+            all_of_them = ProcessLimits(total_s, limits.memory_bytes, limits.file_bytes)
             self._request(TESTS, all_of_them, [program.readable, file.readable, verdicts.writable])
             told = verdicts.content(len(tests))
             return [told[i : i + 1] == PASSED for i in range(len(tests))]
 
-    def _request(self, what: int, limits: Limits, files: list[int]) -> int:
+    def _request(self, what: int, limits: ProcessLimits, files: list[int]) -> int:
         """The exit code, or minus the signal."""
         request = REQUEST.pack(what, limits.seconds, limits.memory_bytes, limits.file_bytes)
         try:
@@ -87,7 +78,7 @@ class Programs:
         return int(REPLY.unpack(reply)[0])
 
 
-class _File:
+class _UnnamedFile:
     """A file without a name: nobody can open it who has not been given a descriptor."""
 
     def __init__(self, content: bytes = b"") -> None:
@@ -142,9 +133,9 @@ def code_reward(
             raise ConfigError(f"{name} of reward 'code' must be a positive number", got=repr(value))
     if not isinstance(tests, str):
         raise ConfigError("tests of reward 'code' must name a column", got=repr(tests))
-    limits = Limits(float(test_timeout_s), int(memory_mb) << 20, int(max_output_kb) << 10)
+    limits = ProcessLimits(float(test_timeout_s), int(memory_mb) << 20, int(max_output_kb) << 10)
 
-    def score(job: Job) -> float | None:
+    def score(job: RewardJob) -> float | None:
         column = job.answer if tests == "answer" else job.columns.get(tests)
         if column is None:
             return None
@@ -163,9 +154,15 @@ def code_reward(
 
 
 def _passed(
-    programs: Programs, source: str, tests: Sequence[InOut | str], limits: Limits, *, end_s: float, may_stop: bool
+    programs: Programs,
+    source: str,
+    tests: Sequence[InOut | str],
+    limits: ProcessLimits,
+    *,
+    end_s: float,
+    may_stop: bool,
 ) -> int:
-    """How many tests pass; `may_stop` at the first that does not."""
+    """Count the tests that pass; `may_stop` at the first that does not."""
     in_python = [test for test in tests if isinstance(test, str)]
     passed = 0
     if in_python:
@@ -176,7 +173,7 @@ def _passed(
         remaining_s = end_s - time.monotonic()
         if remaining_s <= 0:
             break
-        each = Limits(min(limits.seconds, remaining_s), limits.memory_bytes, limits.file_bytes)
+        each = ProcessLimits(min(limits.seconds, remaining_s), limits.memory_bytes, limits.file_bytes)
         printed = programs.run_script(source, test.given, each)
         if printed is not None and _lines(printed) == _lines(test.expected):
             passed += 1
@@ -186,7 +183,7 @@ def _passed(
 
 
 def _lines(text: str) -> list[str]:
-    """What counts of an output: its lines without spaces at their ends, up to the last that is not empty."""
+    """Return an output's lines without spaces at their ends, up to the last that is not empty."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

@@ -16,15 +16,17 @@ from slipstream.core.clock import WallClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.sections import RewardsConfig, TaskConfig
+from slipstream.core.sections import FROM_PYTHON
 from slipstream.core.types import Completion, Prompt, Segment
-from slipstream.rewards.assembly import Assembly, Entry
+from slipstream.rewards.assembly import Assembly, ScoreEntry
 from slipstream.rewards.given import Functions
 from slipstream.rewards.protocol import Per
 from slipstream.rewards.scorers import Scorers
-from slipstream.rewards.user_functions import GIVEN
+from slipstream.rewards.user_functions import GIVEN, Definition, definition
 
 _READING_ROWS = frozenset({"code", "overlap"})
 """Built-ins that read columns which the data may lack. The others have nothing to fail by that a check has not seen."""
+PER: tuple[Per, ...] = ("completion", "group")
 _NUM_TOKENS = 16
 _PROMPT_CHARS = 60
 _WAKE_EVERY_S = 1.0
@@ -39,46 +41,69 @@ def dry_call(
     group_size: int = 1,
     private: Sequence[str] = (),
 ) -> str | None:
-    """Call the user's functions, and built-ins that read columns, on up to two of `prompts`.
+    """Call the user's functions, and built-ins that read columns, on the first and the last of `prompts`.
 
-    ConfigError for one that fails, is too slow, or returns anything but a finite number or None for each completion.
-    Functions may abstain: where all do on all prompts, the sentence returned says so; of built-ins, which abstain for
-    want of their column, that is an error. Nothing is called with `dry_call = false`.
+    ConfigError for one that fails, is too slow, or returns anything but a finite number or None for each completion;
+    and for one that asks for the answer where no prompt has any. Functions may abstain: where all do on all prompts,
+    the sentence returned says so; of built-ins, which abstain for want of their column, that is an error. Nothing is
+    called with `dry_call = false`.
     """
     terms = [term for term in config.terms if ":" in term.function or term.function in _READING_ROWS]
     if not config.dry_call or not terms or not prompts:
         return None
+    given = {FROM_PYTHON + name: function for name, function in (functions or {}).items()}
     alone = config.model_copy(update={"terms": terms, "num_workers": 1})
+    found = [definition(term.function, given) for term in terms]
+    _check_answers(alone, found, prompts)
     scorers = Scorers(alone, tasks, functions or {}, private=private, num_spares=0)
+    places = {name: one.place for name, one in zip(scorers.names, found, strict=True) if one is not None}
     try:
         two = [prompts[0], prompts[-1]]
-        entries = [*_scored(scorers, two, "completion", 1), *_scored(scorers, two, "group", group_size)]
+        entries = [entry for per in PER for entry in _scored(scorers, two, per, group_size, places)]
     finally:
         scorers.close()
     has_all_terms = len(terms) == len(config.terms) and not config.models
-    if has_all_terms and all(part is None for entry in entries for part in entry.parts):
-        if all(term.function in _READING_ROWS for term in terms):
-            raise ConfigError(
-                f"reward {', '.join(map(repr, scorers.names))} abstains: the column that it reads is not in the data",
-                got=f"prompts with the columns {_columns(prompts[0])}",
-                allowed="'tests' for code; answer, or params.column, for overlap",
-                hint="a completion for which every reward abstains counts as failed",
-            )
-        return (
-            f"in a dry call of the rewards {', '.join(scorers.names)} returned None: a completion for which every "
-            "reward abstains counts as failed"
+    if not has_all_terms or any(part is not None for entry in entries for part in entry.parts):
+        return None
+    if all(term.function in _READING_ROWS for term in terms):
+        raise ConfigError(
+            f"reward {', '.join(map(repr, scorers.names))} abstains: the column that it reads is not in the data",
+            got=f"prompts with the columns {_columns(prompts[0])}",
+            allowed="'tests' for code; answer, or params.column, for overlap",
+            hint="a completion for which every reward abstains counts as failed",
         )
-    return None
+    named = ", ".join(f"{name} ({places[name]})" if name in places else name for name in scorers.names)
+    return (
+        f"in a dry call of the rewards {named} returned None for every completion, of {len(entries)}: None means that "
+        "a reward does not apply, and a completion for which every reward abstains counts as failed"
+    )
 
 
-def _scored(scorers: Scorers, prompts: Sequence[Prompt], per: Per, size: int) -> list[Entry]:
-    """One call for each of `prompts`, with `size` completions, of the terms of this kind; ConfigError as `dry_call`.
+def _check_answers(config: RewardsConfig, definitions: Sequence[Definition | None], prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for a function with the parameter `answer`, and no default of it, where no prompt has one."""
+    if any(prompt.answer is not None for prompt in prompts):
+        return
+    for term, found in zip(config.terms, definitions, strict=True):
+        if found is not None and "answer" in found.required:
+            raise ConfigError(
+                f"reward '{term.function}' takes answer ({found.place}), and no row has one",
+                got=f"{len(prompts)} prompts with {_columns(prompts[0]) or 'no columns'}",
+                allowed="rows with the column that prompts.answer_column names",
+                hint="name that column, or give the parameter a default: answer=None",
+            )
+
+
+def _scored(
+    scorers: Scorers, prompts: Sequence[Prompt], per: Per, group_size: int, places: Mapping[str, str]
+) -> list[ScoreEntry]:
+    """Score completions of each of `prompts` in one call by the terms of this kind; ConfigError as `dry_call`.
 
     Consumes: answers. Unblocked by: a worker or a deadline. Ends when: all calls have answered, or one has failed.
     """
+    size = group_size if per == "group" else 1
     names = [name for name, where in zip(scorers.names, scorers.where, strict=True) if where[1] == per]
     assembly = Assembly([where for where in scorers.where if where[1] == per], size)
-    entries: list[Entry] = []
+    entries: list[ScoreEntry] = []
     for ordinal, prompt in enumerate(prompts if names else ()):
         for sample in range(size):
             for call in assembly.add(_made_up(prompt, ordinal, sample)):
@@ -91,7 +116,7 @@ def _scored(scorers: Scorers, prompts: Sequence[Prompt], per: Per, size: int) ->
         for scored in scorers.poll():
             answered = assembly.answer(scored.job_id, scored.parts, scored.failure)
             for entry in answered:
-                _check(entry, names)
+                _check(entry, names, places)
             entries += answered
     return entries
 
@@ -111,12 +136,16 @@ def _made_up(prompt: Prompt, ordinal: int, sample: int) -> Completion:
     )
 
 
-def _check(entry: Entry, names: Sequence[str]) -> None:
+def _check(entry: ScoreEntry, names: Sequence[str], places: Mapping[str, str]) -> None:
     """Raise ConfigError for a call that failed, and for a part that is no finite number."""
     wrong = next((i for i, part in enumerate(entry.parts) if part is not None and not math.isfinite(part)), None)
     if entry.failure is None and wrong is None:
         return
-    failure = entry.failure or f"{names[wrong or 0]}: it returned {entry.parts[wrong or 0]} as a reward"
+    failure = entry.failure
+    if failure is None:
+        name = names[wrong or 0]
+        place = f" ({places[name]})" if name in places else ""
+        failure = f"{name}: it returned {entry.parts[wrong or 0]} as a reward{place}"
     prompt = entry.completion.prompt
     advice = (
         "raise rewards.timeout_s, or load what the function needs when its file is imported"
@@ -133,4 +162,5 @@ def _check(entry: Entry, names: Sequence[str]) -> None:
 
 
 def _columns(prompt: Prompt) -> str:
-    return ", ".join(sorted({"answer", *prompt.columns} - set(GIVEN)))
+    lacking = {"answer"} if prompt.answer is None else set()
+    return ", ".join(sorted({"answer", *prompt.columns} - lacking - set(GIVEN)))

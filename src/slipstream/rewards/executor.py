@@ -10,7 +10,7 @@ from slipstream.core.executor import Context, Executor
 from slipstream.core.sections import RewardsConfig, TaskConfig
 from slipstream.core.types import Completion, Counters, EvalScored, Noted, Ready, Rollout, Stop
 from slipstream.core.vetting import POISONED, Limits, completion_fault, without_tokens
-from slipstream.rewards.assembly import Assembly, Entry
+from slipstream.rewards.assembly import Assembly, ScoreEntry
 from slipstream.rewards.functions import combined_reward
 from slipstream.rewards.given import Functions
 from slipstream.rewards.scorers import Scorers
@@ -123,12 +123,12 @@ class Rewards(Executor):
                 calls = self._assembly.add(completion)
             else:  # there is nothing to score
                 calls = self._assembly.leave_out(completion)
-                self._emit(Entry(without_tokens(completion), [], num_open=0, failure=POISONED + fault))
+                self._emit(ScoreEntry(without_tokens(completion), [], num_open=0, failure=POISONED + fault))
             for call in calls:
                 scorers.submit(call)
         return num_taken
 
-    def _emit(self, entry: Entry) -> None:
+    def _emit(self, entry: ScoreEntry) -> None:
         completion, parts = entry.completion, entry.parts
         reward, failure = self._config.failure_reward, entry.failure
         if failure is None and not self._config.models:  # else the sum is made where the models' parts are known

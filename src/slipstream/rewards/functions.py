@@ -23,7 +23,7 @@ from slipstream.core.plain import shown
 from slipstream.core.sections import FROM_PYTHON, RewardModelTerm, RewardTerm
 from slipstream.rewards.calls import Scoring, call_function, import_function
 from slipstream.rewards.code import Programs, Scorer, code_reward
-from slipstream.rewards.protocol import Job, Per, Task, Term
+from slipstream.rewards.protocol import Per, RewardJob, Task, Term
 from slipstream.rewards.user_functions import check_function
 
 # Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9), or
@@ -62,7 +62,7 @@ class _Pattern:
         return find(text, timeout=self.timeout_s) is not None
 
     def last(self, text: str) -> str | None:
-        """What the last match holds in its first group, else the whole match."""
+        """Return the first group of the last match, or all of the match where the pattern has no group."""
         match = None
         for match in self.compiled.finditer(text, timeout=self.timeout_s):  # noqa: B007 - the last one counts
             pass
@@ -93,7 +93,7 @@ def _pattern(pattern: str | None, function: str, timeout_s: float) -> _Pattern |
 
 
 def _repetitions(pattern: str) -> int:
-    """How often a pattern's parts are copied at most, as if its counted groups were all inside each other.
+    """Bound how often a pattern's parts are copied, as if its counted groups were all inside each other.
 
     Compiled, `(?:ab){500}` is 500 copies.
     """
@@ -120,7 +120,7 @@ def task_reward(
         key: reasoning_gym.create_dataset(task.name, seed=0, size=1, **task.params) for key, task in tasks.items()
     }
 
-    def score(job: Job) -> float:
+    def score(job: RewardJob) -> float:
         answer = _extracted(job.completion, pattern)
         if answer is None:
             return 0.0
@@ -150,7 +150,7 @@ def exact_match(
     of_reference = _pattern(reference_pattern, "exact_match", timeout_s)
     dropped = str.maketrans("", "", ignore)
 
-    def score(job: Job) -> float | None:
+    def score(job: RewardJob) -> float | None:
         if job.answer is None:
             return None
         answer, expected = _extracted(job.completion, pattern), _extracted(job.answer, of_reference)
@@ -174,7 +174,7 @@ def math_equivalence(*, strict: bool = True) -> Scorer:
     for library in ("math_verify", "latex2sympy2_extended"):  # they log every text that they cannot parse
         logging.getLogger(library).setLevel(logging.CRITICAL + 1)
 
-    def score(job: Job) -> float | None:
+    def score(job: RewardJob) -> float | None:
         if job.answer is None:
             return None
         text = job.answer if "$" in job.answer or "\\boxed" in job.answer else f"${job.answer}$"
@@ -203,7 +203,7 @@ def word_overlap(*, column: str = "answer", characters: bool = False) -> Scorer:
     def parts(text: str) -> Counter[str]:
         return Counter("".join(text.split()) if characters else text.split())
 
-    def score(job: Job) -> float | None:
+    def score(job: RewardJob) -> float | None:
         reference = job.answer if column == "answer" else job.columns.get(column)
         if reference is None:
             return None
@@ -236,7 +236,7 @@ def length_shaping(
     if not 0 <= buffer_tokens <= max_tokens:
         raise ConfigError("buffer_tokens must lie in 0..max_tokens", got=f"{buffer_tokens} of {max_tokens}")
 
-    def score(job: Job) -> float:
+    def score(job: RewardJob) -> float:
         over = len(job.completion_ids) - (max_tokens - buffer_tokens)
         if over <= 0:
             return 0.0
@@ -338,17 +338,17 @@ def build_scoring(
         scores = partial(call_function, import_function(term))
     else:
         scores = partial(_each, build_scorer(term, tasks, programs=programs, timeout_s=timeout_s))
-    return Scoring(term.name or term.function, term.per, scores)
+    return Scoring(term.label, term.per, scores)
 
 
-def _each(scorer: Scorer, jobs: Sequence[Job]) -> list[float | None]:
+def _each(scorer: Scorer, jobs: Sequence[RewardJob]) -> list[float | None]:
     return [scorer(job) for job in jobs]
 
 
 def make_term(function: str, params: Mapping[str, Any], per: Per = "completion") -> Term:
-    """A checked term, with the text of its file where it names one. ConfigError on anything malformed.
+    """Return a checked term, with the text of its file where it names one. ConfigError on anything malformed.
 
-    One that was handed over from Python stays as it is: who runs it has the function.
+    A function that was given from Python is not checked: the process that runs it has it.
     """
     term = Term(function, dict(params), per=per)
     if function.startswith(FROM_PYTHON):

@@ -15,6 +15,8 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import FROM_PYTHON, RewardsConfig, RewardTerm
+from slipstream.core.sections import FROM_PYTHON
+from slipstream.rewards.protocol import Term
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
 """A function, what names one in `rewards.terms`, or a table of these whose `function` may be either."""
@@ -102,5 +104,5 @@ def check_given(config: RewardsConfig, given: Collection[str]) -> None:
         )
 
 
-def is_from_python(term: RewardTerm) -> bool:
+def is_from_python(term: RewardTerm | Term) -> bool:
     return term.function.startswith(FROM_PYTHON)

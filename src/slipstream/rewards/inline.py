@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
 from slipstream.rewards.calls import Scoring, answer
-from slipstream.rewards.pool import Scored
+from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob
 
 _MAX_ABANDONED = 8  # threads that never came back; a thread cannot be killed
@@ -29,7 +29,7 @@ class CallableScorer:
         self._timeout_s = timeout_s
         self._clock = clock or WallClock()
         self._waiting: queue.SimpleQueue[AnyJob] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, Scored]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, ScoredJob]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -52,7 +52,7 @@ class CallableScorer:
         self._waiting.put(job)
         self._num_waiting += 1
 
-    def poll(self) -> list[Scored]:
+    def poll(self) -> list[ScoredJob]:
         """Take an answer, judge the deadline, hand over the next job; never waits."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
@@ -114,7 +114,7 @@ class CallableScorer:
 
         while (job := inbox.get()) is not None:
             result = answer(self._terms, job, began)
-            scored = Scored(job_id=job.job_id, parts=result.parts, failure=result.error)
+            scored = ScoredJob(job_id=job.job_id, parts=result.parts, failure=result.error)
             if generation != self._generation:
                 return
             self._answers.put((generation, scored))
@@ -126,5 +126,5 @@ class CallableScorer:
                 return
 
     @staticmethod
-    def _failed(job: AnyJob, failure: str) -> Scored:
-        return Scored(job_id=job.job_id, parts=[], failure=failure)
+    def _failed(job: AnyJob, failure: str) -> ScoredJob:
+        return ScoredJob(job_id=job.job_id, parts=[], failure=failure)

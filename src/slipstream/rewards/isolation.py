@@ -24,6 +24,7 @@ import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.core.lifeline import die_with_parent
 from slipstream.rewards import seccomp
@@ -57,7 +58,7 @@ _DEVICES = ("null", "zero", "urandom", "random")
 
 @dataclass(frozen=True)
 class Namespaces:
-    """What `enter_namespaces` achieved."""
+    """The namespaces that `enter_namespaces` has entered."""
 
     is_separate: bool = False
     is_user_namespace: bool = False
@@ -65,34 +66,34 @@ class Namespaces:
     program_uid: int | None = None  # the same for programs that the worker lets run
 
 
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _succeeds(result: int) -> bool:
-    return result == 0
+def _call(name: str, *arguments: Any) -> bool:
+    """Call a function of the C library; whether it succeeded."""
+    return bool(getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) == 0)
 
 
 def enter_namespaces(*, allow_network: bool = False) -> Namespaces:
     """Put the next forked child into namespaces of its own (processes, IPC, and network unless that is allowed)."""
     if not sys.platform.startswith("linux"):
         return Namespaces()
-    libc = _libc()
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     flags = _CLONE_NEWPID | _CLONE_NEWIPC | (0 if allow_network else _CLONE_NEWNET)
     if os.geteuid() == 0:
         return Namespaces(
-            is_separate=_succeeds(libc.unshare(flags)),
+            is_separate=_call("unshare", flags),
             worker_uid=_FIRST_WORKER_UID + os.getpid(),
             program_uid=_FIRST_PROGRAM_UID + os.getpid(),
         )
     uid, gid = os.geteuid(), os.getegid()
-    if not _succeeds(libc.unshare(flags | _CLONE_NEWUSER)):
+    if not _call("unshare", flags | _CLONE_NEWUSER):
         return Namespaces()
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     return Namespaces(is_separate=True, is_user_namespace=True)
+
+
+def _enter_mount_namespace() -> bool:
+    return _call("unshare", _CLONE_NEWNS) and _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
 
 
 def confine_files(scratch: str, needed: Iterable[str], *, private: Iterable[str], is_other_user: bool) -> bool:
@@ -102,52 +103,49 @@ def confine_files(scratch: str, needed: Iterable[str], *, private: Iterable[str]
     except for what lies in `needed` folders (the interpreter's, and those modules are imported from). A needed folder
     that is itself closed to others is of no use to another user, so it does not count.
     """
-    libc = _libc()
-    if not _succeeds(libc.unshare(_CLONE_NEWNS)) or not _succeeds(
-        libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
-    ):
+    if not _enter_mount_namespace():
         return False
     guarded = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    if not _succeeds(libc.mount(b"proc", b"/proc", b"proc", guarded, None)):
-        libc.mount(b"tmpfs", b"/proc", b"tmpfs", guarded, None)
+    if not _call("mount", b"proc", b"/proc", b"proc", guarded, None):
+        _call("mount", b"tmpfs", b"/proc", b"tmpfs", guarded, None)
     folders = [path for path in needed if os.path.isdir(path)]
     kept = {os.path.realpath(path) for path in folders if _is_open(Path(path)) or not is_other_user}
-    _hide(libc, scratch, kept, private=private)
+    _hide(scratch, kept, private=private)
     os.makedirs(scratch, exist_ok=True)
-    return _make_read_only(libc, "/") and _mount_scratch(libc, scratch)
+    return _make_read_only("/") and _mount_scratch(scratch)
 
 
-def _make_read_only(libc: ctypes.CDLL, root: str) -> bool:
+def _make_read_only(root: str) -> bool:
     """Let nothing below `root` be written, and no set-uid program there give anything."""
     attributes = struct.pack("<QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
-    return _succeeds(libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes, size))
+    return _call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes, size)
 
 
-def _mount_scratch(libc: ctypes.CDLL, folder: str) -> bool:
+def _mount_scratch(folder: str) -> bool:
     options = f"size={_SCRATCH_BYTES},nr_inodes=4096,mode=1777".encode()
-    return _succeeds(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options))
+    return _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
-def _hide(libc: ctypes.CDLL, stash: str, needed: set[str], *, private: Iterable[str]) -> None:
+def _hide(stash: str, needed: set[str], *, private: Iterable[str]) -> None:
     """Cover private folders with empty ones and put the `needed` folders below them back in their places."""
     closed = {folder for path in needed if (folder := _private_ancestor(path)) is not None}
     named = {os.path.realpath(path) for path in (*private, *_SHARED_FOLDERS, os.path.expanduser(f"~{_account()}"))}
     existing = {path for path in named if path != "/" and os.path.isdir(path)}
     private = _outermost((closed | existing) - needed)  # what is needed as a whole cannot be hidden
-    libc.mount(b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
+    _call("mount", b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
     kept = _outermost(path for path in needed if any(_is_below(path, folder) for folder in private))
     for i, path in enumerate(kept):
         target = os.path.join(stash, str(i))
         os.mkdir(target)
-        libc.mount(os.fsencode(path), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
+        _call("mount", os.fsencode(path), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
     os.chdir(stash)  # its path may be hidden now
     for folder in private:
-        libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=755")
+        _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=755")
     for i, path in enumerate(kept):
         os.makedirs(path, exist_ok=True)
-        libc.mount(str(i).encode(), os.fsencode(path), None, _MS_BIND | _MS_REC, None)
-    libc.umount2(b".", _MNT_DETACH)
+        _call("mount", str(i).encode(), os.fsencode(path), None, _MS_BIND | _MS_REC, None)
+    _call("umount2", b".", _MNT_DETACH)
     os.chdir("/")
 
 
@@ -156,67 +154,72 @@ def enter_bare_root(stash: str, needed: Iterable[str]) -> bool:
 
     All of it read-only. `stash` is an empty folder that is used on the way. False where that is not permitted.
     """
-    libc = _libc()
-    if not _succeeds(libc.unshare(_CLONE_NEWNS)) or not _succeeds(
-        libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
-    ):
+    if not _enter_mount_namespace():
         return False
-    libc.mount(b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
+    _call("mount", b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
     libraries = list(filter(os.path.exists, _LIBRARIES))
     for link in filter(os.path.islink, libraries):
         os.symlink(os.readlink(link), stash + link)
     folders = {os.path.realpath(path) for path in needed} | {path for path in libraries if not os.path.islink(path)}
     for path in _outermost(folders):
         os.makedirs(stash + path, exist_ok=True)
-        libc.mount(os.fsencode(path), os.fsencode(stash + path), None, _MS_BIND | _MS_REC, None)
+        _call("mount", os.fsencode(path), os.fsencode(stash + path), None, _MS_BIND | _MS_REC, None)
     os.mkdir(stash + "/dev")
     for name in _DEVICES:
         Path(stash, "dev", name).touch()
-        libc.mount(f"/dev/{name}".encode(), os.fsencode(f"{stash}/dev/{name}"), None, _MS_BIND, None)
+        _call("mount", f"/dev/{name}".encode(), os.fsencode(f"{stash}/dev/{name}"), None, _MS_BIND, None)
     os.mkdir(stash + "/tmp")
-    if not _make_read_only(libc, stash):
+    if not _make_read_only(stash):
         return False
     os.chdir(stash)
-    is_entered = _succeeds(libc.syscall(seccomp.number("pivot_root"), b".", b"."))
-    libc.umount2(b".", _MNT_DETACH)  # the former root, which lies over the new one now
+    is_entered = _call("syscall", seccomp.number("pivot_root"), b".", b".")
+    _call("umount2", b".", _MNT_DETACH)  # the former root, which lies over the new one now
     os.chdir("/")
     return is_entered
 
 
 def begin_process_namespace() -> bool:
     """Make the next child the first process of a namespace of its own; `end_process_namespace` takes it back."""
-    return sys.platform.startswith("linux") and _succeeds(_libc().unshare(_CLONE_NEWPID))
+    return sys.platform.startswith("linux") and _call("unshare", _CLONE_NEWPID)
 
 
 def end_process_namespace(own: int) -> None:
     """Children belong to this process' own namespace again: `own` is a descriptor of /proc/self/ns/pid."""
-    _libc().setns(own, _CLONE_NEWPID)
+    _call("setns", own, _CLONE_NEWPID)
 
 
 def leave_all_others(scratch: str | None) -> bool:
     """In a new process: a network, IPC and mount namespace of its own, with a tmpfs at `scratch` if given."""
-    libc = _libc()
-    if not _succeeds(libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWNET)):
+    if not _call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWNET):
         return False
-    return scratch is None or _mount_scratch(libc, scratch)
+    return scratch is None or _mount_scratch(scratch)
 
 
 def keep_capabilities() -> None:
     """Let the program that this process becomes have its capabilities, also where its user is not root."""
-    libc = _libc()
     header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
     data = ctypes.create_string_buffer(24)
-    if not _succeeds(libc.capget(header, data)):
+    if not _call("capget", header, data):
         return
     low, high = struct.unpack("<III", data.raw[:12])[1], struct.unpack("<III", data.raw[12:])[1]
-    libc.capset(header, struct.pack("<6I", low, low, low, high, high, high))
+    _call("capset", header, struct.pack("<6I", low, low, low, high, high, high))
     for capability in range(64):
         if (high << 32 | low) >> capability & 1:
-            libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, capability, 0, 0)
+            _call("prctl", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, capability, 0, 0)
+
+
+def wake_at_childrens_ends() -> int:
+    """Return a descriptor that becomes readable whenever a child of this process ends."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    return reading
 
 
 def be_killed_first() -> None:
-    """Where memory runs out, the system is to end this process and its children, not the trainer."""
+    """Let the system end this process and its children first, not the trainer, when memory runs out."""
     adjustment = Path("/proc/self/oom_score_adj")
     if adjustment.exists():
         adjustment.write_text("1000")
@@ -225,7 +228,7 @@ def be_killed_first() -> None:
 def become_unreadable() -> None:
     """No process of the same user may look at this one's memory, environment or descriptors."""
     if sys.platform.startswith("linux"):
-        _libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def filter_syscalls(held: Collection[str], *, alone_as: int | None = None, allow_network: bool = False) -> list[str]:
@@ -266,7 +269,7 @@ def _is_open(folder: Path) -> bool:
 
 
 def is_reachable_by_others(paths: Iterable[str]) -> bool:
-    """Whether another user can enter every one of `paths` that exists."""
+    """Return whether another user can enter every one of `paths` that exists."""
     return all(_private_ancestor(os.path.realpath(path)) is None for path in paths if os.path.isdir(path))
 
 
@@ -285,11 +288,10 @@ def drop_privileges(worker_uid: int | None, *, is_user_namespace: bool) -> list[
             held.append("user")
             break
     if sys.platform.startswith("linux"):
-        libc = _libc()
         header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
-        if _succeeds(libc.capset(header, bytes(24))) and is_user_namespace:
+        if _call("capset", header, bytes(24)) and is_user_namespace:
             held.append("user")
-        if _succeeds(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)):
+        if _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
             held.append("privileges")
         die_with_parent()
     return held
@@ -311,7 +313,7 @@ def limit_resources(
 
 
 def address_space_bytes() -> int:
-    """What this process has mapped; a GiB where the system does not say."""
+    """Return the bytes that this process has mapped; a GiB where the system does not say."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 1 << 30
 

@@ -1,4 +1,4 @@
-"""What runs in a jail of its own: a program, or on either side of a wall between them, its functions and their tests.
+"""Code that runs in a jail: a program alone, or in two jails a program's functions and their tests.
 
     run_script      the program alone: its standard input and output are files
     serve_calls     the program as a module whose functions others call
@@ -260,7 +260,7 @@ class _Program:
 
 
 def _exception(name: str, text: str) -> Exception:
-    """The one of Python's own exceptions that has this name; RuntimeError for another, or one that takes more."""
+    """Return Python's own exception of this name; RuntimeError for another, or one with other arguments."""
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception):
         with contextlib.suppress(TypeError):

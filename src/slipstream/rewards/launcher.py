@@ -39,12 +39,21 @@ _PRELOADED = (  # what programs import most, beside what is here already; who im
 
 @dataclass(frozen=True)
 class JailLayout:
-    """Where jails are made, and what `isolation.enter_namespaces` has achieved."""
+    """The folder of the jails, and the result of `isolation.enter_namespaces`."""
 
     stash: str  # an empty folder
     program_uid: int | None
     is_separate: bool
     is_user_namespace: bool
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    """Limits of one process in a jail."""
+
+    seconds: float
+    memory_bytes: int
+    file_bytes: int
 
 
 def command(connection: int, layout: JailLayout, package_root: str) -> list[str]:
@@ -65,13 +74,6 @@ def main(connection: int, layout: str) -> NoReturn:
         os._exit(0)
 
 
-@dataclass(frozen=True)
-class _Limits:
-    seconds: float
-    memory_bytes: int
-    file_bytes: int
-
-
 class _Launcher:
     """One request at a time."""
 
@@ -79,11 +81,7 @@ class _Launcher:
         self._connection, self._layout = connection, layout
         for name in _PRELOADED:
             importlib.import_module(name)
-        self._wakeup, wakeup_write = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        os.set_blocking(wakeup_write, False)
-        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        self._wakeup = isolation.wake_at_childrens_ends()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._null = os.open(os.devnull, os.O_RDWR)
         self._used_bytes = isolation.address_space_bytes()
@@ -102,13 +100,13 @@ class _Launcher:
                 if not request:
                     raise EOFError
                 what, seconds, memory_bytes, file_bytes = REQUEST.unpack(request)
-                code, is_late = self._run(what, _Limits(seconds, memory_bytes, file_bytes), files)
+                code, is_late = self._run(what, ProcessLimits(seconds, memory_bytes, file_bytes), files)
             finally:
                 for file in files:
                     os.close(file)
             self._connection.sendall(REPLY.pack(code, is_late))
 
-    def _run(self, what: int, limits: _Limits, files: list[int]) -> tuple[int, bool]:
+    def _run(self, what: int, limits: ProcessLimits, files: list[int]) -> tuple[int, bool]:
         null = self._null
         deadline_s = time.monotonic() + limits.seconds
         if what == PROBE:
@@ -133,7 +131,7 @@ class _Launcher:
         os.write(1, " ".join(held).encode())
         os._exit(0)
 
-    def _start(self, limits: _Limits, files: list[int], body: Callable[[list[str]], None]) -> int:
+    def _start(self, limits: ProcessLimits, files: list[int], body: Callable[[list[str]], None]) -> int:
         is_separate = self._layout.is_separate and isolation.begin_process_namespace()
         try:
             child = os.fork()
@@ -147,7 +145,7 @@ class _Launcher:
                 os._exit(2)
         return child
 
-    def _confine(self, limits: _Limits, files: list[int], *, is_separate: bool) -> list[str]:
+    def _confine(self, limits: ProcessLimits, files: list[int], *, is_separate: bool) -> list[str]:
         """In the new process: give up everything. What holds then, by name."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

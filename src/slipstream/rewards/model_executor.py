@@ -120,5 +120,5 @@ class RewardModels(Executor):
 
 
 def _num_tokens(rollout: Rollout) -> int:
-    """That a model reads of it."""
+    """Return how many tokens of a rollout a model reads."""
     return len(rollout.completion.prompt.tokens) + rollout.completion.num_tokens

@@ -15,14 +15,14 @@ from slipstream.rewards.protocol import (
     MAX_ERROR_CHARS,
     AnyJob,
     Began,
-    GroupJob,
-    Result,
-    Setup,
+    JobResult,
+    RewardGroupJob,
     SetupFailed,
     TriedNetwork,
     WorkerReady,
+    WorkerSetup,
 )
-from slipstream.rewards.sandbox import Worker
+from slipstream.rewards.sandbox import RewardWorker
 
 _MAX_BATCH = 64  # jobs sent to a worker together; each still has the deadline of its own
 _BATCH_S = 0.05  # so that slow jobs spread over the workers
@@ -41,8 +41,8 @@ else:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The parts of one job's reward, as in `Result`, or why there are none."""
+class ScoredJob:
+    """The parts of one job's reward, as in `JobResult`, or why there are none."""
 
     job_id: int
     parts: list[float | None]
@@ -53,7 +53,7 @@ class Scored:
 class _Slot:
     """A worker, the jobs it has in order, and when the first of them is overdue; which term that has reached."""
 
-    worker: Worker
+    worker: RewardWorker
     deadline_s: float
     is_ready: bool = False
     jobs: deque[AnyJob] = field(default_factory=deque)
@@ -64,15 +64,15 @@ class _Slot:
 class ScoringPool:
     """`num_workers` workers and a warm spare, behind one file descriptor.
 
-    Consumes: jobs (`submit`). Produces: one `Scored` per job (`poll`), whatever the job does. Each job has `timeout_s`
-    from the moment its worker reached it, as far as the pool can see: results that wait are read before any deadline
-    is judged, so a pool that was not polled for a while accuses nobody. A job that is overdue, or whose worker dies, is
-    failed and its worker killed with everything it started; jobs queued behind it move on. Ends: `close`.
+    Consumes: jobs (`submit`). Produces: one `ScoredJob` per job (`poll`), whatever the job does. Each job has
+    `timeout_s` from the moment its worker reached it, as far as the pool can see: results that wait are read before any
+    deadline is judged, so a pool that was not polled for a while accuses no job. A job that is overdue, or whose worker
+    dies, is failed and its worker killed with everything it started; jobs queued behind it move on. Ends: `close`.
     """
 
     def __init__(
         self,
-        setup: Setup,
+        setup: WorkerSetup,
         *,
         num_workers: int,
         clock: Clock | None = None,
@@ -85,7 +85,7 @@ class ScoringPool:
         self._num_workers = num_workers
         self._selector = _nested_selector()
         self._waiting: deque[AnyJob] = deque()
-        self._done: list[Scored] = []
+        self._done: list[ScoredJob] = []
         self._slots: list[_Slot] = []
         self._failed_starts = 0
         self._job_s = 0.0  # running mean, for the size of batches
@@ -111,7 +111,7 @@ class ScoringPool:
         """Queue `job`; it is handed to a worker at the next `poll`."""
         self._waiting.append(job)
 
-    def poll(self) -> list[Scored]:
+    def poll(self) -> list[ScoredJob]:
         """Move what can be moved without waiting; results in the order they came."""
         self._advance(0)
         done, self._done = self._done, []
@@ -135,7 +135,7 @@ class ScoringPool:
         self._selector.close()
 
     def _start(self) -> None:
-        slot = _Slot(Worker(self._setup, private=self._private), deadline_s=self._clock.now_s() + _START_S)
+        slot = _Slot(RewardWorker(self._setup, private=self._private), deadline_s=self._clock.now_s() + _START_S)
         self._slots.append(slot)
         self._selector.register(slot.worker, selectors.EVENT_READ | selectors.EVENT_WRITE, slot)
 
@@ -160,8 +160,7 @@ class ScoringPool:
             if isinstance(message, TriedNetwork) and (slot.jobs or not slot.is_ready):
                 slot.has_tried_network = True
             elif isinstance(message, Began) and slot.jobs and 0 <= message.term < len(self._setup.terms):
-                term = self._setup.terms[message.term]
-                slot.term = term.name or term.function
+                slot.term = self._setup.terms[message.term].label
             elif isinstance(message, SetupFailed) and not slot.is_ready:
                 raise ConfigError(
                     "the reward functions cannot be set up",
@@ -173,7 +172,7 @@ class ScoringPool:
                 slot.is_ready, slot.has_tried_network = True, False
                 self._failed_starts = 0
                 self.isolation = frozenset(message.isolation)
-            elif isinstance(message, Result) and slot.jobs and message.job_id == slot.jobs[0].job_id:
+            elif isinstance(message, JobResult) and slot.jobs and message.job_id == slot.jobs[0].job_id:
                 self._finish(slot, message)
             else:
                 slot.worker.failure = "worker sent bad output: an answer to no question"
@@ -181,14 +180,14 @@ class ScoringPool:
         if slot.worker.failure is not None:
             self._replace(slot, slot.worker.failure)
 
-    def _finish(self, slot: _Slot, result: Result) -> None:
+    def _finish(self, slot: _Slot, result: JobResult) -> None:
         slot.jobs.popleft()
         now_s = self._clock.now_s()
         started_s = slot.deadline_s - self._setup.timeout_s
         self._job_s += 0.05 * (max(0.0, now_s - started_s) - self._job_s)
         slot.deadline_s = now_s + self._setup.timeout_s
         error = None if result.error is None else _explained(result.error[: 2 * MAX_ERROR_CHARS], slot)
-        self._done.append(Scored(job_id=result.job_id, parts=result.parts, failure=error))
+        self._done.append(ScoredJob(job_id=result.job_id, parts=result.parts, failure=error))
         slot.term, slot.has_tried_network = None, False
 
     def _replace(self, slot: _Slot, failure: str) -> None:
@@ -209,15 +208,15 @@ class ScoringPool:
             job = slot.jobs.popleft()
             term = slot.term or self._only_term(job)
             failure = _explained(failure if term is None else f"{term}: {failure}", slot)
-            self._done.append(Scored(job_id=job.job_id, parts=[], failure=failure))
+            self._done.append(ScoredJob(job_id=job.job_id, parts=[], failure=failure))
         self._waiting.extendleft(reversed(slot.jobs))
         self._start()
 
     def _only_term(self, job: AnyJob) -> str | None:
         """The term that scores `job`, where there is just one."""
-        per = "group" if isinstance(job, GroupJob) else "completion"
+        per = "group" if isinstance(job, RewardGroupJob) else "completion"
         terms = [term for term in self._setup.terms if term.per == per]
-        return (terms[0].name or terms[0].function) if len(terms) == 1 else None
+        return terms[0].label if len(terms) == 1 else None
 
     def _free(self) -> list[_Slot]:
         """Idle workers, not counting the spare."""

@@ -1,4 +1,4 @@
-"""What passes between the pool and a worker: length-prefixed msgpack frames, decoded strictly on both sides."""
+"""Messages between the pool and a worker: length-prefixed msgpack frames, decoded strictly on both sides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Term(msgspec.Struct, frozen=True):
     """One reward function: a key of BUILTINS or an import path, and its keyword parameters.
 
     `source` is the text of the file in 'file.py:function', which the worker's user may not be able to read. `per` says
-    whether it scores jobs or whole `GroupJob`s; `name` is its part's, for errors.
+    whether it scores jobs or whole `RewardGroupJob`s; `name` is its part's, for errors.
     """
 
     function: str
@@ -28,6 +28,10 @@ class Term(msgspec.Struct, frozen=True):
     source: str | None = None
     per: Per = "completion"
     name: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.function
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -37,7 +41,7 @@ class Task(msgspec.Struct, frozen=True):
     params: dict[str, Any]
 
 
-class Setup(msgspec.Struct, frozen=True):
+class WorkerSetup(msgspec.Struct, frozen=True):
     """First frame to a worker: what to score with, and its limits."""
 
     terms: list[Term]
@@ -60,7 +64,7 @@ class SetupFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-class Job(msgspec.Struct, frozen=True, tag=True):
+class RewardJob(msgspec.Struct, frozen=True, tag=True):
     """One completion to score. `prompt` is text, or the chat's messages."""
 
     job_id: int
@@ -72,11 +76,11 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     columns: dict[str, Any]
 
 
-class GroupJob(msgspec.Struct, frozen=True, tag=True):
+class RewardGroupJob(msgspec.Struct, frozen=True, tag=True):
     """The completions of one prompt, which terms with per = 'group' score together."""
 
     job_id: int
-    jobs: list[Job]
+    jobs: list[RewardJob]
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
@@ -89,10 +93,10 @@ class TriedNetwork(msgspec.Struct, frozen=True, tag=True):
     """The worker's job has tried to reach a network that there is not."""
 
 
-class Result(msgspec.Struct, frozen=True, tag=True):
+class JobResult(msgspec.Struct, frozen=True, tag=True):
     """One number per term of the job's kind (None: the function abstained), or the `error` of the first that failed.
 
-    For a `GroupJob` each term has one number per completion: first all of the first term's.
+    For a `RewardGroupJob` each term has one number per completion: first all of the first term's.
     """
 
     job_id: int
@@ -100,8 +104,8 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
-AnyJob = Job | GroupJob
-FromWorker = WorkerReady | SetupFailed | Began | TriedNetwork | Result
+AnyJob = RewardJob | RewardGroupJob
+FromWorker = WorkerReady | SetupFailed | Began | TriedNetwork | JobResult
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.core.scratch import make_claimed
-from slipstream.rewards.protocol import MAX_RESULT_BYTES, AnyJob, FrameReader, FromWorker, Setup, frame
-from slipstream.rewards.worker import Layout
+from slipstream.rewards.protocol import MAX_RESULT_BYTES, AnyJob, FrameReader, FromWorker, WorkerSetup, frame
+from slipstream.rewards.worker import WorkerLayout
 
 _KEEPER_GRACE_S = 5.0  # the keeper needs milliseconds to kill what is below it
 _CAUSE_S = 0.5
@@ -24,7 +24,7 @@ _decoder = msgspec.msgpack.Decoder(FromWorker, strict=True)
 
 
 def _environment(also: Sequence[str]) -> dict[str, str]:
-    """What a worker sees of the environment: no secrets but those of `also`, one thread, where this package is."""
+    """Return a worker's environment: no secrets but those of `also`, one thread, the folder of this package."""
     package_root = str(Path(__file__).resolve().parents[2])
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", *also) if name in os.environ}
     return kept | {
@@ -38,13 +38,13 @@ def _environment(also: Sequence[str]) -> dict[str, str]:
     }
 
 
-class Worker:
+class RewardWorker:
     """One worker process and its connection. Nothing here blocks, except `close` for the keeper's few milliseconds.
 
     `private` folders are empty for it, where files are confined, as are home folders and those shared by all.
     """
 
-    def __init__(self, setup: Setup, *, private: Sequence[str] = ()) -> None:
+    def __init__(self, setup: WorkerSetup, *, private: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         folder, self._claim = make_claimed("reward")
         self._scratch = str(folder)
@@ -52,16 +52,17 @@ class Worker:
         folders = [os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None]
         sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *folders]]
         home = os.path.expanduser("~")  # may be another folder than the account's
-        layout = Layout(
+        layout = WorkerLayout(
             scratch=self._scratch,
             sys_path=list(dict.fromkeys(sys_path)),
             private=[home, *map(os.path.abspath, private)],
             runs_programs=any(term.function == "code" for term in setup.terms),
             allow_network=setup.allow_network,
         )
+        told = msgspec.json.encode(layout).decode()
         with theirs:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.rewards.worker", str(theirs.fileno()), _json(layout)],
+                [sys.executable, "-m", "slipstream.rewards.worker", str(theirs.fileno()), told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -139,13 +140,9 @@ class Worker:
         os.close(self._claim)
 
     def _cause(self) -> str:
-        """How the scorer ended; the keeper outlives it by milliseconds and passes its exit code on."""
+        """Return how the scorer ended; the keeper outlives it by milliseconds and passes its exit code on."""
         try:
             code = self._keeper.wait(timeout=_CAUSE_S)
         except subprocess.TimeoutExpired:
             return ""
         return f" (signal {code - 128})" if code > 128 else f" (exit code {code})"
-
-
-def _json(layout: Layout) -> str:
-    return msgspec.json.encode(layout).decode()

@@ -1,4 +1,4 @@
-"""Who scores the terms of a configuration: sandboxed workers, and this process for functions given from Python."""
+"""The scorers of a configuration: sandboxed workers, and this process for functions given from Python."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slipstream.core.types import Completion
 from slipstream.rewards.assembly import Call, Where
 from slipstream.rewards.calls import Scoring, call_function
 from slipstream.rewards.checks import check_isolation, setup_of, terms_of
-from slipstream.rewards.given import Functions, check_given
+from slipstream.rewards.given import Functions, check_given, is_from_python
 from slipstream.rewards.inline import CallableScorer
-from slipstream.rewards.pool import Scored, ScoringPool
-from slipstream.rewards.protocol import AnyJob, GroupJob, Job, Term
+from slipstream.rewards.pool import ScoredJob, ScoringPool
+from slipstream.rewards.protocol import AnyJob, RewardGroupJob, RewardJob
 
 
 class Scorers:
-    """A `ScoringPool`, a `CallableScorer`, or both, as one: calls in, one `Scored` each out.
+    """A `ScoringPool`, a `CallableScorer`, or both, as one: calls in, one `ScoredJob` each out.
 
     `names` are those of the parts, `where` says who scores each. Starts the workers and waits until one has imported
     what it needs. ConfigError for functions that cannot be built, or that this platform cannot isolate.
@@ -39,9 +39,9 @@ class Scorers:
         check_given(config, functions)
         terms = terms_of(config)
         self.names = [term.name for term in terms]
-        self.where: list[Where] = [(_is_own(term), term.per) for term in terms]
+        self.where: list[Where] = [(is_from_python(term), term.per) for term in terms]
         self._scorers: dict[bool, CallableScorer | ScoringPool] = {}
-        if own := [term for term in terms if _is_own(term)]:
+        if own := [term for term in terms if is_from_python(term)]:
             scorings = [
                 Scoring(term.name, term.per, partial(call_function, functions[term.function.removeprefix(FROM_PYTHON)]))
                 for term in own
@@ -73,10 +73,10 @@ class Scorers:
         """Queue `call`; its scorer gets it at the next `poll`."""
         jobs = [self._job(call.job_id, entry.completion) for entry in call.entries]
         is_own, per = call.where
-        job: AnyJob = jobs[0] if per == "completion" else GroupJob(call.job_id, jobs)
+        job: AnyJob = jobs[0] if per == "completion" else RewardGroupJob(call.job_id, jobs)
         self._scorers[is_own].submit(job)
 
-    def poll(self) -> list[Scored]:
+    def poll(self) -> list[ScoredJob]:
         """Move what can be moved without waiting; results in the order they came."""
         return [scored for scorer in self._scorers.values() for scored in scorer.poll()]
 
@@ -93,10 +93,10 @@ class Scorers:
         for scorer in self._scorers.values():
             scorer.close()
 
-    def _job(self, job_id: int, completion: Completion) -> Job:
+    def _job(self, job_id: int, completion: Completion) -> RewardJob:
         prompt, config = completion.prompt, self._config
         ids = truncate_at_token(completion.tokens, config.truncate_token, after=config.truncate_after)
-        return Job(
+        return RewardJob(
             job_id=job_id,
             prompt=prompt.text if prompt.messages is None else prompt.messages,
             completion=completion.text[: config.max_chars],
@@ -105,7 +105,3 @@ class Scorers:
             answer=prompt.answer,
             columns=prompt.columns,
         )
-
-
-def _is_own(term: Term) -> bool:
-    return term.function.startswith(FROM_PYTHON)

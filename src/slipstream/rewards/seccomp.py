@@ -28,96 +28,45 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # put characters into a terminal's input
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column of the tables
 
-# (x86-64, aarch64), -1 where an architecture has no such call. Numbers from 424 on are the same everywhere.
-_DENIED: dict[str, tuple[int, int]] = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438),
-    "move_pages": (279, 239),
-    "migrate_pages": (256, 238),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "fanotify_init": (300, 262),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "personality": (135, 92),
-    "modify_ldt": (154, -1),
-    "iopl": (172, -1),
-    "ioperm": (173, -1),
-    "uselib": (134, -1),
-    "lookup_dcookie": (212, 18),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "acct": (163, 89),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-}
+
+def _table(text: str) -> dict[str, tuple[int, int]]:
+    """Read 'call number number, ...': on x86-64 and aarch64, -1 where an architecture has no such call."""
+    entries = (entry.split() for entry in text.split(",") if entry.strip())
+    return {call: (int(x86), int(arm)) for call, x86, arm in entries}
+
+
+# Sockets; other processes; namespaces and mounts; handles, swap and quotas; memory that no address space counts; seldom
+# used ends of the kernel; processor modes; the machine; clocks and names. Numbers from 424 on are the same everywhere.
+_DENIED = _table(
+    """
+    socket 41 198, connect 42 203, accept 43 202, accept4 288 242, bind 49 200, listen 50 201,
+    ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, kcmp 312 272,
+    pidfd_getfd 438 438, move_pages 279 239, migrate_pages 256 238,
+    unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, fsopen 430 430,
+    fsconfig 431 431, fsmount 432 432, fspick 433 433, open_tree 428 428, move_mount 429 429, mount_setattr 442 442,
+    open_by_handle_at 304 265, name_to_handle_at 303 264, swapon 167 224, swapoff 168 225, quotactl 179 60,
+    quotactl_fd 443 443,
+    memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190,
+    msgget 68 186, mq_open 240 180,
+    bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425, io_uring_enter 426 426,
+    io_uring_register 427 427, fanotify_init 300 262, keyctl 250 219, add_key 248 217, request_key 249 218,
+    personality 135 92, modify_ldt 154 -1, iopl 172 -1, ioperm 173 -1, uselib 134 -1, lookup_dcookie 212 18,
+    kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273, delete_module 176 106,
+    reboot 169 142, acct 163 89, syslog 103 116, vhangup 153 58,
+    settimeofday 164 170, clock_settime 227 112, adjtimex 159 171, clock_adjtime 305 266, sethostname 170 161,
+    setdomainname 171 162,
+    """
+)
 
 _CONNECTING = {"socket", "connect", "bind"}  # the resolver of the C library binds, too
 
 # What a single program may not do either, which has no children and signals nobody but itself.
-_DENIED_ALONE: dict[str, tuple[int, int]] = {
-    "fork": (57, -1),
-    "vfork": (58, -1),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-}
+_DENIED_ALONE = _table(
+    """
+    fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138,
+    rt_tgsigqueueinfo 297 240, pidfd_open 434 434, pidfd_send_signal 424 424,
+    """
+)
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _SOCKETPAIR, _PRLIMIT64, _IOCTL = (53, 199), (302, 261), (16, 29)
 _KILL, _TGKILL = (62, 129), (234, 131)

@@ -1,15 +1,69 @@
-"""A look at a user's reward function before it runs: at its text, as importing it would run it outside the sandbox."""
+"""The place and signature of a user's reward function, from its text: importing it would run it outside the sandbox."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.core.errors import ConfigError, did_you_mean
 
-GIVEN = ("prompts", "completions", "completion_ids")
-"""Keywords that every call has, before the row's columns."""
+GIVEN = ("prompts", "completions", "completion_ids")  # keywords that every call has, before the row's columns
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The file and line of a function, and its parameters without a default."""
+
+    place: str
+    required: frozenset[str]
+
+
+def definition(function: str, given: Mapping[str, Callable[..., Any]]) -> Definition | None:
+    """Return the definition of 'module:name' or 'file.py:name', or of a function that is `given` by that name.
+
+    None where it cannot be told: a built-in, a name that is computed, a decorated function, a module without source.
+    """
+    if function in given:
+        return _definition_of(given[function])
+    if ":" not in function or (found := _found(function)) is None:
+        return None
+    path, node = found
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        return None
+    positional = [*node.args.posonlyargs, *node.args.args]
+    required = [argument.arg for argument in positional[: len(positional) - len(node.args.defaults)]]
+    keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    required += [argument.arg for argument, default in keywords if default is None]
+    return Definition(f"{path.name}, line {node.lineno}", frozenset(required))
+
+
+def _definition_of(function: Callable[..., Any]) -> Definition | None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    required = {one.name for one in parameters if one.kind in named and one.default is inspect.Parameter.empty}
+    place = place_of(function)
+    return None if place is None else Definition(place, frozenset(required))
+
+
+def place_of(function: Callable[..., Any]) -> str | None:
+    """Return 'file.py, line N' of a Python function, behind partials and wrappers; None of any other callable."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        return None
+    return f"{Path(function.__code__.co_filename).name}, line {function.__code__.co_firstlineno}"
 
 
 def check_function(function: str) -> None:
@@ -17,10 +71,16 @@ def check_function(function: str) -> None:
 
     What the text does not show (a name that is computed, a module without Python source) is left to the workers.
     """
+    if (found := _found(function)) is not None:
+        _check_signature(function, found[1])
+
+
+def _found(function: str) -> tuple[Path, ast.AST] | None:
+    """Return the file of a function and what binds its name there; None where the text does not show it."""
     location, _, name = function.rpartition(":")
     path = _source_of(location, function)
     if path is None:
-        return
+        return None
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
@@ -37,7 +97,7 @@ def check_function(function: str) -> None:
     bound = _bound_names(tree)
     if name not in bound:
         if "*" in bound:
-            return
+            return None
         functions = [key for key, node in bound.items() if not key.startswith("_") and not _is_plain_value(node)]
         raise ConfigError(
             f"'{location}' has no function '{name}'",
@@ -49,7 +109,7 @@ def check_function(function: str) -> None:
         raise ConfigError(
             f"'{name}' of '{location}' is no function", got=ast.unparse(bound[name])[:80], allowed="a function"
         )
-    _check_signature(function, bound[name])
+    return path, bound[name]
 
 
 def _source_of(location: str, function: str) -> Path | None:
@@ -71,7 +131,10 @@ def _source_of(location: str, function: str) -> Path | None:
 
 
 def _bound_names(tree: ast.Module) -> dict[str, ast.AST]:
-    """What a module's text binds outside of functions and classes, and by what; '*' for imports of everything."""
+    """Return the names that a module's text binds outside of functions and classes, and the nodes that bind them.
+
+    An import of everything binds '*'.
+    """
     bound: dict[str, ast.AST] = {}
     todo: list[ast.AST] = list(reversed(tree.body))
     while todo:

@@ -34,12 +34,12 @@ from slipstream.rewards.protocol import (
     AnyJob,
     Began,
     FrameReader,
-    Job,
-    Setup,
+    RewardJob,
     SetupFailed,
     Term,
     TriedNetwork,
     WorkerReady,
+    WorkerSetup,
     frame,
 )
 
@@ -48,8 +48,8 @@ _RESOLVER = "/etc/resolv.conf"
 _NETWORK_CALLS = {"socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"}
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """Where a worker lives: its scratch folder, folders that modules are imported from, and those it may not see."""
+class WorkerLayout(msgspec.Struct, frozen=True):
+    """A worker's folders: its scratch, those that modules are imported from, and those that are hidden from it."""
 
     scratch: str
     sys_path: list[str]
@@ -61,13 +61,10 @@ class Layout(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Keep a scorer until stdin ends or it dies; the exit code is the scorer's, or 128 + its signal."""
     connection = int(arguments[0])
-    layout = msgspec.json.decode(arguments[1], type=Layout)
+    layout = msgspec.json.decode(arguments[1], type=WorkerLayout)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     isolation.be_killed_first()
-    wakeup_read, wakeup_write = os.pipe()
-    os.set_blocking(wakeup_write, False)
-    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    wakeup = isolation.wake_at_childrens_ends()
     namespaces = isolation.enter_namespaces(allow_network=layout.allow_network)
     child = os.fork()
     if child == 0:
@@ -76,10 +73,10 @@ def main(arguments: Sequence[str]) -> int:
     os.close(connection)  # so that the pool sees the scorer's end at once
     code = 0
     while True:
-        readable, _, _ = select.select([0, wakeup_read], [], [])
+        readable, _, _ = select.select([0, wakeup], [], [])
         if 0 in readable:
             break
-        os.read(wakeup_read, 4096)
+        os.read(wakeup, 4096)
         pid, status = os.waitpid(-1, os.WNOHANG)
         while pid > 0 and pid != child:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -96,7 +93,7 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) -> None:
+def _inner(connection: int, layout: WorkerLayout, namespaces: isolation.Namespaces) -> None:
     """The keeper's child; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     held = []
@@ -148,8 +145,8 @@ def _inner(connection: int, layout: Layout, namespaces: isolation.Namespaces) ->
     os._exit(1)
 
 
-def _start_launcher(connection: int, layout: Layout, namespaces: isolation.Namespaces) -> socket.socket:
-    """Our end of the connection to it. It sees all files until it has made its own root of a few of them."""
+def _start_launcher(connection: int, layout: WorkerLayout, namespaces: isolation.Namespaces) -> socket.socket:
+    """Start the launcher; return our end of the connection. It sees all files until it has entered its bare root."""
     stash = os.path.join(layout.scratch, "jail")
     os.mkdir(stash)
     about = launcher.JailLayout(
@@ -178,7 +175,7 @@ def serve(connection: socket.socket, held: Iterable[str], programs: Programs | N
     """
     reader = FrameReader(_MAX_JOB_BYTES)
     bodies = _receive(connection, reader)
-    setup = msgspec.msgpack.decode(bodies.pop(0), type=Setup)
+    setup = msgspec.msgpack.decode(bodies.pop(0), type=WorkerSetup)
     network = _NetworkWatch(connection)
     if not setup.allow_network:
         sys.addaudithook(network.hear)
@@ -191,7 +188,7 @@ def serve(connection: socket.socket, held: Iterable[str], programs: Programs | N
             connection.sendall(frame(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
             return
         except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
-            connection.sendall(frame(SetupFailed(error=f"{term.name or term.function}: {describe(error)}")))
+            connection.sendall(frame(SetupFailed(error=f"{term.label}: {describe(error)}")))
             return
     isolation.limit_resources(setup.memory_bytes, is_own_user="user" in held)
     around_programs = programs.probe() if programs is not None else None
@@ -237,7 +234,7 @@ class _NetworkWatch:
 def _warm_up(term: Term, scoring: Scoring) -> None:
     """Let math_verify build its grammar now: its first call takes a second that no completion should be charged."""
     if term.function == "math":
-        scoring.scores([Job(0, "", "\\boxed{\\frac{1}{2}}", [], "", "0.5", {})])
+        scoring.scores([RewardJob(0, "", "\\boxed{\\frac{1}{2}}", [], "", "0.5", {})])
 
 
 def _receive(connection: socket.socket, reader: FrameReader) -> list[bytes]:

@@ -1,1 +1,1 @@
-"""What a run may go through besides RL, from checkpoint to checkpoint: sft, preferences, reward_model, evaluate."""
+"""The stages of a run besides RL, from checkpoint to checkpoint: sft, preferences, reward_model, evaluate."""

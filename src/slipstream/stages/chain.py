@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from slipstream.controller.checks import Reader, check, check_checkpoints, policy_tokenizer
-from slipstream.controller.placement import check_remote, num_cores
+from slipstream.controller.placement import check_remote
 from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.files import load_json
@@ -20,7 +19,6 @@ from slipstream.models.device import check_gpus
 from slipstream.models.hub import check_model_path, with_folders
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_sizes
-from slipstream.observe.display import duration
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.report import write_report
@@ -29,27 +27,18 @@ from slipstream.observe.trackers import check_trackers
 from slipstream.prompts import PromptSet, build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
-from slipstream.rewards.given import Functions
 from slipstream.stages.child import run_in_child
-from slipstream.stages.evaluate import run_evaluation
-from slipstream.stages.judging import build_judge
+from slipstream.stages.completions import build_judge
 from slipstream.stages.named import check_conflicts
-from slipstream.stages.preferences import run_preferences
-from slipstream.stages.progress import Progress, Quiet, read_record, record_path, watch
-from slipstream.stages.reward_model import read_preferences, run_reward_model
-from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl, two_prompts
-from slipstream.stages.sft import run_sft, stage_demonstrations
-
-STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, Progress], dict[str, Any]]] = {
-    "sft": run_sft,
-    "preferences": run_preferences,
-    "reward_model": run_reward_model,
-    "evaluate": run_evaluation,
-}
+from slipstream.stages.one_process import run_stage
+from slipstream.stages.progress import Quiet, read_record, record_path, watch
+from slipstream.stages.reward_model import read_preferences
+from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl, tell
+from slipstream.stages.sft import stage_demonstrations
 
 
 def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Collection[str] = ()) -> None:
-    """Raise ConfigError for what any stage would stumble over, before the first of them starts.
+    """Raise ConfigError for any input that a stage could not use, before the first of them starts.
 
     `given` are the names of the reward functions that were handed over from Python: to RL alone. Hub ids of `config`
     are pinned (`models/hub.py`).
@@ -76,12 +65,11 @@ def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Coll
         build_judge(config.judge)
 
 
-def check_data(config: RunConfig, run_dir: Path, functions: Functions | None = None) -> None:
+def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
     """Raise ConfigError for data that a stage could not work on, by reading all of it, before the first one starts.
 
-    Rewards are called on two of the prompts; `functions` are those from Python.
-
-    A run of RL alone reads its data once, before anything else, and needs no check.
+    Rewards are called on two of the prompts. A run of RL alone reads its data once, before anything else, and needs no
+    check.
     """
     if config.stages == list(JUST_RL):
         return
@@ -94,25 +82,27 @@ def check_data(config: RunConfig, run_dir: Path, functions: Functions | None = N
         or ("reward_model" in config.stages and config.reward_model.normalise != "none")
     )
     if takes_prompts:
-        _call_rewards(config, build_prompts(config, tokenizer), run_dir, functions)
+        _call_rewards(config, build_prompts(config, tokenizer), run_dir, given)
     if has_own_demonstrations:
         stage_demonstrations(config, tokenizer)
     if "reward_model" in config.stages and config.reward_model.preferences is not None:
         read_preferences(config, run_dir, tokenizer, Quiet())
 
 
-def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, functions: Functions | None) -> None:
-    """The dry call of all rewards that any stage scores with."""
-    tasks, two, private = task_table(config.prompts.tasks), two_prompts(prompts), [str(run_dir)]
+def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, given: FromPython) -> None:
+    """Make the dry call of all rewards that any stage scores with."""
+    tasks, rows, private = task_table(config.prompts.tasks), [*prompts.train.prompts, *prompts.eval], [str(run_dir)]
+    notes: list[str | None] = []
     if "rl" in config.stages:
         size = config.samples_per_group
-        dry_call(config.rewards, tasks, two, functions=functions, group_size=size, private=private)
+        notes.append(dry_call(config.rewards, tasks, rows, functions=given.functions, group_size=size, private=private))
     if {"preferences", "evaluate"} & set(config.stages):
-        dry_call(config.gold_rewards, tasks, two, private=private)
+        notes.append(dry_call(config.gold_rewards, tasks, rows, private=private))
+    tell(config, given, [note for note in notes if note is not None])
 
 
 def _readers(config: RunConfig) -> list[Reader]:
-    """What stages besides RL read the policy's tokens with."""
+    """Return the models besides RL's that read the policy's tokens."""
     found: list[Reader] = []
     if "preferences" in config.stages:
         found.append(("policy to sample from (preferences.path)", config.preferences.path, "language"))
@@ -127,7 +117,7 @@ def _readers(config: RunConfig) -> list[Reader]:
 
 
 def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
-    """Go through `config.stages` in `run_dir`, leaving out those whose output is there.
+    """Run `config.stages` in `run_dir`, leaving out those whose output is there.
 
     Returns what `summary.json` says; without RL, what the last stage recorded. Interrupts end the run early, its status
     then 'interrupted': resumed, RL goes on from its last checkpoint, any other stage begins anew.
@@ -158,16 +148,8 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
     return {"status": "done"} | told
 
 
-def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) -> None:
-    """One stage other than RL, in this process and with all cores."""
-    torch.set_num_threads(num_cores())
-    with HeldFolder(run_dir), watch(config, stage, display=display) as watcher:
-        record = STAGES_OF_ONE_PROCESS[stage](with_folders(with_stage_paths(config, run_dir)), run_dir, watcher)
-        watcher.note(f"{stage}: done in {duration(record['seconds'])}")
-
-
 def is_done(stage: str, run_dir: Path) -> bool:
-    """Whether the output of a stage other than RL is there: its record is written last."""
+    """Return whether the output of a stage other than RL is there: its record is written last."""
     return (run_dir / EVALUATION_FILE if stage == "evaluate" else record_path(run_dir, stage)).is_file()
 
 
@@ -182,7 +164,7 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
 
 
 def _publish_evaluation(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
-    """Tell summary, report and terminal what was found."""
+    """Write the evaluation to summary, report and terminal."""
     found = load_json(run_dir / EVALUATION_FILE, dict[str, Any])
     summary = msgspec.structs.replace(read_summary(run_dir / "summary.json"), evaluation=found)
     write_summary(summary, run_dir / "summary.json")

@@ -1,8 +1,8 @@
 """A stage in a process of its own, so that its threads are placed before torch is loaded and its memory is given back.
 
-`python -m slipstream.stages.child RUN_DIR STAGE ERRORS [--display]` is that process; the descriptor ERRORS takes why it
-failed. It ends with its stage, or when its
-standard input closes: the other end of that pipe is the run. So it does when the run's folder is gone.
+`python -m slipstream.stages.child RUN_DIR STAGE ERRORS [--display]` is that process; it writes the reason of a failure
+to the descriptor ERRORS. It ends with its stage, when its standard input closes (the run holds the other end of that
+pipe), or when the run's folder is gone.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main(run_dir: Path, stage: str, errors: int, *, display: bool) -> int:
     os.set_inheritable(errors, False)
     leave_to_the_run()  # it closes the lifeline
     threading.Thread(target=_end_with_the_run, args=[run_dir], daemon=True).start()
-    from slipstream.stages.chain import run_stage  # torch, once the lifeline is watched
+    from slipstream.stages.one_process import run_stage  # torch, once the lifeline is watched
 
     with lasting_output(run_dir / "logs" / CONSOLE_LOG):
         try:

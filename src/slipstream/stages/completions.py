@@ -1,19 +1,26 @@
-"""Completions that stages compare: sampled from a policy, or given as references; and what of them is scored."""
+"""The parts that several stages use: completions to compare, how they are cut and split, and the judge of them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.responses import truncate_at_token
+from slipstream.controller.pipeline import resolve_import
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Completion, Prompt, Segment
+from slipstream.core.stage_sections import JudgeConfig
+from slipstream.evals.judge import EndpointJudge, Judge
 from slipstream.evals.sampling import sample_completions
 from slipstream.models.transformer import Transformer
 from slipstream.prompts.template import Template
+
+Example = TypeVar("Example")
 
 PREFERENCE_STREAM, NORMALISATION_STREAM = 2, 3  # of sampling noise, beside training's and evaluation's
 
@@ -28,7 +35,7 @@ def sampled(
     num_samples: int = 1,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Completion]:
-    """`num_samples` completions per prompt at `preferences.temperature`; `ordinal` counts the prompts."""
+    """Sample `num_samples` completions per prompt at `preferences.temperature`; `ordinal` counts the prompts."""
     return sample_completions(
         config,
         policy,
@@ -45,7 +52,7 @@ def sampled(
 def reference_completions(
     config: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[Completion]:
-    """The prompts' reference answers as completions that were given, with EOS; `ordinal` counts the prompts."""
+    """Return the prompts' reference answers as completions with EOS; `ordinal` counts the prompts."""
     template = Template(config.prompts.reference, field="prompts.reference")
     texts = []
     for prompt in prompts:
@@ -68,5 +75,56 @@ def reference_completions(
 
 
 def scored_tokens(tokens: np.ndarray, config: RunConfig) -> np.ndarray:
-    """What reward models see of a completion's `tokens` int [T]: in training, and later in RL, up to where RL cuts."""
+    """Cut a completion's `tokens` int [T] where RL does, for reward models in training and in RL."""
     return truncate_at_token(tokens, config.rewards.truncate_token, after=config.rewards.truncate_after)
+
+
+def split_by_prompt(
+    examples: Sequence[Example], prompt_of: Callable[[Example], np.ndarray], *, share: float, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """Split examples into training and held-out ones, in order: held out is about `share` of all prompts.
+
+    `prompt_of` gives an example's prompt as int32 tokens [Tp]. Held out are the prompts whose seeded hash is smallest:
+    neither the examples' order nor how many there are of a prompt decides, and no prompt is on both sides.
+    """
+    keys = [
+        hashlib.blake2b(prompt_of(example).astype(np.int32).tobytes(), key=seed.to_bytes(8, "little")).digest()
+        for example in examples
+    ]
+    distinct = sorted(set(keys))
+    held_out = set(distinct[: round(share * len(distinct))])
+    return (
+        [example for key, example in zip(keys, examples, strict=True) if key not in held_out],
+        [example for key, example in zip(keys, examples, strict=True) if key in held_out],
+    )
+
+
+def build_judge(config: JudgeConfig) -> Judge:
+    """Return the function or the model behind an endpoint that judges. ConfigError unless exactly one is given."""
+    if (config.function is None) == (config.base_url is None):
+        raise ConfigError(
+            "a judge is a function or an endpoint",
+            got=f"function = {config.function!r}, base_url = {config.base_url!r}",
+            allowed="one of the two",
+        )
+    if config.function is not None:
+        try:
+            found = resolve_import(config.function)
+        except (ImportError, SyntaxError) as error:
+            raise ConfigError(
+                f"the judge '{config.function}' cannot be imported",
+                got=error,
+                allowed="'module:function' or 'path/to/file.py:function'",
+                hint="is it installed in this environment, or on PYTHONPATH?",
+            ) from error
+        if not callable(found):
+            raise ConfigError(f"the judge '{config.function}' is no function", got=repr(found)[:80])
+        return found
+    assert config.base_url is not None
+    return EndpointJudge(
+        base_url=config.base_url,
+        model=config.model,
+        api_key_env=config.api_key_env,
+        criterion=config.criterion,
+        deadline_s=config.deadline_s,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,22 @@ from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
 from slipstream.models.build import build_policy
 from slipstream.models.hf import load_model
-from slipstream.models.transformer import Transformer
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.prompts import build_prompts
 from slipstream.prompts.template import Template
-from slipstream.stages.completions import reference_completions
-from slipstream.stages.judging import build_judge
-from slipstream.stages.progress import Progress, Times
+from slipstream.stages.completions import build_judge, reference_completions
+from slipstream.stages.progress import StageProgress, StageTimes
 
 MOMENTS = ("before", "after")
 
 
-def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Measure the checkpoint RL started from and the one it ended with; writes and returns `evaluation.json`.
+def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
+    """Measure the checkpoint RL started from and the one it ended with; write and return `evaluation.json`.
 
     Both answer the same held-out prompts with the same noise. Drift is from the reference policy, `kl.reference` where
     it is given, else the start. Whatever needs reference completions is left out where prompts have none.
     """
-    times = Times()
+    times = StageTimes()
     settings = config.evaluation
     start = start_of(config, run_dir)
     checkpoints = dict(zip(MOMENTS, (start, run_dir / "model"), strict=True))
@@ -54,7 +53,16 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict
     with times.span("decode"):
         for moment, path in checkpoints.items():
             policy = model if moment == "before" else load_model(path)
-            written[moment] = _answers(config, policy, tokenizer, prompts, temperature, moment, progress)
+            written[moment] = sample_completions(
+                config,
+                policy,
+                tokenizer,
+                prompts,
+                temperature=temperature,
+                num_samples=settings.num_samples,
+                num_slots=config.eval.num_slots,
+                on_progress=partial(progress.phase, f"evaluate {moment}", total=len(prompts) * settings.num_samples),
+            )
     with times.span("score"):
         references = _references(config, prompts, tokenizer)
         reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
@@ -74,7 +82,9 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict
                 "judge": _judged(config, written[moment], references) if config.judge.is_given and references else None,
             }
         with times.span("reference"):
-            found[moment]["drift"] = _drift(config, reference_policy, written[moment], temperature)
+            samples, capacity = [sample_of(one) for one in written[moment]], config.trainer.microbatch_tokens
+            drift = measure_drift(reference_policy, samples, temperature=temperature, microbatch_tokens=capacity)
+            found[moment]["drift"] = _plain(drift)
         found[moment]["lengths"] = asdict(completion_lengths(written[moment]))
     found["references"] = {
         "reward_models": _means(proxy["references"], config) if config.rewards.models and references else None
@@ -85,7 +95,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: Progress) -> dict
 
 
 def start_of(config: RunConfig, run_dir: Path) -> Path:
-    """The checkpoint that RL started from."""
+    """Return the checkpoint that RL started from."""
     if config.model.path is not None and not config.warm_start.steps:
         return Path(config.model.path)
     kept = run_dir / "reference"  # of a policy that the run itself warm-started, for its KL penalty
@@ -99,32 +109,10 @@ def start_of(config: RunConfig, run_dir: Path) -> Path:
     )
 
 
-def _answers(
-    config: RunConfig,
-    policy: Transformer,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    temperature: float,
-    moment: str,
-    progress: Progress,
-) -> list[Completion]:
-    total = len(prompts) * config.evaluation.num_samples
-    return sample_completions(
-        config,
-        policy,
-        tokenizer,
-        prompts,
-        temperature=temperature,
-        num_samples=config.evaluation.num_samples,
-        num_slots=config.eval.num_slots,
-        on_progress=lambda done: progress.phase(f"evaluate {moment}", done, total),
-    )
-
-
 def _references(
     config: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[Completion] | None:
-    """One per prompt; None where some prompt has none."""
+    """Return one reference per prompt; None where some prompt has none."""
     template = Template(config.prompts.reference, field="prompts.reference")
     if "answer" in template.columns and any(prompt.answer is None for prompt in prompts):
         return None
@@ -137,7 +125,7 @@ def _scores(
     written: dict[str, list[Completion]],
     references: list[Completion] | None,
 ) -> dict[str, list[Rollout]]:
-    """Rollouts by moment, and of the references; all scored in one go."""
+    """Score the completions of both moments and the references, all at once."""
     parts = {**written, "references": references or []}
     if not rewards.weighted:
         return {name: [] for name in parts}
@@ -146,7 +134,7 @@ def _scores(
 
 
 def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_samples: int) -> dict[str, Any]:
-    """Mean score, pass@k (from a score of 1 on), win rate and difference where there are references.
+    """Return the mean score, pass@k (from a score of 1 on), win rate and difference where there are references.
 
     Failed ones count nowhere else.
     """
@@ -171,17 +159,14 @@ def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_sample
 
 
 def _means(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str, float]:
-    """Mean score by each reward model that RL maximises."""
+    """Return the mean score by each reward model that RL maximises."""
     return {
         model.name: math.fsum(float(rollout.reward_parts[model.name] or 0.0) for rollout in rollouts) / len(rollouts)
         for model in config.rewards.models
     }
 
 
-def _judged(
-    config: RunConfig, completions: Sequence[Completion], references: Sequence[Completion] | None
-) -> dict[str, Any]:
-    assert references is not None
+def _judged(config: RunConfig, completions: Sequence[Completion], references: Sequence[Completion]) -> dict[str, Any]:
     comparisons = [
         Comparison(completion.prompt.text, completion.text, references[completion.ordinal].text)
         for completion in completions
@@ -190,20 +175,8 @@ def _judged(
     return {name: value for name, value in _plain(found).items() if name != "judgements"}
 
 
-def _drift(
-    config: RunConfig, reference: Transformer, completions: Sequence[Completion], temperature: float
-) -> dict[str, Any]:
-    drift = measure_drift(
-        reference,
-        [sample_of(completion) for completion in completions],
-        temperature=temperature,
-        microbatch_tokens=config.trainer.microbatch_tokens,
-    )
-    return _plain(drift)
-
-
 def _plain(found: Any) -> dict[str, Any]:
-    """A dataclass as tables, numbers that JSON lacks as null."""
+    """Return a dataclass as tables, with null for numbers that JSON lacks."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Checks of a configuration that need no torch, so that the answer to a slip of the pen comes at once.
+"""Checks of the names in a configuration before torch is imported, so that a misspelling is answered at once.
 
 `check_stages` in `stages/chain.py` asks all of this again, with all that needs a library.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,19 @@ import msgspec
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
-from slipstream.core.recipes import stage_dir
 from slipstream.core.types import Prompt
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.win_rate import Comparison, judge_win_rate
 from slipstream.models.build import build_policy
 from slipstream.prompts import build_prompts
-from slipstream.stages.completions import PREFERENCE_STREAM, reference_completions, sampled, scored_tokens
-from slipstream.stages.judging import build_judge
-from slipstream.stages.progress import Progress, Times, write_record
+from slipstream.stages.completions import (
+    PREFERENCE_STREAM,
+    build_judge,
+    reference_completions,
+    sampled,
+    scored_tokens,
+)
+from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
 
 FILE = "preferences.jsonl"
 
@@ -54,20 +57,18 @@ class PreferenceLine(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredPrompt:
     """A prompt with the candidates that are compared."""
 
     prompt: Prompt
     candidates: list[Candidate]
 
 
-def run_preferences(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
+def run_preferences(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
     """Sample, label and pair; writes `preferences/preferences.jsonl` and `preferences/stage.json`."""
-    times = Times()
-    folder = stage_dir(run_dir, "preferences")
+    times = StageTimes()
     with times.span("start_up"):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder = fresh_folder(run_dir, "preferences")
     scored = sampled_candidates(config, progress, times)
     with times.span("score"):
         lines = labelled(scored, config)
@@ -96,7 +97,7 @@ def run_preferences(config: RunConfig, run_dir: Path, progress: Progress) -> dic
     )
 
 
-def sampled_candidates(config: RunConfig, progress: Progress, times: Times) -> list[Scored]:
+def sampled_candidates(config: RunConfig, progress: StageProgress, times: StageTimes) -> list[ScoredPrompt]:
     """Distinct completions of the first prompts, the reference among them where asked for, with their gold scores."""
     settings = config.preferences
     with times.span("start_up"):
@@ -124,7 +125,7 @@ def sampled_candidates(config: RunConfig, progress: Progress, times: Times) -> l
                 None if rollout.failure is not None else rollout.reward
                 for rollout in score_by(config, config.gold_rewards, numbered(completions))
             ]
-    found: list[Scored] = [Scored(prompt, []) for prompt in prompts]
+    found: list[ScoredPrompt] = [ScoredPrompt(prompt, []) for prompt in prompts]
     for completion, value in zip(completions, scores, strict=True):
         tokens = scored_tokens(completion.tokens, config).tolist()
         candidates = found[completion.ordinal].candidates
@@ -136,13 +137,13 @@ def sampled_candidates(config: RunConfig, progress: Progress, times: Times) -> l
     return found
 
 
-def labelled(scored: Sequence[Scored], config: RunConfig) -> list[PreferenceLine]:
+def labelled(scored: Sequence[ScoredPrompt], config: RunConfig) -> list[PreferenceLine]:
     """All decided pairs (or fours) of each prompt's candidates; `max_per_prompt` of them, drawn by the seed.
 
     Undecided are equal scores at the top, and pairs whose two verdicts differ or are ties.
     """
     settings = config.preferences
-    sets: list[tuple[Scored, tuple[Candidate, ...]]] = []
+    sets: list[tuple[ScoredPrompt, tuple[Candidate, ...]]] = []
     for one in scored:
         chosen = list(_subsets(one, config))
         if settings.max_per_prompt is not None:
@@ -175,7 +176,7 @@ def _digest(prompt: Prompt, config: RunConfig) -> bytes:
     return hashlib.blake2b(f"preferences:{config.seed}:{prompt.prompt_id}".encode(), digest_size=8).digest()
 
 
-def _subsets(scored: Scored, config: RunConfig) -> Iterator[tuple[Candidate, ...]]:
+def _subsets(scored: ScoredPrompt, config: RunConfig) -> Iterator[tuple[Candidate, ...]]:
     return itertools.combinations(scored.candidates, config.reward_model.candidates)
 
 
@@ -185,7 +186,7 @@ def _best_by_score(candidates: Sequence[Candidate]) -> int | None:
     return scores.index(highest) if scores.count(highest) == 1 else None
 
 
-def _judged(sets: Sequence[tuple[Scored, Sequence[Candidate]]], config: RunConfig) -> list[int | None]:
+def _judged(sets: Sequence[tuple[ScoredPrompt, Sequence[Candidate]]], config: RunConfig) -> list[int | None]:
     comparisons = [Comparison(one.prompt.text, pair[0].text, pair[1].text) for one, pair in sets]
     if not comparisons:
         return []
@@ -194,7 +195,7 @@ def _judged(sets: Sequence[tuple[Scored, Sequence[Candidate]]], config: RunConfi
 
 
 def _reference_best_share(lines: Sequence[PreferenceLine]) -> float | None:
-    """Of the preferences that involve a reference, the share where it is the best."""
+    """Return the share of preferences with a reference in which it is the best; None without any."""
     involved = [line for line in lines if any(candidate.is_reference for candidate in line.candidates)]
     if not involved:
         return None

@@ -1,7 +1,8 @@
-"""What a stage tells whoever watches, and the record that says it is done."""
+"""The progress of a stage for display, its times, and the record that marks it as done."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,22 +22,22 @@ from slipstream.observe.timeline import ABSENT, UNLABELLED, Timeline
 RECORD = "stage.json"
 
 
-class Progress(Protocol):
-    """Hears of a stage as it goes; must return at once."""
+class StageProgress(Protocol):
+    """Receives the progress of a stage; must return at once."""
 
     def phase(self, name: str, done: int, total: int, metrics: Mapping[str, float] | None = None) -> None: ...
 
     def note(self, text: str) -> None: ...
 
 
-class Watcher(Progress, Protocol):
-    """What is shown at the end, besides."""
+class Watcher(StageProgress, Protocol):
+    """Receives the results of a stage as well."""
 
     def evaluation_table(self, evaluation: Mapping[str, Any]) -> None: ...
 
 
 class Quiet:
-    """Shows nothing."""
+    """A watcher that shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,14 +54,14 @@ class Quiet:
 
 
 def watch(config: RunConfig, stage: str, *, display: bool) -> Display | Quiet:
-    """The terminal, or nobody; a context manager."""
+    """Return the terminal's display, or a quiet one; a context manager."""
     if not display:
         return Quiet()
     return Display({"stage": stage, "recipe": config.recipe}, steps=1, max_staleness=config.staleness_bound)
 
 
-class Times:
-    """Where the seconds of a stage go, from now on: states as in `observe/states.py`."""
+class StageTimes:
+    """Seconds of a stage by state, from now on: states as in `observe/states.py`."""
 
     def __init__(self) -> None:
         self._clock = WallClock()
@@ -68,11 +69,11 @@ class Times:
         self._timeline = Timeline("stage", None, self._clock)
 
     def span(self, state: str) -> AbstractContextManager[None]:
-        """The stage is in `state` inside this context."""
+        """Count the time inside this context for `state`."""
         return self._timeline.span(state)
 
     def so_far(self) -> dict[str, Any]:
-        """`seconds`, and `accounting`: state -> seconds, which sum to them."""
+        """Return `seconds`, and `accounting`: state -> seconds, which sum to them."""
         ended_s = self._clock.now_s()
         accounting = self._timeline.accounting(self._started_s, ended_s)
         absent_s = accounting.pop(ABSENT, 0.0)  # until the timeline was there
@@ -80,12 +81,20 @@ class Times:
         return {"seconds": ended_s - self._started_s, "accounting": accounting}
 
 
+def fresh_folder(run_dir: Path, stage: str) -> Path:
+    """Make the stage's folder, without what an interrupted attempt left in it."""
+    folder = stage_dir(run_dir, stage)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
 def record_path(run_dir: Path, stage: str) -> Path:
     return stage_dir(run_dir, stage) / RECORD
 
 
-def write_record(run_dir: Path, stage: str, *, times: Times, **values: Any) -> dict[str, Any]:
-    """`stage.json` in the stage's folder, written last: the stage is done. Returns what it says."""
+def write_record(run_dir: Path, stage: str, *, times: StageTimes, **values: Any) -> dict[str, Any]:
+    """Write `stage.json` into the stage's folder, last: the stage is done. Return its content."""
     record = {"stage": stage, **times.so_far(), **values}
     replace_file(record_path(run_dir, stage), msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     return record

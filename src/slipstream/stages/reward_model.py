@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -25,24 +24,27 @@ from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_s
 from slipstream.models.scoring import Sample, score
 from slipstream.prompts import build_prompts, prompts_that_fit
 from slipstream.prompts.dataset import read_records
-from slipstream.prompts.rows import Row
+from slipstream.prompts.rows import PromptRow
 from slipstream.prompts.template import Encoder, Template
-from slipstream.stages.completions import NORMALISATION_STREAM, reference_completions, sampled, scored_tokens
+from slipstream.stages.completions import (
+    NORMALISATION_STREAM,
+    reference_completions,
+    sampled,
+    scored_tokens,
+    split_by_prompt,
+)
 from slipstream.stages.preferences import FILE, PreferenceLine
-from slipstream.stages.progress import Progress, Times, write_record
-from slipstream.stages.split import split_by_prompt
+from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
 from slipstream.trainer.metric_names import reward_model_names
 from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
 
 
-def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
+def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
     """Train on the preferences; writes `reward_model/model`, `metrics.jsonl` and `stage.json` with its accuracies."""
-    times = Times()
+    times = StageTimes()
     settings = config.reward_model
-    folder = stage_dir(run_dir, "reward_model")
     with times.span("start_up"):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder = fresh_folder(run_dir, "reward_model")
         policy, tokenizer = build_policy(config.model, seed=config.seed)
         train, held_out = read_preferences(config, run_dir, tokenizer, progress)
         path = settings.path or config.model.path
@@ -51,15 +53,7 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
             if path is None
             else load_scalar_model(path, head_init=settings.head_init, seed=config.seed)
         )
-    longest = max(
-        len(preference.prompt_tokens) + max(map(len, preference.candidates)) for preference in [*train, *held_out]
-    )
-    if longest > model.config.max_positions:
-        raise ConfigError(
-            "a preference is longer than the reward model reads",
-            got=f"{longest} tokens",
-            allowed=f"at most {model.config.max_positions}",
-        )
+    _check_lengths([*train, *held_out], model.config.max_positions)
     with times.span("decode"):
         samples = _samples(config, policy, tokenizer)
     total = settings.steps or settings.epochs * math.ceil(len(train) / settings.batch_size)
@@ -75,12 +69,9 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
             batching=collate,
             samples=samples,
         ):
+            chosen, rejected = update.chosen_mean, update.rejected_mean
             names = reward_model_names(
-                loss=update.loss,
-                accuracy=update.accuracy,
-                chosen=update.chosen_mean,
-                rejected=update.rejected_mean,
-                lr=update.lr,
+                loss=update.loss, accuracy=update.accuracy, chosen=chosen, rejected=rejected, lr=update.lr
             )
             metrics.write(asdict(update) | names)
             accuracies.append(update.accuracy)
@@ -111,8 +102,19 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: Progress) -> di
     )
 
 
+def _check_lengths(preferences: Sequence[Preference], max_positions: int) -> None:
+    """Raise ConfigError for a preference that is longer than the model reads."""
+    longest = max(len(one.prompt_tokens) + max(map(len, one.candidates)) for one in preferences)
+    if longest > max_positions:
+        raise ConfigError(
+            "a preference is longer than the reward model reads",
+            got=f"{longest} tokens",
+            allowed=f"at most {max_positions}",
+        )
+
+
 def read_preferences(
-    config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase, progress: Progress
+    config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase, progress: StageProgress
 ) -> tuple[list[Preference], list[Preference]]:
     """(training, held-out) preferences: the stage's, or those of `reward_model.preferences`.
 
@@ -161,7 +163,7 @@ def _has_candidates(path: Path) -> bool:
 
 
 def _from_dataset(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, progress: StageProgress
 ) -> tuple[list[Preference], list[Preference]]:
     source = config.reward_model.preferences
     assert source is not None
@@ -169,7 +171,7 @@ def _from_dataset(
     encoder = Encoder(prompts_that_fit(config), tokenizer)
     is_rated = config.reward_model.candidates == 1
     texts = ("completion",) if is_rated else ("chosen", "rejected")
-    rows: list[Row] = []
+    rows: list[PromptRow] = []
     labels: list[tuple[list[str], float | None]] = []
     for where, record in read_records(source, None, config.prompts.dataset_split):
         is_text = all(isinstance(record.get(name), str) for name in ("prompt", *texts))
@@ -181,7 +183,7 @@ def _from_dataset(
                 allowed=f"texts in the columns prompt, {', '.join(texts)}"
                 + (", and a number in rating" if is_rated else ""),
             )
-        rows.append(Row(text=template.render(_columns(record)), task="dataset"))
+        rows.append(PromptRow(text=template.render({**record, "question": record["prompt"]}), task="dataset"))
         labels.append(([record[name] for name in texts], rating))
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -212,12 +214,8 @@ def _from_dataset(
     return train, held_out
 
 
-def _columns(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {**record, "question": record["prompt"]}
-
-
 def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[Sample]:
-    """What scores are normalised on: samples of the policy that RL starts from, or references (N, items 20 and 21)."""
+    """Return the samples that scores are normalised on: the policy's, or references (N, items 20 and 21)."""
     settings = config.reward_model
     if settings.normalise == "none":
         return []

@@ -22,6 +22,10 @@ from slipstream.controller.controller import Controller, RunInput
 from slipstream.controller.ledger import check_fits, read_cut
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers, Screen
+from slipstream.controller.build import build_work, check_room, default_pipeline
+from slipstream.controller.cluster import Cluster
+from slipstream.controller.controller import Controller, Cut, Work, read_cut
+from slipstream.controller.ledger import check_fits
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.policies import schedule_for
 from slipstream.controller.restarts import Restarts
@@ -37,6 +41,7 @@ from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import last_step
 from slipstream.core.types import Partial, Prompt
 from slipstream.models.hub import with_folders
+from slipstream.core.types import Partial
 from slipstream.models.preflight import check_policy, parameter_shapes
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.evaluation import EVALUATION_FILE
@@ -61,7 +66,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FromPython:
-    """What a caller may hand in besides a configuration."""
+    """The arguments of a run besides its configuration."""
 
     functions: Functions = field(default_factory=dict)  # of the rewards, by the names that the configuration has
     display: bool = True
@@ -115,11 +120,11 @@ def run_rl(
             sleep(pause_s)
         except KeyboardInterrupt:
             _mark_interrupted(run_dir)
-            _tell(config, given, [f"go on with: {given.resume_call(run_dir)}"])
+            tell(config, given, [f"go on with: {given.resume_call(run_dir)}"])
             raise
         resumed, prepared = prepare_resume(run_dir), None
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
-        _tell(config, given, [f"{what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
+        tell(config, given, [f"{what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
 
 
 def _attempt(
@@ -138,14 +143,10 @@ def _attempt(
     work, prompt_set = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
     report = prompt_set.report
     with_paths = _with_longest_prompt(with_paths, report)
-    tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
-    tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
     cut = None if resumed is None else resumed.cut
     if resumed is not None and cut is not None:
         work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
-        tally.restore(cut.run)
-        for line in read_metrics(run_dir / "metrics.jsonl"):
-            tally.recall(line)
+    tally = _tally(config, run_dir, restarts, report, cut)
     screen = Screen(config, run_dir) if given.display else None
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     if screen is not None:
@@ -163,14 +164,9 @@ def _attempt(
         HeldFolder(run_dir) as folder,
         open_trackers(config, run_dir, first_step=first_step, note=note) as trackers,
     ):
-        pipeline = (
-            default_pipeline(with_paths, functions=given.functions, resume=checkpoint, remote=given.remote)
-            if given.pipeline is None
-            else given.pipeline(with_paths)
-        )
         controller = Controller(
             with_paths,
-            pipeline,
+            _pipeline(with_paths, given, checkpoint),
             schedule_for(with_paths, None if cut is None else cut.schedule),
             work,
             Observers(with_paths, run_dir, tally, screen=screen, trackers=trackers),
@@ -191,14 +187,36 @@ def _attempt(
                 note(f"go on with: {given.resume_call(run_dir)}")
             return told
         except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
-            if tally.status == "failed":
-                tally.status = "interrupted"
             note(f"{interrupted}: ended at once, without a checkpoint of the present step")
-            with contextlib.suppress(DiskError):
-                folder.check()
-                write_summary(tally.summary(run_dir), run_dir / "summary.json")
+            _save_interrupted(tally, folder, run_dir)
             note(f"go on with: {given.resume_call(run_dir)}")
             raise
+
+
+def _save_interrupted(tally: Tally, folder: HeldFolder, run_dir: Path) -> None:
+    """Write the summary of a run that is ended at once, where its folder is still there and the disk has room."""
+    if tally.status == "failed":
+        tally.status = "interrupted"
+    with contextlib.suppress(DiskError):
+        folder.check()
+        write_summary(tally.summary(run_dir), run_dir / "summary.json")
+
+
+def _pipeline(config: RunConfig, given: FromPython, checkpoint: Path | None) -> Pipeline:
+    if given.pipeline is not None:
+        return given.pipeline(config)
+    return default_pipeline(config, functions=given.functions, resume=checkpoint, remote=given.remote)
+
+
+def _tally(config: RunConfig, run_dir: Path, restarts: Counter[str], report: PromptReport, cut: Cut | None) -> Tally:
+    """Return the tally of an attempt, with what the run counted before the cut."""
+    tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
+    tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
+    if cut is not None:
+        tally.restore(cut.run)
+        for line in read_metrics(run_dir / "metrics.jsonl"):
+            tally.recall(line)
+    return tally
 
 
 def _run_and_conclude(controller: Controller, conclude: Callable[[], Summary]) -> dict[str, Any]:
@@ -222,7 +240,7 @@ def _mark_interrupted(run_dir: Path) -> None:
 
 
 def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial, ...]]:
-    """What generators may go on with: where the bound holds in any step that could train it, by the drops of the cut.
+    """Return the partial completions whose bound holds in any step that could train them, by the drops of the cut.
 
     It does for all that was admitted before the cut. What lost its replica between the cut and its saving may have
     started again thanks to a drop that the resumed run need not repeat.
@@ -299,7 +317,7 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
     resumed = prepare_resume(run_dir, found)
     if (run_dir / EVALUATION_FILE).exists():  # of a policy that is trained further
         (run_dir / EVALUATION_FILE).replace(resumed.attempt / EVALUATION_FILE)
-    _tell(config, given, [*resumed.notes, *notes])
+    tell(config, given, [*resumed.notes, *notes])
     return run_rl(config, run_dir, given, resumed=resumed, prepared=prepared)
 
 
@@ -343,13 +361,13 @@ def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bo
     note = dry_call(
         config.rewards,
         task_table(config.prompts.tasks),
-        two_prompts(prompts),
+        [*prompts.train.prompts, *prompts.eval],
         functions=given.functions,
         group_size=config.samples_per_group,
         private=[str(run_dir)],
     )
     if note is not None:
-        _tell(config, given, [note])
+        tell(config, given, [note])
     return work, prompts
 
 
@@ -360,11 +378,6 @@ def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[R
     if config.prompts.max_prompt_tokens is None:
         check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
     return work, prompts
-
-
-def two_prompts(prompts: PromptSet) -> list[Prompt]:
-    """One to train on and one held out, which may come from another data set."""
-    return [*prompts.train.prompts[:1], *prompts.eval[:1]]
 
 
 def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:
@@ -433,14 +446,14 @@ def _check_lines(path: Path) -> None:
         raise ConfigError(f"'{path}' cannot be read", got=error.strerror, allowed="a file of lines") from error
 
 
-def _tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
+def tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
     with watch(config, "rl", display=given.display) as watcher:
         for note in notes:
             watcher.note(note)
 
 
 def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
-    """Whether RL has gone through all of its steps and left a policy: its summary is written last.
+    """Return whether RL has done all of its steps and left a policy: its summary is written last.
 
     ConfigError where it has gone through more.
     """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -26,38 +25,22 @@ from slipstream.models.hf import save_model
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template
-from slipstream.stages.progress import Progress, Times, write_record
-from slipstream.stages.split import split_by_prompt
+from slipstream.stages.completions import split_by_prompt
+from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
 from slipstream.trainer.metric_names import sft_names
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.supervised import Demonstration, Prediction, measure_prediction, supervised_updates
 
 
-def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, Any]:
+def run_sft(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
     """Train on the demonstrations of `config.sft`; writes `sft/model`, `sft/metrics.jsonl` and `sft/stage.json`."""
-    times = Times()
+    times = StageTimes()
     sft = config.sft
-    folder = stage_dir(run_dir, "sft")
     with times.span("start_up"):
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted attempt left
-        folder.mkdir(parents=True)
+        folder = fresh_folder(run_dir, "sft")
         model, tokenizer = build_policy(config.model.model_copy(update={"path": sft.path}), seed=config.seed)
         found, num_too_long = stage_demonstrations(config, tokenizer)
-    fitting = [pair for pair in found if len(pair[0]) + len(pair[1]) <= model.config.max_positions]
-    num_too_long += len(found) - len(fitting)
-    if not fitting:
-        raise ConfigError("there are no demonstrations that fit the model", got=f"{num_too_long}, all too long")
-    train, held_out = split_by_prompt(fitting, lambda pair: pair[0], share=sft.held_out, seed=config.seed)
-    if not train:
-        raise ConfigError(
-            "there are no demonstrations to train on",
-            got=f"{len(fitting)} with sft.held_out = {sft.held_out:g}",
-            hint="lower sft.held_out",
-        )
-    if sft.loss_on == "all":
-        train, held_out = ([_all_learned(*pair) for pair in part] for part in (train, held_out))
-    dropped = f", {num_too_long} dropped as too long" if num_too_long else ""
-    progress.note(f"demonstrations: {len(train)} to train on, {len(held_out)} held out{dropped}")
+    train, held_out, num_too_long = _split(found, num_too_long, config, model.config.max_positions, progress)
     steps = sft.steps or sft.epochs * math.ceil(len(train) / sft.batch_size)
     settings = WarmStartConfig(steps=steps, batch_size=sft.batch_size, optimizer=sft.optimizer)
     capacity = config.trainer.microbatch_tokens
@@ -104,6 +87,32 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
         last_loss=float(np.mean(losses[-10:])),
         held_out=None if before is None or after is None else {"before": asdict(before), "after": asdict(after)},
     )
+
+
+def _split(
+    found: Sequence[Demonstration], num_too_long: int, config: RunConfig, max_positions: int, progress: StageProgress
+) -> tuple[list[Demonstration], list[Demonstration], int]:
+    """Split demonstrations that the model can read into training and held-out ones; count the others.
+
+    ConfigError where none are left to train on.
+    """
+    sft = config.sft
+    fitting = [pair for pair in found if len(pair[0]) + len(pair[1]) <= max_positions]
+    num_too_long += len(found) - len(fitting)
+    if not fitting:
+        raise ConfigError("there are no demonstrations that fit the model", got=f"{num_too_long}, all too long")
+    train, held_out = split_by_prompt(fitting, lambda pair: pair[0], share=sft.held_out, seed=config.seed)
+    if not train:
+        raise ConfigError(
+            "there are no demonstrations to train on",
+            got=f"{len(fitting)} with sft.held_out = {sft.held_out:g}",
+            hint="lower sft.held_out",
+        )
+    if sft.loss_on == "all":
+        train, held_out = ([_all_learned(*pair) for pair in part] for part in (train, held_out))
+    dropped = f", {num_too_long} dropped as too long" if num_too_long else ""
+    progress.note(f"demonstrations: {len(train)} to train on, {len(held_out)} held out{dropped}")
+    return train, held_out, num_too_long
 
 
 def stage_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Demonstration], int]:

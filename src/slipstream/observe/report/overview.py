@@ -143,7 +143,9 @@ def learned(run: RunData) -> str:
         count = run.num_held_out
         chance = may_be_chance(before.accuracy, after.accuracy, count)  # of a mean reward the error is not known
         steps = plural(run.summary.steps, "step")
-        return f"{told} ({plural(count, 'prompt')}, greedy) in {steps}{chance}.{_sampled(run.evaluations)}"
+        never = run.summary.eval.never_right
+        more = _sampled(run.evaluations) + ("" if never is None else f" {never}")
+        return f"{told} ({plural(count, 'prompt')}, greedy) in {steps}{chance}.{more}"
     return _rewarded(run.history.values("reward"))
 
 

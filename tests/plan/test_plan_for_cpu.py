@@ -9,22 +9,21 @@ from slipstream.controller.placement import place
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.curves import Curves, interpolated, measured_model
+from slipstream.plan.cpu import CpuMachine, plan_for_cpu
 from slipstream.plan.layouts import AsynchronousPlan, Workload
-from slipstream.plan.lengths import Lengths
-from slipstream.plan.machine import Machine, plan_for_machine
-from slipstream.plan.measured import Together
+from slipstream.plan.lengths import LengthSample
+from slipstream.plan.measured import Curves, Together, interpolated, measured_model
 
 ROW_S = TOKEN_S = 0.001  # on one core; half on two
 # 8 groups of 4 completions of 10 tokens, prompts of 4 that a group shares: 8 x 4 + 32 x 10 rows, 320 tokens.
-WORKLOAD = Workload(groups=8, group_size=4, lengths=Lengths(4.0, (10,), "test"))
+WORKLOAD = Workload(groups=8, group_size=4, lengths=LengthSample(4.0, (10,), "test"))
 ROWS, TOKENS = 352, 320
 
 
 def machine(*, workload=WORKLOAD, cores=2, memory_bytes=16e9, overrides=None, **curves):
     tables = {"groups_per_step": 8, "completions_per_group": 4, "trainer": {"minibatches": 1}} | (overrides or {})
     config = resolve("quickstart", tables)
-    return Machine(
+    return CpuMachine(
         config=config,
         shape=quickstart_shape(),
         workload=workload,
@@ -65,7 +64,7 @@ def test_the_nearest_division_says_how_much_both_sides_slow_each_other():
 
 def test_two_cores_are_one_for_each_side_and_a_step_takes_the_slower_one_s_time():
     half = {"train_s": lambda cores, _: 0.010 / cores**0.5, "generate_s": lambda cores, _: 0.005 / cores**0.5}
-    plan = plan_for_machine(machine(**half), max_staleness=2)
+    plan = plan_for_cpu(machine(**half), max_staleness=2)
     best = plan.best
     assert (best.plan.trainer.devices, best.plan.generator.devices, best.plan.generator.replicas) == (1, 1, 1)
     assert best.found.step.sides["trainer"].total == pytest.approx(ROWS * ROW_S)
@@ -86,14 +85,14 @@ def test_two_cores_are_one_for_each_side_and_a_step_takes_the_slower_one_s_time(
 
 def test_where_taking_turns_is_as_fast_it_is_recommended():
     """Two cores that are twice as fast: 352 rows and 320 tokens take 0.336 s in turns, 0.352 s beside each other."""
-    assert plan_for_machine(machine(), max_staleness=2).max_staleness == 0
+    assert plan_for_cpu(machine(), max_staleness=2).max_staleness == 0
     slower_trainer = machine(train_s=lambda cores, _: 0.030 / cores**0.2)
-    assert plan_for_machine(slower_trainer, max_staleness=2).max_staleness == 1
+    assert plan_for_cpu(slower_trainer, max_staleness=2).max_staleness == 1
 
 
 def test_the_best_way_to_take_turns_is_on_all_cores_whatever_the_recipe_says():
     split = machine(overrides={"sync_placement": "split"})
-    plans = [plan_for_machine(one, max_staleness=1) for one in (split, machine())]
+    plans = [plan_for_cpu(one, max_staleness=1) for one in (split, machine())]
     assert plans[0].synchronous is not None
     assert plans[1].synchronous is not None
     assert plans[0].synchronous.seconds == plans[1].synchronous.seconds
@@ -102,7 +101,7 @@ def test_the_best_way_to_take_turns_is_on_all_cores_whatever_the_recipe_says():
 
 def test_both_sides_slow_each_other_while_they_overlap():
     both = Together(trainer_devices=1, generator_devices=1, trainer=1.5, generator=1.5)
-    plan = plan_for_machine(machine(together=(both,), train_s=lambda cores, _: 0.030 / cores**0.1), max_staleness=1)
+    plan = plan_for_cpu(machine(together=(both,), train_s=lambda cores, _: 0.030 / cores**0.1), max_staleness=1)
     row = next(row for row in plan.by_staleness if row.rehearsed.max_staleness == 1)
     alone_s, generating_s = 3 * ROWS * ROW_S, TOKENS * TOKEN_S
     # The generator's work overlaps the trainer's: 1.5 times its time, in which the trainer goes at 1 / 1.5.
@@ -143,7 +142,7 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused():
     # Keys and values of three layers, 128 wide, four bytes, in every slot at its longest: 4 + 12 tokens.
     assert held["generator"]["keys_and_values"] == 2 * 4 * 3 * 128 * 16 * plan.generator.slots
     with pytest.raises(ConfigError, match="machine's memory"):
-        plan_for_machine(machine(memory_bytes=20e6))
+        plan_for_cpu(machine(memory_bytes=20e6))
 
 
 def test_a_model_that_was_not_measured_is_refused():

@@ -1,0 +1,36 @@
+"""The stages that run in one process, with all of its cores: all but RL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.controller.placement import num_cores
+from slipstream.core.config import RunConfig
+from slipstream.core.disk import HeldFolder
+from slipstream.core.hub import with_folders
+from slipstream.core.recipes import with_stage_paths
+from slipstream.observe.display import duration
+from slipstream.stages.evaluate import run_evaluation
+from slipstream.stages.preferences import run_preferences
+from slipstream.stages.progress import StageProgress, watch
+from slipstream.stages.reward_model import run_reward_model
+from slipstream.stages.sft import run_sft
+
+STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, StageProgress], dict[str, Any]]] = {
+    "sft": run_sft,
+    "preferences": run_preferences,
+    "reward_model": run_reward_model,
+    "evaluate": run_evaluation,
+}
+
+
+def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) -> None:
+    """Run one stage other than RL in this process, with all cores."""
+    torch.set_num_threads(num_cores())
+    with HeldFolder(run_dir), watch(config, stage, display=display) as watcher:
+        record = STAGES_OF_ONE_PROCESS[stage](with_folders(with_stage_paths(config, run_dir)), run_dir, watcher)
+        watcher.note(f"{stage}: done in {duration(record['seconds'])}")
