@@ -38,10 +38,10 @@ from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.given import Functions, is_from_python
 from slipstream.rewards.model_executor import RewardModels
-from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.measure import needed_columns
 from slipstream.trainer.reference_executor import ReferencePolicy
+from slipstream.trainer.scores import dealt_by
 
 
 def check(config: RunConfig, *, given: Collection[str] = (), remote: Collection[str] = ()) -> None:
@@ -355,7 +355,7 @@ def _through_stations(config: RunConfig, made: Sequence[Node], leaders: Sequence
             yield from _dealt(config, sources, [f"{member}.{port_in}" for member in members], "rollouts/samples")
             sources = [f"{member}.{port_out}" for member in members]
     targets = [f"{leader}.rollouts" for leader in leaders]
-    yield from _dealt(config, sources, targets, f"rollouts/{dealt_by(config)}")
+    yield from _dealt(config, sources, targets, f"rollouts/{dealt_by(config.loss)}")
 
 
 def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], route: str) -> Iterator[ChannelSpec]:

@@ -102,7 +102,7 @@ def local_parts(model: Transformer) -> list[Part]:
         whole, rank, world = whole_shapes(ranks.config), ranks.rank, ranks.world
     else:
         whole, rank, world = whole_shapes(model.config), 0, 1
-    held = {name: _held(parameter) for name, parameter in model.named_parameters()}
+    held = {name: placed(name, parameter) for name, parameter in model.named_parameters()}
     with torch.device("meta"):
         undivided = Transformer(model.config, ranks)  # as FSDP2 found it: parameters are plain tensors
     parameters = dict(undivided.named_parameters())
@@ -132,24 +132,18 @@ def is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def dtensor_boxes(name: str, tensor: DTensor) -> list[Shard]:
-    """The part of a DTensor that this rank stores, as a box of a tensor `name`; none where it stores nothing.
+def placed(name: str, parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (start, extent) of the part of a parameter that this rank stores: all of it, unless it is a DTensor.
 
-    For models that DTensor divides: `Shard` and `Replicate`, even or not, and FSDP2's `_StridedShard` over tensor
-    parallelism that divides rows evenly; of others torch does not know itself what lies where. Raises ShapeError for
-    these, for parts that are no box, and for partial sums, which are no values yet.
+    DTensors may have `Shard` and `Replicate`, even or not, and FSDP2's `_StridedShard` over tensor parallelism that
+    divides rows evenly; of others torch does not know itself what lies where. Raises ShapeError for these, for parts
+    that are no box, and for partial sums, which are no values yet.
     """
-    start, extent = _placed(name, tensor)
-    if 0 in extent:
-        return []
-    stop = tuple(first + size for first, size in zip(start, extent, strict=True))
-    return [Shard(Box(name, tuple(tensor.shape), start, stop), local_tensor(tensor.detach()))]
-
-
-def _placed(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, extent) of what this rank stores of a DTensor."""
+    if not is_dtensor(parameter):
+        return (0,) * parameter.ndim, tuple(parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # see `is_dtensor`
 
+    tensor = cast("DTensor", parameter)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ShapeError(f"{name} is a partial sum", got=tensor.placements, allowed="Shard and Replicate")
     extent, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -176,13 +170,6 @@ def _is_scattered(tensor: DTensor) -> bool:
                 return True
             factor *= size
     return False
-
-
-def _held(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, extent) of what this rank stores of a parameter, in it."""
-    if is_dtensor(parameter):
-        return _placed("a parameter", cast("DTensor", parameter))
-    return (0,) * parameter.ndim, tuple(parameter.shape)
 
 
 def _cut(part: LogicalTensor, whole: tuple[int, ...], rank: int, world: int) -> Iterator[tuple[Box, Tensor]]:

@@ -28,7 +28,7 @@ from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.progress import Progress, Times, write_record
 from slipstream.stages.split import split_by_prompt
 from slipstream.trainer.metric_names import sft_names
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.supervised import Demonstration, Prediction, measure_prediction, supervised_updates
 
 
@@ -72,7 +72,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: Progress) -> dict[str, A
     with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
         for update in supervised_updates(
             model,
-            FlatAdamW(model, FlatParameters(model), settings.optimizer, total_updates=steps),
+            AdamW(FlatParameters(model), settings.optimizer, total_updates=steps),
             train,
             config=settings,
             microbatch_tokens=capacity,

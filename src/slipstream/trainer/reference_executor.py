@@ -19,9 +19,7 @@ from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.measure import measure
-from slipstream.trainer.reference import follows_warm_start, reference_path
+from slipstream.trainer.measure import follows_warm_start, measure, microbatch_logprobs, reference_path
 
 
 class ReferencePolicy(Executor):
