@@ -163,7 +163,7 @@ def test_a_first_format_of_another_model_is_refused(tmp_path: Path) -> None:
     trained = alone(LLAMA, is_filled=True)
     write_first_format(path, {"policy": trained["policy"]})
     with closing(Checkpoints()) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"another model.*critic\.safetensors"):
+        with pytest.raises(CheckpointError, match=r"(?s)another model.*critic\.safetensors"):
             checkpoints.load(path, trained)
         other = {"policy": jobs.trained_of(Transformer(replace(LLAMA, num_layers=1)))}
         with pytest.raises(CheckpointError, match="another model"):

@@ -230,14 +230,16 @@ class Checkpoints:
         try:
             result.append(attempt())
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
-            failure = error
-            text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            told = {"what": error.what if isinstance(error, CheckpointError) else what}
-            told["got"] = f"rank {self._group.rank}: {text}"
-            told["errno"] = (error.errno or 0) if isinstance(error, OSError) else None
+            failure, number = error, (error.errno or 0) if isinstance(error, OSError) else None
+            if isinstance(error, CheckpointError):
+                told = {"what": error.what, "got": error.got, "allowed": error.allowed, "hint": error.hint}
+            else:
+                text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                told = {"what": what, "got": f"rank {self._group.rank}: {text}", "hint": HINTS.get(number or 0)}
+            told = {name: value and str(value) for name, value in told.items()} | {"is_disk": number is not None}
         for one in filter(None, self._gather(what, told)):
-            kind = CheckpointError if one["errno"] is None else DiskError
-            raise kind(one["what"], got=one["got"], hint=HINTS.get(one["errno"])) from failure
+            kind = DiskError if one.pop("is_disk") else CheckpointError
+            raise kind(one.pop("what"), **one) from failure
         return result[0]
 
     def _gather(self, what: str, told: Any) -> list[Any]:
