@@ -184,7 +184,7 @@ def test_one_epoch_uses_each_preference_once_and_anneals_to_zero():
             seen.append(tuple(microbatch.targets[microbatch.segment_ids == segment][:-1]))
     assert sorted(seen) == completions
     # lr * (1 - start / num_train), as published, where batches divide the data
-    assert [update.lr for update in updates(*tiny(), data[:16], changed(config, batch_size=4))] == (
+    assert [update.lr for update in updates(tiny(), data[:16], changed(config, batch_size=4))] == (
         pytest.approx([5e-5 * (1 - start / 16) for start in (0, 4, 8, 12)])
     )
 
@@ -192,9 +192,9 @@ def test_one_epoch_uses_each_preference_once_and_anneals_to_zero():
 def test_steps_and_epochs_set_the_number_of_updates():
     data = preferences(5)
     config = changed(PLAIN, batch_size=4)
-    sizes = [u.num_preferences for u in updates(*tiny(), data, changed(config, epochs=2))]
+    sizes = [u.num_preferences for u in updates(tiny(), data, changed(config, epochs=2))]
     assert sizes == [4, 1, 4, 1]
-    assert len(list(updates(*tiny(), data, changed(config, steps=3)))) == 3
+    assert len(list(updates(tiny(), data, changed(config, steps=3)))) == 3
 
 
 def test_the_seed_decides_the_order_and_nothing_else_does():
@@ -218,7 +218,7 @@ def test_gain_is_trained_like_a_weight_and_a_shift_has_no_gradient():
 
 
 def test_scores_are_those_of_each_sequence_alone_in_the_order_given():
-    model, _ = tiny()
+    model = tiny()
     rng = np.random.default_rng(3)
     prompts = [random_tokens(rng, 3, 8) for _ in range(4)]
     drawn = [(prompts[int(rng.integers(4))], random_tokens(rng, 1, 11)) for _ in range(20)]
@@ -232,7 +232,7 @@ def test_scores_are_those_of_each_sequence_alone_in_the_order_given():
 
 
 def test_values_are_those_of_the_states_before_each_token():
-    model, _ = tiny()
+    model = tiny()
     drawn = samples(4) + [(samples(1)[0][0], samples(9)[8][1])]
     sequences = [scored_sequence((0, index), *sample) for index, sample in enumerate(drawn)]
     (microbatch,) = batching.collate(sequences, 1000)
@@ -244,7 +244,7 @@ def test_values_are_those_of_the_states_before_each_token():
 
 
 def test_samples_of_one_prompt_read_it_once():
-    model, _ = tiny()
+    model = tiny()
     prompt = np.arange(2, 12, dtype=np.int32)
     watched = Watched()
     score(model, [(prompt, np.array([token])) for token in range(2, 8)], microbatch_tokens=64, batching=watched)
@@ -271,7 +271,7 @@ def test_scores_equal_transformers_on_a_padded_batch(tmp_path):
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("target", [(0.0, 1.0), (2.0, 0.5)])
 def test_normalising_sets_mean_and_deviation(unbiased, target):
-    model, _ = tiny()
+    model = tiny()
     drawn = samples(30)
     raw = score(model, drawn, **READ).astype(np.float64)
     with torch.no_grad():
@@ -294,7 +294,7 @@ def test_normalising_happens_before_the_first_update_and_after_the_last():
     model = tiny()
     drawn, data = samples(20), preferences(8)
     config = RewardModelConfig(batch_size=4, normalise_unbiased=True, optimizer=OptimizerConfig(lr=1e-2))
-    expected, _ = tiny()
+    expected = tiny()
     normalise(expected, drawn, unbiased=True, **READ)
     started = updates(model, data, config, samples=drawn)
     first = next(started)
@@ -324,7 +324,7 @@ def test_references_average_zero_and_differences_stay():
 
 
 def test_a_tie_is_wrong():
-    model, _ = tiny(head_init="zero")
+    model = tiny(head_init="zero")
     assert preference_accuracy(model, preferences(5), **READ) == 0.0
 
 

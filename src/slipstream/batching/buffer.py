@@ -1,4 +1,4 @@
-"""Where finished rollouts wait for the rest of their group, and groups for their step."""
+"""The buffer in which finished rollouts wait for the rest of their group, and groups for their step."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # torch's distributed parts take a second to import, and one 
 
 @dataclass(frozen=True)
 class Division:
-    """How a model lies on this rank and its peers, the two groups of `RankGroup.split`, and how it computes.
+    """The division of a model over this rank and its peers, the two groups of `RankGroup.split`, and how it computes.
 
     `precision` is that of products; parameters, gradients and their sums are float32. With `recomputes` every layer
     keeps only its input for the backward pass and runs again there. With `reduce_once` gradients are summed over
@@ -361,7 +361,7 @@ class ShardedParameters:
 
 
 Parameters = FlatParameters | ShardedParameters
-"""What an optimizer updates: the tensors `stored` on this rank, all parameters in one or a part of each."""
+"""The parameters that an optimizer updates, `stored` on this rank: all of them in one tensor, or a part of each."""
 
 
 def stored_parameters(model: nn.Module, division: Division) -> Parameters:

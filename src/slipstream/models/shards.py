@@ -40,7 +40,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts the box out of the whole tensor."""
+        """Slices that cut the box out of the whole tensor."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
@@ -63,7 +63,7 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts the part out of the parameter, or of what this rank holds of it."""
+        """Slices that cut the part out of the parameter, or of what this rank holds of it."""
         extent = self.box.extent
         sizes = [extent[self.order.index(dim)] for dim in range(len(self.start))]
         return tuple(slice(start, start + size) for start, size in zip(self.start, sizes, strict=True))
@@ -86,7 +86,7 @@ class Shard:
 
 
 def local_shards(model: Transformer) -> list[Shard]:
-    """What this rank holds of the checkpoint, of a whole model, one rank's of several, and either under FSDP2.
+    """Return what this rank holds of the checkpoint: of a whole model, one rank's of several, and either under FSDP2.
 
     In the order of `layout`. Views stay valid as long as the parameters' storage: take them again after
     `FlatParameters.rebind`. Every stored number is in exactly one shard; several ranks may hold the same box.
@@ -96,7 +96,7 @@ def local_shards(model: Transformer) -> list[Shard]:
 
 
 def local_parts(model: Transformer) -> list[Part]:
-    """Where `local_shards` lie in this rank's parameters; boxes without elements are left out."""
+    """Return where `local_shards` lie in this rank's parameters; boxes without elements are left out."""
     ranks = model.ranks
     if isinstance(ranks, TensorParallel):
         whole, rank, world = whole_shapes(ranks.config), ranks.rank, ranks.world
@@ -119,7 +119,7 @@ def local_parts(model: Transformer) -> list[Part]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank stores of `tensor`: itself, or of a DTensor the local part."""
+    """Return what this rank stores of `tensor`: itself, or of a DTensor the local part."""
     if not is_dtensor(tensor):
         return tensor
     local: Tensor = cast("DTensor", tensor).to_local()
@@ -158,7 +158,7 @@ def placed(name: str, parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _is_scattered(tensor: DTensor) -> bool:
-    """Whether `_StridedShard` deals out rows in turns instead of ranges: unless it is undone by a later `Shard`."""
+    """Tell whether `_StridedShard` deals out rows in turns instead of ranges, undone by no later `Shard`."""
     from torch.distributed.tensor.placement_types import _StridedShard  # see `is_dtensor`
 
     for dim in range(tensor.ndim):
@@ -239,7 +239,7 @@ def whole_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def shard_boxes(config: TransformerConfig, rank: int, world: int) -> list[Box]:
-    """What rank `rank` of `world` holds of a model of the whole `config`: any process may ask, for any rank."""
+    """Return what rank `rank` of `world` holds of a model of the whole `config`: any process may ask, for any rank."""
     with torch.device("meta"):
         model = TensorParallel(config, rank, world).new_model()
     return [part.box for part in local_parts(model)]

@@ -339,7 +339,7 @@ def prepare_batch(
 
 
 def _token_metrics(sequences: Sequence[TrainSequence], names: Mapping[str, str], ranks: RankGroup) -> dict[str, float]:
-    """Means and deviations over the tokens that are trained on, before the first update; `names` of their columns."""
+    """Return means and deviations of columns over the tokens that are trained on, before the first update."""
     trained = [sequence for sequence in sequences if sequence.num_targets]
     metrics: dict[str, float] = {}
     for name, column in names.items():
@@ -367,7 +367,7 @@ def _reference_kl(sequences: Mapping[Key, TrainSequence], estimator: str) -> dic
 
 
 def _of_all_ranks(values: Mapping[Key, float], ranks: RankGroup) -> dict[Key, float]:
-    """`values` of every rank's own rollouts."""
+    """Return the `values` of all ranks, each of which has those of its own rollouts."""
     parts = ranks.gather(msgspec.msgpack.encode(list(values.items())))
     return dict(item for part in parts for item in msgspec.msgpack.decode(part, type=list[tuple[Key, float]]))
 
@@ -392,7 +392,7 @@ def _reward_metrics(heads: Sequence[RolloutHead], loss: LossConfig) -> dict[str,
 
 
 def _lags(completions: Iterable[Completion], config: RunConfig, *, step: int, ranks: RankGroup) -> np.ndarray:
-    """int64 [oldest + 1]: how many of the sampled tokens of all ranks are stale by 0, 1, ... steps.
+    """Return int64 [oldest + 1]: how many of the sampled tokens of all ranks are stale by 0, 1, ... steps.
 
     StalenessError, on every rank alike, when one of them is outside the bound.
     """

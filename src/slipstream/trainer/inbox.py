@@ -1,4 +1,4 @@
-"""The rollouts that wait at the trainer for their step, and what the controller is told of their groups."""
+"""Rollouts that wait at the trainer for their step, and the events that tell the controller of their groups."""
 
 from __future__ import annotations
 

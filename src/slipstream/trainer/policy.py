@@ -1,4 +1,4 @@
-"""The policy in training, as one rank of the trainer has it: its weights, and what is done with all of them."""
+"""The policy in training, as one rank of the trainer has it: model, optimizer, publishing, export, checkpoints."""
 
 from __future__ import annotations
 

@@ -79,9 +79,9 @@ def supervised_updates(
 
 @dataclass(frozen=True)
 class Prediction:
-    """How a model predicts demonstrations: `loss` in nats per token, `accuracy` the share of tokens it finds likeliest.
+    """Predictions of demonstrations by a model: means over the `num_tokens` tokens of all completions.
 
-    Both are means over the `num_tokens` tokens of all completions.
+    `loss` is in nats per token, `accuracy` the share of tokens that the model finds likeliest.
     """
 
     loss: float

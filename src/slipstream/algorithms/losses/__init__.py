@@ -78,7 +78,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def loss_named(name: str, params: Mapping[str, float | str]) -> Loss:
-    """The loss `name` with its constants set to `params`, defaults elsewhere; built once.
+    """Return the loss `name` with its constants set to `params`, defaults elsewhere; built once.
 
     Numbers exceed the loss's `above`, 0 by default (inf is allowed), words are one of its `choices`. ConfigError on
     anything else, and on an unknown name or parameter with the nearest known one.

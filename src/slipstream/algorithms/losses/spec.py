@@ -1,4 +1,4 @@
-"""What every loss takes, gives and declares."""
+"""Inputs, outputs and declarations that all losses share."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LossInputs:
     max_tokens: int = 0  # the constant of reduction "constant"
 
     def need(self, name: InputName) -> Tensor:
-        """The input called `name`; MissingInputError when the batch does not carry it (MissingLogprobsError of
+        """Return the input called `name`; MissingInputError when the batch does not carry it (MissingLogprobsError of
         logprobs)."""
         value: Tensor | None = getattr(self, name)
         if value is None:
@@ -116,11 +116,11 @@ class Loss:
 
     @property
     def atom(self) -> Atom:
-        """What must lie in one microbatch, whole: a sequence even for token losses, or a pair or choice of them."""
+        """Unit that must lie whole in one microbatch: a sequence even for token losses, or a pair or choice of them."""
         return "sequence" if self.unit == "token" else self.unit
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """The loss of a microbatch and its metrics as parts that add up. Raises MissingInputError."""
+        """Return the loss of a microbatch, and its metrics as parts that add up. Raises MissingInputError."""
         for name in self.requires:
             inputs.need(name)
         return self.function(inputs, **self.params)
@@ -128,7 +128,7 @@ class Loss:
 
 @torch.no_grad()
 def off_policy_metrics(inputs: LossInputs) -> Metrics:
-    """How far the policy is from the one that sampled, per token: what every policy loss reports, as parts that add up.
+    """Return how far the policy is from the one that sampled, per token, as parts that add up: for all policy losses.
 
     Nothing where the batch carries no behaviour logprobs. KL(behaviour || policy) is estimated from the behaviour
     policy's own samples; k2 is the "approxkl" of PPO's implementations.
@@ -161,7 +161,7 @@ def ratio_shares(ratios: Tensor, mask: Tensor) -> Metrics:
 
 @torch.no_grad()
 def clip_metrics(surrogate: ClippedSurrogate, mask: Tensor) -> Metrics:
-    """The share of tokens (or sequences) where `mask` is True that the clip holds back, in all and on each side."""
+    """Return the share of tokens (or sequences) where `mask` is True that the clip holds back, in all and by side."""
     return {
         "clipped_frac": masked_share(surrogate.is_low | surrogate.is_high, mask),
         "clipped_low_frac": masked_share(surrogate.is_low, mask),
@@ -185,7 +185,7 @@ def pair_up(per_sequence: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def preference_metrics(preferred: Tensor, rejected: Tensor) -> Metrics:
-    """How often and by how much the preferred of each pair has the larger score; scores [P]."""
+    """Return how often and by how much the preferred of each pair has the larger score; scores [P]."""
     everything = torch.ones_like(preferred, dtype=torch.bool)
     return {
         "preference_accuracy": Mean((preferred > rejected).sum(), everything.sum()),
